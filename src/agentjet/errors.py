@@ -1,0 +1,124 @@
+"""One exception tree. What reaches a user names the key, the value and the way out.
+
+    AgentJetError
+    ├── ConfigError          a setting is unknown, malformed or impossible; the process must not start
+    ├── RequestError         a request cannot be honoured; `status` and `code` are stable, clients match on `code`
+    │   ├── InvalidRequest   400 or 422   malformed, or asks for what cannot be done
+    │   ├── Unauthorized     401          no key, a wrong one, an expired one
+    │   ├── Forbidden        403          a valid key for something else
+    │   ├── NotFound         404
+    │   ├── Conflict         409          the state does not allow it
+    │   ├── TooLarge         413
+    │   └── Later            429 or 503   ask again after `retry_after` seconds
+    ├── ComputeError         the backend failed to carry out a verb
+    │   ├── OutOfCache       the sampler cannot hold so long a sequence
+    │   └── WorkerDied       the worker process ended; the gateway restarts it
+    ├── CheckpointError      a checkpoint could not be written or is not the one asked for
+    └── Unreachable          (client) the server did not answer within the retries
+
+An exception inside an agent is none of these: it aborts that agent's episode and is counted.
+"""
+
+from __future__ import annotations
+
+
+class AgentJetError(Exception):
+    """Root of everything AgentJet raises on purpose."""
+
+
+class ConfigError(AgentJetError):
+    """A setting is unknown, malformed or impossible."""
+
+
+class RequestError(AgentJetError):
+    """A request that cannot be honoured.
+
+    `message` is one sentence for a person; `code` is stable and for programs; `param` names the offending
+    field where there is one.
+    """
+
+    status: int = 400
+    code: str = "invalid_request"
+
+    def __init__(
+        self, message: str, *, code: str | None = None, status: int | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+        if status is not None:
+            self.status = status
+
+
+class InvalidRequest(RequestError):
+    """The request is malformed or asks for what cannot be done."""
+
+
+class Unauthorized(RequestError):
+    """No key, a wrong key or an expired key."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class Forbidden(RequestError):
+    """A valid key, but not for this."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(RequestError):
+    """There is no such thing."""
+
+    status = 404
+    code = "not_found"
+
+
+class Conflict(RequestError):
+    """The present state does not allow the request."""
+
+    status = 409
+    code = "conflict"
+
+
+class TooLarge(RequestError):
+    """The request is larger than the server accepts."""
+
+    status = 413
+    code = "too_large"
+
+
+class Later(RequestError):
+    """Not now: ask again after `retry_after` seconds."""
+
+    status = 429
+    code = "later"
+
+    def __init__(
+        self, message: str, *, retry_after: float, code: str | None = None, status: int | None = None
+    ) -> None:
+        super().__init__(message, code=code, status=status)
+        self.retry_after = retry_after
+
+
+class ComputeError(AgentJetError):
+    """The backend failed to carry out a verb."""
+
+
+class OutOfCache(ComputeError):
+    """The sampler cannot hold so long a sequence."""
+
+
+class WorkerDied(ComputeError):
+    """The worker process ended unexpectedly."""
+
+
+class CheckpointError(AgentJetError):
+    """A checkpoint could not be written, or is not the one asked for."""
+
+
+class Unreachable(AgentJetError):
+    """The server did not answer within the retries (client side)."""

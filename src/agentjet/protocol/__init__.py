@@ -1,0 +1,32 @@
+"""Bodies of the control API under `/swarm/v1/`, shared by server and client. Versioned; unknown keys are refused in
+requests.
+"""
+
+from agentjet.protocol.bodies import (
+    AbortRequest,
+    BeginRequest,
+    BeginResponse,
+    CheckpointInfo,
+    EpisodeView,
+    Event,
+    FinishRequest,
+    JobBody,
+    Problem,
+    StatusResponse,
+)
+
+PROTOCOL_VERSION = "1"
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "AbortRequest",
+    "BeginRequest",
+    "BeginResponse",
+    "CheckpointInfo",
+    "EpisodeView",
+    "Event",
+    "FinishRequest",
+    "JobBody",
+    "Problem",
+    "StatusResponse",
+]

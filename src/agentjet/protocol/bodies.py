@@ -1,0 +1,149 @@
+"""The bodies themselves. Times are Unix seconds, durations seconds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentjet.types import EngineState, EpisodeStatus, Mode
+
+Name = Annotated[str, Field(max_length=256)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
+
+
+class Request(BaseModel):
+    """A request body: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Response(BaseModel):
+    """A response body: a client ignores keys it does not know."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+
+class BeginRequest(Request):
+    """Ask for an episode. 429 with `Retry-After` when the present batch needs none."""
+
+    task_id: Annotated[str, Field(min_length=1, max_length=256)]
+    task_set: Name = ""
+    group: Name = ""
+    """Episodes with the same group are compared with each other; default: the task's id. Namespaced per client."""
+    mode: Mode = "train"
+    client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+    wait: float = Field(0.0, ge=0, le=60, allow_inf_nan=False)
+    """Hold the request up to this long until there is room, instead of answering 429 at once."""
+
+
+class BeginResponse(Response):
+    """An episode, and how its agent reaches the model."""
+
+    episode_id: str
+    base_url: str
+    """OpenAI-compatible: `<server>/v1`."""
+    api_key: str
+    model: str
+    policy_version: int
+    lease_seconds: float
+    expires_at: float
+
+
+class FinishRequest(Request):
+    """The end of an episode: its reward, in all or by agent role, and metrics to chart."""
+
+    reward: Finite
+    by_role: MetricMap = Field(default_factory=dict)
+    metrics: MetricMap = Field(default_factory=dict)
+
+
+class AbortRequest(Request):
+    """The episode failed; it is never scored."""
+
+    reason: Annotated[str, Field(max_length=2000)] = ""
+
+
+class EpisodeView(Response):
+    """An episode as the server sees it."""
+
+    episode_id: str
+    status: EpisodeStatus
+    mode: Mode
+    task_id: str
+    task_set: str
+    group: str
+    client_id: str
+    policy_version: int
+    """Version at the beginning."""
+    num_calls: int = 0
+    reward: float | None = None
+    reason: str = ""
+    trained_in: int | None = None
+    """The batch that trained it, once it was."""
+
+
+class Event(Response):
+    """One line of `GET /swarm/v1/events` (SSE, `event:` is `kind`, `id:` is `seq`). Kinds: `step`, `state`,
+    `checkpoint`, `episode`, `group`.
+    """
+
+    seq: int
+    kind: str
+    time: float
+    body: dict[str, Any]
+
+
+class CheckpointInfo(Response):
+    """A checkpoint on disk."""
+
+    policy_version: int
+    path: str
+    created: float
+
+
+class JobBody(Request):
+    """The job settings with the revision they were read at: a compare-and-set."""
+
+    revision: int
+    job: dict[str, Any]
+
+
+class StatusResponse(Response):
+    """`GET /swarm/v1/status`."""
+
+    version: str
+    """AgentJet's own version."""
+    state: EngineState
+    waiting_for: str
+    """In words: what training waits for."""
+    model: str
+    policy_version: int
+    batch_size: int
+    group_size: int
+    max_steps: int
+    groups_complete: int
+    groups_open: int
+    episodes: dict[str, int]
+    """Counts by status since the data dir was made: live, finished, aborted, expired; trained, waiting, dropped."""
+    calls_active: int
+    last_step: dict[str, float]
+    """Metrics of the newest batch."""
+    clients: dict[str, float]
+    """Client id to seconds since last seen."""
+    last_event: int = 0
+    """Number of the newest event: where to begin reading `events` to miss none from here on."""
+    uptime: float
+
+
+class Problem(Response):
+    """RFC 9457 problem details; `code` is stable."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str
+    detail: str = ""
+    param: str | None = None
+    retry_after: float | None = None

@@ -1,0 +1,144 @@
+"""The vocabulary of the project as frozen values. Imports nothing of ours; no torch, no HTTP.
+
+Shape letters used everywhere: B calls or rows, T tokens, N forest nodes, M targets, G episodes of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Mode = Literal["train", "eval"]
+EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
+EngineState = Literal["offline", "loading", "rolling", "learning", "draining", "failed"]
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+ESCAPE = b"\xff"
+"""Encoded text is UTF-8 in which a control token is this byte, which no UTF-8 has, and its id in three bytes (big-
+endian).
+
+A sampled byte token may itself be ff: it is written as `ESCAPED_BYTE`, so that encoded text reads one way only.
+"""
+
+ESCAPED_BYTE = b"\xff\xff\xff\xff"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One dataset item a client wants solved. `payload` is the client's business and never leaves it."""
+
+    id: str
+    task_set: str = ""
+    payload: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What an agent returns for an episode: a number, optionally split by agent role, and metrics to chart."""
+
+    value: float
+    by_role: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of an assistant message. `arguments` is JSON text, as sampled."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message in canonical form, whatever dialect it came in. Absent text is the empty string."""
+
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a model is asked to continue: messages, and the tool definitions (JSON-schema dicts) it may use."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing.
+
+    The reported log-probabilities are those of the distribution sampled from, after temperature and truncation.
+    A given (`seed`, prompt, weights) samples the same tokens whatever else runs, up to rounding of batched arithmetic.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A piece of a completion. The last piece has a `finish_reason`: `stop` (an end token, included), `length`."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_version: int
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the gateway must know of a model without loading it.
+
+    `tokenizer_path` is a folder with `tokenizer.json`; `chat_template` is Jinja source; `end_tokens` end a
+    turn; `can_branch` tells whether a sequence's state may be shared by several continuations.
+    """
+
+    name: str
+    tokenizer_path: str
+    chat_template: str
+    context_length: int
+    end_tokens: tuple[int, ...]
+    bos_token: str = ""
+    eos_token: str = ""
+    can_branch: bool = True
+    num_parameters: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    tool_format: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model request of an episode, as the policy really saw it.
+
+    The prompt is the first `kept` tokens of the parent call's prompt + completion, then `suffix`. With no parent
+    `kept` is 0.
+    `versions` holds the policy version that sampled each completion token.
+    """
+
+    id: str
+    episode_id: str
+    role: str
+    parent: str | None
+    kept: int
+    suffix: tuple[int, ...]
+    completion: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    temperature: float
+    finish_reason: FinishReason
+    response: Message
+    prompt_key: str
+    """Identity by meaning of the conversation asked (hex digest), from `timeline.conversation_key`."""
+    created: float
