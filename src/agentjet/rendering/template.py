@@ -1,0 +1,267 @@
+"""A model's chat template, run so that control tokens in *user* text stay text.
+
+The template is Jinja source from a model's folder, compiled in the sandbox `transformers` uses, with the same filters
+and globals. Before rendering, every string that came from a client is guarded: a private-use character that occurs
+nowhere else is put into each control-token literal, and at ends that could complete one. What the template then writes
+whole is a control token; the guard is taken out of the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.types import Conversation, Message
+
+_PRIVATE_USE = range(0xF0000, 0xF1000)
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Plain text of a rendered conversation."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A control token that the template wrote."""
+
+    literal: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of an assistant message's whole body."""
+
+    index: int
+
+
+Part = Text | Control | Slot
+
+
+class ChatTemplate:
+    """Turns a conversation into parts: text, control tokens and slots."""
+
+    def __init__(self, source: str, *, control: Collection[str], bos_token: str = "", eos_token: str = "") -> None:
+        """`control` holds the literals of the control tokens. Raises `ConfigError` when the source is no template."""
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template does not compile: {error}") from error
+        self._knows_tools = "tools" in variables
+        self._knows_tool_calls = "tool_calls" in source
+        self._knows_developer = "developer" in source
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._control = frozenset(control)
+        self._literals = _Literals(control)
+
+    def render(
+        self, conversation: Conversation, *, slots: Collection[int] = (), generation_prompt: bool = True
+    ) -> list[Part]:
+        """The rendered conversation; the bodies of the assistant messages in `slots` are left open, tool calls and all.
+
+        Raises `InvalidRequest` when the template refuses the conversation, or ignores the tools it brings.
+        """
+        self._refuse_unknown(conversation, slots)
+        guard, slot_mark = _unused_characters(conversation)
+        guarded = _Guard(self._literals, guard)
+        messages = [
+            {"role": "assistant", "content": f"{slot_mark}{i}{slot_mark}"}
+            if i in slots
+            else self._plain(message, guarded)
+            for i, message in enumerate(conversation.messages)
+        ]
+        tools = [guarded(dict(tool)) for tool in conversation.tools] or None
+        try:
+            output = self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=generation_prompt, **self._tokens
+            )
+        except _TEMPLATE_FAULTS as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses this conversation: {error}", code="template_error", param="messages"
+            ) from error
+        parts = list(self._parts(output, guard, slot_mark))
+        if any(isinstance(part, Text) and slot_mark in part.text for part in parts):
+            raise InvalidRequest("the model's chat template rewrites what fills a slot", code="template_error")
+        return parts
+
+    def _parts(self, output: str, guard: str, slot_mark: str) -> Iterator[Part]:
+        for part in re.split(rf"({self._literals.pattern}|{slot_mark}\d+{slot_mark})", output):
+            if part in self._control:
+                yield Control(part)
+            elif part.startswith(slot_mark) and part[1:-1].isdigit():
+                yield Slot(int(part[1:-1]))
+            elif part:
+                yield Text(part.replace(guard, ""))
+
+    def _plain(self, message: Message, guarded: _Guard) -> dict[str, Any]:
+        """A message as templates expect it: absent things are absent, arguments are values where they are JSON."""
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        plain: dict[str, Any] = {"role": role, "content": guarded(message.content)}
+        if message.reasoning:
+            plain["reasoning_content"] = plain["thinking"] = guarded(message.reasoning)
+        if message.tool_calls:
+            plain["tool_calls"] = [
+                {
+                    "id": guarded(call.id),
+                    "type": "function",
+                    "function": {"name": guarded(call.name), "arguments": guarded(_json_object(call.arguments))},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id:
+            plain["tool_call_id"] = guarded(message.tool_call_id)
+        if message.name:
+            plain["name"] = guarded(message.name)
+        return plain
+
+    def _refuse_unknown(self, conversation: Conversation, slots: Collection[int]) -> None:
+        if not conversation.messages:
+            raise InvalidRequest("messages is empty: there is nothing to answer", param="messages")
+        if conversation.tools and not self._knows_tools:
+            raise InvalidRequest("this model's chat template ignores tools", code="tools_not_supported", param="tools")
+        unseen = (message for i, message in enumerate(conversation.messages) if i not in slots)
+        if not self._knows_tool_calls and any(message.tool_calls for message in unseen):
+            raise InvalidRequest(
+                "this model's chat template ignores tool_calls of earlier messages",
+                code="tools_not_supported",
+                param="messages",
+            )
+
+
+class _Literals:
+    """The control-token literals, prepared for searching. Longer ones come first, so that none hides inside another."""
+
+    def __init__(self, literals: Collection[str]) -> None:
+        ordered = sorted(literals, key=lambda literal: (-len(literal), literal))
+        self.pattern = "|".join(map(re.escape, ordered)) or r"(?!)"
+        # A look-ahead finds overlapping literals too; grouping by first character keeps the scan of plain text fast.
+        firsts = {literal[0]: [other[1:] for other in ordered if other[0] == literal[0]] for literal in ordered}
+        self.first_of_literal = re.compile(
+            "|".join(f"{re.escape(c)}(?={'|'.join(map(re.escape, rests))})" for c, rests in firsts.items()) or r"(?!)"
+        )
+        self._ordered = ordered
+        self._longest = max(map(len, ordered), default=0)
+        self._heads = {literal[:n] for literal in ordered for n in range(1, len(literal))}
+        self._tails = {literal[n:] for literal in ordered for n in range(1, len(literal))}
+
+    def may_begin_at_end_of(self, text: str) -> bool:
+        return any(text[-n:] in self._heads for n in range(1, min(self._longest, len(text)) + 1))
+
+    def may_end_at_start_of(self, text: str) -> bool:
+        """True too when `text` lies within a literal. Bare words (a JSON schema's "object") must compare equal."""
+        if text.isalnum():
+            return False
+        if any(text[:n] in self._tails for n in range(1, min(self._longest, len(text)) + 1)):
+            return True
+        return 0 < len(text) < self._longest and any(text in literal for literal in self._ordered)
+
+
+class _Guard:
+    """Copies values, guarding every string in them."""
+
+    def __init__(self, literals: _Literals, guard: str) -> None:
+        self._literals = literals
+        self._mark = guard
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._guard(value)
+        if isinstance(value, Mapping):
+            return {self(key): self(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self(item) for item in value]
+        return value
+
+    def _guard(self, text: str) -> str:
+        marked = self._literals.first_of_literal.sub(lambda found: found[0] + self._mark, text)
+        if self._literals.may_end_at_start_of(text):
+            marked = self._mark + marked
+        if self._literals.may_begin_at_end_of(text):
+            marked += self._mark
+        return marked
+
+
+def _json_object(arguments: str) -> Any:
+    """Arguments as a value when they are a JSON object, else as the text they are."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _unused_characters(conversation: Conversation) -> tuple[str, str]:
+    """Two private-use characters that occur nowhere in the conversation."""
+    texts = set(_strings([conversation.tools, [_texts_of(message) for message in conversation.messages]]))
+    text = "".join(text for text in texts if not text.isascii())
+    free = (chr(code) for code in _PRIVATE_USE if chr(code) not in text)
+    try:
+        return next(free), next(free)
+    except StopIteration:
+        raise InvalidRequest("the messages use thousands of different private-use characters") from None
+
+
+def _texts_of(message: Message) -> list[str]:
+    calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+    # Escapes in JSON arguments become characters, so they are looked at both ways.
+    values = [_json_object(call.arguments) for call in message.tool_calls]
+    return [message.content, message.reasoning, message.tool_call_id, message.name, *calls, *_strings(values)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings(list(value.keys()))
+        yield from _strings(list(value.values()))
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from _strings(item)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox that `transformers.apply_chat_template` renders in."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant said, for training on transcripts; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

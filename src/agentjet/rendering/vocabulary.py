@@ -1,0 +1,225 @@
+"""Tokens and the exact bytes each stands for, from a folder's `tokenizer.json`.
+
+Encoded text (see `types.ESCAPE`) is the currency: every token is a fixed string of bytes, so tokens join to bytes
+without a decoder's guesses, and a token that ends inside a character loses nothing. A control token is any added token
+that is more than white space: it is written by templates and sampled by the policy, never found in text.
+
+Byte-level BPE (GPT-2's kind) and BPE with byte fallback (SentencePiece's kind, as in Gemma) are understood; what cannot
+be mapped both ways without loss is refused when the model loads.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from agentjet.errors import ConfigError
+from agentjet.types import ESCAPE, ESCAPED_BYTE
+
+_MAX_ID = 0xFFFFFE
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_ESCAPES = re.compile(rb"(\xff[\x00-\xff]{3})")
+_PROBES = (
+    " ",
+    "a",
+    "  two  spaces\n\n\tand\r\n tabs ",
+    'JSON {"a": [1, 2.50], "b": null} 0123456789',
+    "naïve – ∑ 日本語 한국어 العربية 🙂👩‍👩‍👧",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlToken:
+    """`hidden` ones are not shown to people. `strips_*` eat the white space beside them (Phi-3's do)."""
+
+    id: int
+    literal: str
+    hidden: bool
+    strips_left: bool
+    strips_right: bool
+
+
+class Vocabulary:
+    """Encodes text without ever finding control tokens in it, and tells every token's bytes."""
+
+    def __init__(self, folder: Path | str, *, visible: Collection[str] = ()) -> None:
+        """Special tokens are hidden from people, but for those whose literal is in `visible`.
+
+        Raises `ConfigError` when there is no `tokenizer.json` or it cannot be mapped to bytes and back.
+        """
+        path = Path(folder) / "tokenizer.json"
+        try:
+            full = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
+        added = full.get_added_tokens_decoder()
+        self.control = {
+            id_: ControlToken(
+                id_, token.content, token.special and token.content not in visible, token.lstrip, token.rstrip
+            )
+            for id_, token in added.items()
+            if token.content.strip()
+        }
+        self._plain = _without_added_tokens(full)
+        self._bytes = _token_bytes(self._plain)
+        spaces = {id_: token for id_, token in added.items() if id_ not in self.control}
+        self._plain.add_tokens([t for id_, t in spaces.items() if self._plain.token_to_id(t.content) == id_])
+        self._bytes.update({id_: token.content.encode() for id_, token in spaces.items()})
+        for id_ in self.control:
+            self._bytes.pop(id_, None)
+        self._normalise = _normaliser(full)
+        self._refuse_lossy(path)
+
+    @cached_property
+    def _byte_ids(self) -> dict[int, int]:
+        return {text[0]: id_ for id_, text in self._bytes.items() if len(text) == 1}
+
+    @cached_property
+    def _missing(self) -> bytes:
+        """Bytes without a token; SmolLM2 has none for a few ASCII control characters."""
+        return bytes(byte for byte in range(256) if byte not in self._byte_ids)
+
+    def encode_text(self, text: str) -> bytes:
+        """Text as the tokenizer reads it, as UTF-8: in its Unicode normal form, without characters it has no bytes for.
+
+        Raises `UnicodeEncodeError` for half a surrogate pair, which is no text.
+        """
+        if self._normalise and not text.isascii():
+            text = self._normalise(text)
+        raw = text.encode()
+        if len(raw.translate(None, self._missing)) == len(raw):
+            return raw
+        kept = (char.encode() for char in text)
+        return b"".join(char for char in kept if char.translate(None, self._missing) == char)
+
+    def piece(self, token_id: int) -> bytes:
+        """Encoded text of one token. Ids unknown to the tokenizer (padding of the embedding) are escapes too."""
+        raw = self._bytes.get(token_id)
+        if raw is None:
+            return escape(token_id)
+        return raw.replace(ESCAPE, ESCAPED_BYTE) if ESCAPE in raw else raw
+
+    def raw(self, token_id: int, *, literals: bool = False) -> bytes:
+        """Bytes that people see of a token: nothing for hidden ones unless `literals` asks for their names."""
+        raw = self._bytes.get(token_id)
+        if raw is not None:
+            return raw
+        control = self.control.get(token_id)
+        return control.literal.encode() if control and (literals or not control.hidden) else b""
+
+    def tokenize(self, encoded: bytes) -> tuple[int, ...]:
+        """Token ids of encoded text; every stretch between control tokens is encoded on its own."""
+        tokens: list[int] = []
+        stretch = b""
+        for part in _ESCAPES.split(encoded):
+            if not part.startswith(ESCAPE):
+                stretch += part
+            elif part == ESCAPED_BYTE:
+                stretch += ESCAPE
+            else:
+                tokens += self._encode(stretch)
+                tokens.append(int.from_bytes(part[1:], "big"))
+                stretch = b""
+        return tuple(tokens + self._encode(stretch))
+
+    def _encode(self, raw: bytes) -> list[int]:
+        """Ids of bytes that are mostly UTF-8; stray bytes (a sampled half of a character) become byte tokens."""
+        tokens: list[int] = []
+        while raw:
+            text, stray, raw = _valid_head(raw)
+            if text:
+                tokens += self._plain.encode(text, add_special_tokens=False).ids
+            tokens += [self._byte_ids[byte] for byte in stray]
+        return tokens
+
+    def _refuse_lossy(self, path: Path) -> None:
+        for probe in _PROBES:
+            encoded = self.encode_text(probe)
+            whole = self._normalise(probe) if self._normalise else probe
+            if encoded != whole.encode() or b"".join(map(self.piece, self.tokenize(encoded))) != encoded:
+                raise ConfigError(
+                    f"the tokenizer {path} does not keep text byte for byte (tried {probe[:20]!r}); "
+                    "byte-level BPE and BPE with byte fallback are supported"
+                )
+
+
+def escape(token_id: int) -> bytes:
+    """A control token in encoded text."""
+    assert 0 <= token_id <= _MAX_ID
+    return ESCAPE + token_id.to_bytes(3, "big")
+
+
+def _valid_head(raw: bytes) -> tuple[str, bytes, bytes]:
+    """Split bytes into a valid UTF-8 head, the invalid bytes after it and the rest."""
+    try:
+        return raw.decode(), b"", b""
+    except UnicodeDecodeError as error:
+        return raw[: error.start].decode(), raw[error.start : error.end], raw[error.end :]
+
+
+def _without_added_tokens(full: Tokenizer) -> Tokenizer:
+    plain = Tokenizer(full.model)
+    if full.pre_tokenizer is not None:
+        plain.pre_tokenizer = full.pre_tokenizer
+    if full.normalizer is not None and not _is_unicode_form(full.normalizer):
+        plain.normalizer = full.normalizer
+    return plain
+
+
+def _is_unicode_form(normalizer: Any) -> bool:
+    """True for normal forms, which `normalise` applies; SentencePiece's space marks belong to the encoding instead."""
+    return type(normalizer).__name__ in ("NFC", "NFD", "NFKC", "NFKD")
+
+
+def _normaliser(full: Tokenizer) -> Callable[[str], str] | None:
+    normalizer = full.normalizer
+    if normalizer is None or not _is_unicode_form(normalizer):
+        return None
+    return lambda text: str(normalizer.normalize_str(text))
+
+
+def _token_bytes(plain: Tokenizer) -> dict[int, bytes]:
+    """Every ordinary token's bytes, by id."""
+    vocab: dict[str, int] = plain.get_vocab(with_added_tokens=False)
+    if "ByteLevel" in repr(plain.pre_tokenizer):
+        table = _byte_level_table()
+        return {id_: token.translate(table).encode("latin-1", "replace") for token, id_ in vocab.items()}
+    return {id_: _byte_fallback(token) for token, id_ in vocab.items()}
+
+
+def _byte_fallback(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+
+def _byte_level_table() -> dict[int, int]:
+    """GPT-2's printable stand-ins for bytes, back to the bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
+
+
+class TextStream:
+    """Text of tokens as they come; a character is given out when its last byte is there."""
+
+    def __init__(self, vocabulary: Vocabulary, *, shown: Collection[int] = ()) -> None:
+        """Special tokens give no text, but for those `shown`, which give their names."""
+        self._vocabulary = vocabulary
+        self._shown = frozenset(shown)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        raw = (self._vocabulary.raw(token_id, literals=token_id in self._shown) for token_id in token_ids)
+        return self._decoder.decode(b"".join(raw))
+
+    def flush(self) -> str:
+        """What is left at the end: a replacement mark where a character broke off."""
+        return self._decoder.decode(b"", final=True)

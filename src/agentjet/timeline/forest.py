@@ -1,0 +1,220 @@
+"""Forests: many token sequences as prefix trees, every distinct token-in-context exactly once.
+
+Nodes stand in depth-first order, so a node's descendants are the contiguous interval `i < j < end[i]`, and node i may
+attend to node j exactly when `j <= i < end[j]`: one integer per node is the whole attention mask, `depth` the
+position id.
+A target says "the policy sampled this node"; several targets may point at one node (two repeats that sampled the same
+token in the same context), so
+nothing is computed twice and nothing is lost.
+
+NumPy only. Shapes: N nodes, M targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One call as the policy saw it: `tokens` [T] is prompt + completion, the last `len(logprobs)` of them sampled.
+
+    `advantage` is a number for the whole completion; `sequence` numbers the (episode, role) it belongs to within the
+    batch.
+    """
+
+    tokens: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    advantage: float
+    temperature: float
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """A batch as prefix trees. Node arrays are [N]; target arrays are [M]; `parent` is -1 at roots."""
+
+    tokens: IntArray
+    parent: IntArray
+    end: IntArray
+    depth: IntArray
+    node: IntArray
+    advantage: FloatArray
+    logprob: FloatArray
+    temperature: FloatArray
+    version: IntArray
+    sequence: IntArray
+    num_sequences: int
+    num_row_tokens: int
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.node)
+
+    @property
+    def tree_token_ratio(self) -> float:
+        """Tokens of one row per call over the tokens held here."""
+        return self.num_row_tokens / max(1, self.num_nodes)
+
+    def to_wire(self) -> dict[str, Any]:
+        """A dict of plain numbers and little-endian byte strings, for the worker's pipe and the journal."""
+        wire: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            wire[f.name] = value.tobytes() if isinstance(value, np.ndarray) else value
+        return wire
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> Forest:
+        arrays: dict[str, Any] = {}
+        for name, value in wire.items():
+            kind = np.float32 if name in {"advantage", "logprob", "temperature"} else np.int32
+            arrays[name] = np.frombuffer(value, kind) if isinstance(value, bytes) else value
+        return cls(**arrays)
+
+
+def build_forest(rows: Sequence[Row]) -> Forest:
+    """Merge rows into prefix trees, in O(total tokens).
+
+    Sorting the rows as big-endian byte strings puts them in depth-first order; each then adds the nodes after its
+    longest common prefix with the one before.
+    """
+    if not rows:
+        raise ValueError("a forest needs at least one row")
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.astype(">i4").tobytes())
+    tokens: list[IntArray] = []
+    parents: list[IntArray] = []
+    depths: list[IntArray] = []
+    path = np.zeros(0, np.int32)  # node index of each token of the row before
+    previous = np.zeros(0, np.int32)
+    num_nodes = 0
+    row_paths: dict[int, IntArray] = {}
+    for i in order:
+        row = rows[i].tokens
+        shared = common_prefix(previous, row)
+        fresh = len(row) - shared
+        new = np.arange(num_nodes, num_nodes + fresh, dtype=np.int32)
+        path = np.concatenate([path[:shared], new])
+        if fresh:
+            tokens.append(row[shared:].astype(np.int32))
+            parents.append(np.concatenate([[path[shared - 1] if shared else -1], new[:-1]]).astype(np.int32))
+            depths.append(np.arange(shared, len(row), dtype=np.int32))
+        num_nodes += fresh
+        row_paths[i] = path
+        previous = row
+    depth = np.concatenate(depths)
+    sampled = [row_paths[i][len(row.tokens) - len(row.logprobs) :] for i, row in enumerate(rows)]
+    return Forest(
+        tokens=np.concatenate(tokens),
+        parent=np.concatenate(parents),
+        end=subtree_ends(depth),
+        depth=depth,
+        node=np.concatenate(sampled).astype(np.int32),
+        advantage=_repeat([row.advantage for row in rows], rows),
+        logprob=np.concatenate([row.logprobs for row in rows]).astype(np.float32),
+        temperature=_repeat([row.temperature for row in rows], rows),
+        version=np.concatenate([row.versions for row in rows]).astype(np.int32),
+        sequence=np.repeat([row.sequence for row in rows], [len(row.logprobs) for row in rows]).astype(np.int32),
+        num_sequences=len({row.sequence for row in rows}),
+        num_row_tokens=sum(len(row.tokens) for row in rows),
+    )
+
+
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """Length of the longest common prefix of two token arrays."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def subtree_ends(depth: IntArray) -> IntArray:
+    """One past the last descendant of each node, from depths in depth-first order."""
+    end = np.full(len(depth), len(depth), np.int32)
+    open_nodes: list[int] = []
+    for i, d in enumerate(depth.tolist()):
+        while len(open_nodes) > d:
+            end[open_nodes.pop()] = i
+        open_nodes.append(i)
+    return end
+
+
+def _repeat(values: Sequence[float], rows: Sequence[Row]) -> FloatArray:
+    return np.repeat(np.asarray(values, np.float32), [len(row.logprobs) for row in rows])
+
+
+def select(forest: Forest, keep: NDArray[np.bool_]) -> Forest:
+    """The forest of the targets in `keep` [M]: their nodes and ancestors, nothing else."""
+    needed = np.zeros(forest.num_nodes, bool)
+    needed[forest.node[keep]] = True
+    for i in range(forest.num_nodes - 1, -1, -1):
+        if needed[i] and forest.parent[i] >= 0:
+            needed[forest.parent[i]] = True
+    return _restrict(forest, np.flatnonzero(needed), keep)
+
+
+def split(forest: Forest, max_nodes: int) -> list[tuple[Forest, NDArray[np.int64]]]:
+    """Cut a forest into pieces of at most `max_nodes` nodes, each with the indices of its targets.
+
+    Where one root-to-leaf path alone is longer, its piece exceeds the budget by that path.
+
+    The depth-first order is cut into intervals; a piece repeats only the path to its first node. Each cut looks back
+    over a
+    quarter of the budget for the shallowest node to cut at, so that little is repeated.
+    """
+    pieces: list[tuple[Forest, NDArray[np.int64]]] = []
+    start = 0
+    while start < forest.num_nodes:
+        path = ancestors(forest, start)
+        room = max(max_nodes - len(path), 1)
+        stop = min(start + room, forest.num_nodes)
+        if stop < forest.num_nodes:
+            lowest = max(start + 1, stop - max(1, room // 4))
+            stop = lowest + int(np.argmin(forest.depth[lowest : stop + 1]))
+        inside = (forest.node >= start) & (forest.node < stop)
+        if inside.any():
+            piece = _restrict(forest, np.concatenate([path, np.arange(start, stop)]), inside)
+            pieces.append((piece, np.flatnonzero(inside)))
+        start = stop
+    return pieces
+
+
+def ancestors(forest: Forest, node: int) -> NDArray[np.int64]:
+    """Indices of the nodes above `node`, root first."""
+    path: list[int] = []
+    while (node := int(forest.parent[node])) >= 0:
+        path.append(node)
+    return np.array(path[::-1], np.int64)
+
+
+def _restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) -> Forest:
+    """A forest of `nodes`, ascending and closed under parents, with the targets in `keep`."""
+    index = np.full(forest.num_nodes + 1, -1, np.int32)  # the extra last entry maps "no parent" to itself
+    index[nodes] = np.arange(len(nodes), dtype=np.int32)
+    depth = forest.depth[nodes]
+    return Forest(
+        tokens=forest.tokens[nodes],
+        parent=index[forest.parent[nodes]],
+        end=subtree_ends(depth),
+        depth=depth,
+        node=index[forest.node[keep]],
+        advantage=forest.advantage[keep],
+        logprob=forest.logprob[keep],
+        temperature=forest.temperature[keep],
+        version=forest.version[keep],
+        sequence=forest.sequence[keep],
+        num_sequences=len(np.unique(forest.sequence[keep])),
+        num_row_tokens=forest.num_row_tokens,
+    )

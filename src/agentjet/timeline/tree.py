@@ -1,0 +1,210 @@
+"""The conversation tree of one episode and agent role: what tokens the policy saw, and how a new prompt continues them.
+
+A call adds one segment (the tokens of its prompt that were new, then its completion) below a position of an earlier
+call. Invariants:
+
+* calls are only appended; the tokens of a call never change;
+* `match` keeps the longest known path whose bytes begin the new prompt. Sampled tokens on that path are kept as they
+  were sampled, to the last one;
+* a path that ends within *prompt* text is kept up to the last control token (or the segment's start) only: from there
+  the tokenizer decides alone, so what was not sampled has the same tokens whatever similar prompts came earlier.
+
+The work of a match is comparing bytes; a call whose bytes differ is searched by bisection for where they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentjet.timeline.identity import answer_key, prefix_keys
+from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How a prompt continues the tree: the first `kept` tokens of `parent`'s prompt + completion, then `suffix`.
+
+    `suffix` is encoded text still to be tokenised, never empty. Without a parent `kept` is 0.
+    """
+
+    parent: str | None
+    kept: int
+    suffix: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A call and the tokens it added. Positions count tokens of this segment, which begins at token `start` of a path."""
+
+    call: Call
+    order: int
+    parent: _Node | None
+    start: int
+    tokens: tuple[int, ...]
+    encoded: bytes
+    ends: NDArray[np.int64]
+    """Offset in `encoded` after each token, with a leading 0: `ends[p]` bytes precede position p."""
+    stops: NDArray[np.int64]
+    """Ascending positions in the prompt part where a match may end: 0 and after each control token."""
+    children: list[_Node] = field(default_factory=list)
+
+    @property
+    def prompt_end(self) -> int:
+        return len(self.call.suffix)
+
+    def reach(self, encoded: bytes, offset: int, limit: int) -> int:
+        """Position up to which the segment agrees with `encoded[offset:limit]`."""
+        if offset + len(self.encoded) <= limit and encoded.startswith(self.encoded, offset):
+            return len(self.tokens)
+        return self.position(_agreement(self.encoded, encoded, offset, limit))
+
+    def position(self, num_bytes: int) -> int:
+        """The last position that `num_bytes` bytes of the segment cover."""
+        return int(np.searchsorted(self.ends, num_bytes, side="right")) - 1
+
+    def stop(self, reach: int, encoded: bytes, offset: int) -> int:
+        """Where a match that agrees up to `reach` may end: anywhere in what was sampled, except within a character."""
+        while reach > self.prompt_end and _continues_character(encoded, offset + int(self.ends[reach])):
+            reach -= 1
+        if reach > self.prompt_end:
+            return reach
+        return int(self.stops[np.searchsorted(self.stops, reach, side="right") - 1])
+
+
+class ConversationTree:
+    """Calls of one (episode, role). `match` before sampling, `add` after it; the same `add`s rebuild it on recovery."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._roots: list[_Node] = []
+        self._answers: dict[tuple[str, str], list[Call]] = {}
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(node.call for node in self._nodes.values())
+
+    def leaves(self) -> tuple[Call, ...]:
+        """The calls that no later call continues from their very end: each ends a timeline."""
+        return tuple(
+            node.call
+            for node in self._nodes.values()
+            if not any(child.start == node.start + len(node.tokens) for child in node.children)
+        )
+
+    def recognise(self, conversation: Conversation) -> dict[int, Call]:
+        """The assistant messages that the policy said here in answer to the messages before them: index to call.
+
+        Reasoning may be missing from a message (agents drop it); where several calls fit, the newest is taken.
+        """
+        found: dict[int, Call] = {}
+        for i, (message, key) in enumerate(zip(conversation.messages, prefix_keys(conversation), strict=False)):
+            if message.role != "assistant":
+                continue
+            fitting = self._answers.get((key, answer_key(message)), ())
+            same = [call for call in fitting if message.reasoning in ("", call.response.reasoning)]
+            if same:
+                exact = [call for call in same if call.response.reasoning == message.reasoning]
+                found[i] = (exact or same)[-1]
+        return found
+
+    def match(self, encoded: bytes) -> Match:
+        """How a prompt, as encoded text, continues what is known; of equally long paths the newest."""
+        assert encoded, "a prompt has at least one token"
+        limit = len(encoded) - 1
+        best: tuple[int, int, _Node | None, int] = (0, -1, None, 0)
+        todo = [(node, 0) for node in self._roots]
+        while todo:
+            node, offset = todo.pop()
+            reach = node.reach(encoded, offset, limit)
+            stop = node.stop(reach, encoded, offset)
+            num_bytes = offset + int(node.ends[stop])
+            if stop and (num_bytes, node.order) > best[:2]:
+                best = (num_bytes, node.order, node, stop)
+            for child in node.children:
+                at = child.start - node.start
+                if at <= reach:
+                    todo.append((child, offset + int(node.ends[at])))
+        num_bytes, _, found, stop = best
+        if found is None:
+            return Match(None, 0, encoded)
+        return Match(found.call.id, found.start + stop, encoded[num_bytes:])
+
+    def add(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
+        """Append a call whose parent, if any, is known. The encoded pieces are one per token."""
+        assert call.id not in self._nodes, f"call {call.id} is there already"
+        assert len(encoded_suffix) == len(call.suffix) and len(encoded_completion) == len(call.completion)
+        parent = self._attachment(call)
+        pieces = [*encoded_suffix, *encoded_completion]
+        ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+        stops = [0, *(i + 1 for i, piece in enumerate(encoded_suffix) if _is_control(piece))]
+        node = _Node(
+            call=call,
+            order=len(self._nodes),
+            parent=parent,
+            start=call.kept,
+            tokens=call.suffix + call.completion,
+            encoded=b"".join(pieces),
+            ends=ends,
+            stops=np.array(stops, np.int64),
+        )
+        self._nodes[call.id] = node
+        (parent.children if parent else self._roots).append(node)
+        self._answers.setdefault((call.prompt_key, answer_key(call.response)), []).append(call)
+
+    def tokens(self, call_id: str) -> tuple[int, ...]:
+        """Prompt + completion of a call, exactly as the policy saw them."""
+        node = self._nodes[call_id]
+        return _path(node, node.start + len(node.tokens))
+
+    def prompt_tokens(self, match: Match, suffix_tokens: Sequence[int]) -> tuple[int, ...]:
+        """The whole prompt of a call about to be sampled: what `match` keeps, then its suffix tokenised."""
+        kept = _path(self._nodes[match.parent], match.kept) if match.parent else ()
+        return kept + tuple(suffix_tokens)
+
+    def _attachment(self, call: Call) -> _Node | None:
+        """The node in whose segment the kept tokens end, which may be an ancestor of the call's parent."""
+        if call.parent is None:
+            assert call.kept == 0, "a call without a parent keeps nothing"
+            return None
+        node: _Node | None = self._nodes[call.parent]
+        assert node is not None and call.kept <= node.start + len(node.tokens), "a call keeps tokens its parent has not"
+        while node is not None and call.kept <= node.start:
+            node = node.parent
+        return node
+
+
+def _path(node: _Node, length: int) -> tuple[int, ...]:
+    """The first `length` tokens on the way from the root to the end of `node`."""
+    parts: list[tuple[int, ...]] = []
+    at: _Node | None = node
+    while at is not None:
+        if length > at.start:
+            parts.append(at.tokens[: length - at.start])
+            length = at.start
+        at = at.parent
+    return tuple(chain.from_iterable(reversed(parts)))
+
+
+def _agreement(segment: bytes, encoded: bytes, offset: int, limit: int) -> int:
+    """How many bytes of `segment` agree with `encoded[offset:limit]`, by bisection over memory comparisons."""
+    low, high = 0, min(len(segment), limit - offset)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if encoded[offset + low : offset + middle] == segment[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _is_control(piece: bytes) -> bool:
+    return piece.startswith(ESCAPE) and len(piece) == len(ESCAPED_BYTE) and piece != ESCAPED_BYTE
+
+
+def _continues_character(encoded: bytes, offset: int) -> bool:
+    return offset < len(encoded) and encoded[offset] & 0xC0 == 0x80

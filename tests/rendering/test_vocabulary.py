@@ -1,0 +1,145 @@
+"""Pinned here:
+
+1. text never becomes a control token; tokens and encoded text map to each other byte for byte, whatever was sampled;
+2. half characters survive, in tokens and in streams;
+3. tokenizers that lose text are refused; characters without tokens are dropped as the tokenizer drops them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+from agentjet.errors import ConfigError
+from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
+from tests import tiny
+
+FULL = tiny.tokenizer()
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    return Vocabulary(tiny.make_tokenizer(tmp_path_factory.mktemp("tiny")))
+
+
+def save(made: Tokenizer, folder: Path) -> Path:
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def joined(vocabulary: Vocabulary, tokens: tuple[int, ...] | list[int]) -> bytes:
+    return b"".join(map(vocabulary.piece, tokens))
+
+
+@given(text=st.text())
+def test_text_is_encoded_as_text(vocabulary: Vocabulary, text: str) -> None:
+    tokens = vocabulary.tokenize(text.encode())
+    assert joined(vocabulary, tokens) == text.encode()
+    assert not set(tokens) & set(vocabulary.control)
+
+
+@pytest.mark.parametrize("literal", [*tiny.SPECIAL, *tiny.MARKERS])
+def test_a_control_token_comes_from_an_escape_only(vocabulary: Vocabulary, literal: str) -> None:
+    id_ = FULL.token_to_id(literal)
+    assert id_ not in vocabulary.tokenize(f"a{literal}b".encode())
+    assert vocabulary.tokenize(b"a" + escape(id_) + b"b") == tuple(FULL.encode(f"a{literal}b").ids)
+
+
+@given(tokens=st.lists(st.integers(0, FULL.get_vocab_size() + 9)))
+def test_whatever_was_sampled_has_exact_bytes(vocabulary: Vocabulary, tokens: list[int]) -> None:
+    encoded = joined(vocabulary, tokens)
+    again = vocabulary.tokenize(encoded)  # other tokens perhaps, but the same bytes
+    assert joined(vocabulary, again) == encoded
+    plain = b"".join(vocabulary.raw(token) for token in tokens)
+    special = set(range(len(tiny.SPECIAL)))
+    text = FULL.decode([token for token in tokens if token not in special], skip_special_tokens=False)
+    assert plain.decode(errors="replace").replace("�", "") == text.replace("�", "")
+
+
+def test_an_escape_and_a_sampled_ff_byte_are_told_apart(vocabulary: Vocabulary) -> None:
+    (ff,) = (id_ for id_ in range(FULL.get_vocab_size()) if vocabulary.raw(id_) == b"\xff")
+    tokens = (ff, 0, ff, ff, 1, ff)
+    assert vocabulary.tokenize(joined(vocabulary, tokens)) == tokens
+
+
+@given(tokens=st.lists(st.integers(0, FULL.get_vocab_size() - 1)), cuts=st.lists(st.integers(0, 20)))
+def test_a_stream_gives_the_text_without_splitting_characters(
+    vocabulary: Vocabulary, tokens: list[int], cuts: list[int]
+) -> None:
+    stream = TextStream(vocabulary)
+    bounds = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    deltas = [stream.push(tokens[a:b]) for a, b in pairwise(bounds)]
+    whole = b"".join(map(vocabulary.raw, tokens)).decode(errors="replace")
+    assert "".join(deltas) + stream.flush() == whole
+
+
+def test_a_stream_holds_a_character_back_until_it_is_whole(vocabulary: Vocabulary) -> None:
+    first, last = vocabulary.tokenize("€".encode())
+    stream = TextStream(vocabulary)
+    assert (stream.push([first]), stream.push([last]), stream.flush()) == ("", "€", "")
+    stream.push([first])
+    assert stream.flush() == "�"
+
+
+def test_unicode_normal_forms_are_applied_to_text(tmp_path: Path) -> None:
+    made = tiny.tokenizer()
+    made.normalizer = normalizers.NFC()
+    vocabulary = Vocabulary(save(made, tmp_path))
+    encoded = vocabulary.encode_text("e\u0301 <think>")
+    assert encoded == "é <think>".encode()
+    assert joined(vocabulary, vocabulary.tokenize(encoded)) == encoded
+
+
+def test_characters_without_tokens_are_dropped_as_the_tokenizer_drops_them(tmp_path: Path) -> None:
+    vocab = {c: i for i, c in enumerate(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"Ą"}))}  # of 04
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = Vocabulary(save(made, tmp_path))
+    encoded = vocabulary.encode_text("a\x04é\x05")
+    assert encoded == "aé\x05".encode()
+    assert vocabulary.tokenize(encoded) == tuple(made.encode("a\x04é\x05").ids)
+
+
+def test_added_tokens_of_white_space_are_text(tmp_path: Path) -> None:
+    made = tiny.tokenizer()
+    made.add_tokens([AddedToken("    ", normalized=False)])
+    vocabulary = Vocabulary(save(made, tmp_path))
+    added = made.token_to_id("    ")
+    assert added not in vocabulary.control
+    assert vocabulary.piece(added) == b"    "
+    assert joined(vocabulary, vocabulary.tokenize(b"a    b")) == b"a    b"
+
+
+def test_byte_fallback_is_understood(tmp_path: Path) -> None:
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁": 257, "a": 258, "▁a": 259}
+    made = Tokenizer(models.BPE(vocab, [("▁", "a")], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    vocabulary = Vocabulary(save(made, tmp_path))
+    tokens = vocabulary.tokenize(" a é".encode())
+    assert tokens == (259, 257, 0xC3 + 1, 0xA9 + 1)
+    assert joined(vocabulary, tokens) == " a é".encode()
+
+
+def lossy() -> list[Tokenizer]:
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    prefixed = tiny.tokenizer()
+    prefixed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    lowered = tiny.tokenizer()
+    lowered.normalizer = normalizers.Lowercase()
+    return [words, prefixed, lowered]
+
+
+@pytest.mark.parametrize("made", lossy(), ids=["word pieces", "adds a space", "lower case"])
+def test_a_tokenizer_that_loses_text_is_refused(made: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="byte for byte"):
+        Vocabulary(save(made, tmp_path))
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Vocabulary(tmp_path)

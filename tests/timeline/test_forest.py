@@ -1,0 +1,158 @@
+"""Pinned here:
+
+1. a forest is exactly the set of distinct prefixes of its rows, in depth-first order;
+2. `parent`, `depth` and `end` agree with each other, and `end` alone is the attention mask;
+3. every sampled token of every row has its own target, on the node of its context, with its row's numbers;
+4. `split` and `select` keep the context of every target; pieces share out the targets; the wire changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentjet.timeline import Forest, Row, build_forest
+from agentjet.timeline.forest import select, split
+
+
+def row(tokens: Sequence[int], num_sampled: int, *, sequence: int = 0) -> Row:
+    """A row whose numbers tell its sampled tokens apart."""
+    sampled = np.arange(num_sampled)
+    return Row(
+        tokens=np.array(tokens, np.int32),
+        logprobs=(-1.0 * sequence - sampled / 64).astype(np.float32),
+        versions=(10 * sequence + sampled).astype(np.int32),
+        advantage=sequence + 0.5,
+        temperature=1.0 + sequence,
+        sequence=sequence,
+    )
+
+
+@st.composite
+def row_lists(draw: st.DrawFn) -> list[Row]:
+    """Rows over few tokens, so that they share prefixes, repeat and contain each other."""
+    token = st.sampled_from([0, 1, 255, 256, 49_151])
+    rows: list[Row] = []
+    for sequence in range(draw(st.integers(1, 7))):
+        head: list[int] = []
+        if rows and draw(st.booleans()):
+            other = rows[draw(st.integers(0, len(rows) - 1))].tokens.tolist()
+            head = other[: draw(st.integers(0, len(other)))]
+        tokens = head + draw(st.lists(token, min_size=0 if head else 1, max_size=6))
+        rows.append(row(tokens, draw(st.integers(0, len(tokens))), sequence=sequence))
+    return rows
+
+
+def contexts(forest: Forest) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node, itself included."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(forest.tokens.tolist(), forest.parent.tolist(), strict=True):
+        paths.append(((*paths[parent], token)) if parent >= 0 else (token,))
+    return paths
+
+
+def targets(forest: Forest) -> list[tuple[object, ...]]:
+    """Every target with its context and numbers, comparable between forests."""
+    paths = contexts(forest)
+    columns = (forest.advantage, forest.logprob, forest.temperature, forest.version, forest.sequence)
+    numbers = zip(*(column.tolist() for column in columns), strict=True)
+    return [(paths[node], *line) for node, line in zip(forest.node.tolist(), numbers, strict=True)]
+
+
+@given(row_lists())
+def test_nodes_are_the_distinct_prefixes_in_depth_first_order(rows: list[Row]) -> None:
+    forest = build_forest(rows)
+    prefixes = {tuple(r.tokens[:n].tolist()) for r in rows for n in range(1, len(r.tokens) + 1)}
+    paths = contexts(forest)
+    assert len(paths) == len(prefixes)
+    assert set(paths) == prefixes
+    assert paths == sorted(paths)
+    assert forest.num_row_tokens == sum(len(r.tokens) for r in rows)
+    assert forest.tree_token_ratio == forest.num_row_tokens / forest.num_nodes
+
+
+def check_structure(forest: Forest) -> None:
+    """One integer per node is the mask: i sees j exactly when `j <= i < end[j]`, and that is j's being on i's path."""
+    parent, end, depth = forest.parent.tolist(), forest.end.tolist(), forest.depth.tolist()
+    for i in range(forest.num_nodes):
+        path = {i}
+        while (above := parent[min(path)]) >= 0:
+            path.add(above)
+        assert depth[i] == len(path) - 1
+        assert {j for j in range(forest.num_nodes) if j <= i < end[j]} == path
+
+
+@given(row_lists())
+def test_parent_depth_and_end_agree(rows: list[Row]) -> None:
+    check_structure(build_forest(rows))
+
+
+@given(row_lists())
+def test_each_sampled_token_is_a_target_in_its_own_context(rows: list[Row]) -> None:
+    forest = build_forest(rows)
+    expected = [
+        (
+            tuple(r.tokens[: at + 1].tolist()),
+            r.advantage,
+            float(r.logprobs[k]),
+            r.temperature,
+            int(r.versions[k]),
+            r.sequence,
+        )
+        for r in rows
+        for k, at in enumerate(range(len(r.tokens) - len(r.logprobs), len(r.tokens)))
+    ]
+    assert targets(forest) == expected
+    assert forest.num_sequences == len(rows)
+
+
+@given(row_lists(), st.integers(1, 12))
+def test_pieces_share_out_the_targets_and_keep_their_contexts(rows: list[Row], max_nodes: int) -> None:
+    forest = build_forest(rows)
+    pieces = split(forest, max_nodes)
+    whole = targets(forest)
+    assert sorted(int(i) for _, indices in pieces for i in indices) == list(range(forest.num_targets))
+    for piece, indices in pieces:
+        check_structure(piece)
+        assert targets(piece) == [whole[i] for i in indices]
+        assert piece.num_nodes <= max(max_nodes, int(piece.depth.max()) + 1)
+
+
+@given(row_lists(), st.randoms(use_true_random=False))
+def test_a_selection_keeps_its_targets_and_their_ancestors_only(rows: list[Row], random: object) -> None:
+    forest = build_forest(rows)
+    keep = np.array([random.random() < 0.5 for _ in range(forest.num_targets)], bool)  # type: ignore[attr-defined]
+    part = select(forest, keep)
+    assert targets(part) == [target for target, kept in zip(targets(forest), keep, strict=True) if kept]
+    needed = {path[:n] for path, *_ in targets(part) for n in range(1, len(path) + 1)}
+    assert set(contexts(part)) == needed
+    if part.num_nodes:
+        check_structure(part)
+
+
+@given(row_lists())
+def test_the_wire_changes_nothing(rows: list[Row]) -> None:
+    forest = build_forest(rows)
+    again = Forest.from_wire(msgpack.unpackb(msgpack.packb(forest.to_wire())))
+    assert targets(again) == targets(forest)
+    assert again.end.tolist() == forest.end.tolist()
+    assert (again.num_sequences, again.num_row_tokens) == (forest.num_sequences, forest.num_row_tokens)
+
+
+def test_repeats_that_sampled_the_same_token_share_a_node() -> None:
+    forest = build_forest([row([7, 8, 9], 1, sequence=0), row([7, 8, 9], 1, sequence=1), row([7, 8, 5], 1, sequence=2)])
+    assert forest.tokens.tolist() == [7, 8, 5, 9]
+    assert forest.parent.tolist() == [-1, 0, 1, 1]
+    assert forest.end.tolist() == [4, 4, 3, 4]
+    assert forest.node.tolist() == [3, 3, 2]
+    assert forest.tree_token_ratio == 9 / 4
+
+
+def test_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one row"):
+        build_forest([])

@@ -1,0 +1,109 @@
+"""Tiny models made on the spot: a byte-level tokenizer and a random two-layer Llama, as a Hugging Face folder.
+
+The folder loads with `tokenizers`, `transformers.AutoTokenizer` and `AutoModelForCausalLM`. torch is imported only
+where a model is made, so tests of the light rooms stay light.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from agentjet.types import ModelCard
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Ids 0, 1, 2, as SmolLM2 has them; then 256 bytes, then the merges."""
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Added tokens that are not special, as Qwen3 has them; the last ids."""
+
+MERGES = (
+    ("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "a"), ("i", "n"), ("e", "r"), ("a", "n"), ("o", "n"), ("Ġ", "="),
+    ("l", "l"), ("he", "ll"), ("hell", "o"), ("1", "2"), ("4", "2"), ("Ċ", "Ċ"), ("u", "s"), ("us", "er"),
+    ("Ġ", "Ġ"), ("â", "Ĥ"), ("<", "|"), ("|", ">"),
+)  # fmt: skip
+"""A few merges; one ("â" + "Ĥ": the bytes e2 82) ends inside a character."""
+
+
+def template(name: str) -> str:
+    """Source of `tests/templates/<name>.jinja`."""
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
+
+
+def tokenizer() -> Tokenizer:
+    """The byte-level BPE tokenizer of every tiny model."""
+    vocab = {token: i for i, token in enumerate(SPECIAL)}
+    for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[char] = len(vocab)
+    for left, right in MERGES:
+        vocab[left + right] = len(vocab)
+    made = Tokenizer(models.BPE(vocab=vocab, merges=list(MERGES)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    made.add_tokens([AddedToken(token, normalized=False) for token in MARKERS])
+    return made
+
+
+def make_tokenizer(folder: Path | str, template_name: str = "chatml") -> Path:
+    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` into `folder`, which is made."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 2048,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template(template_name), encoding="utf-8")
+    return folder
+
+
+def make_card(folder: Path | str, template_name: str = "chatml", *, tool_format: str = "") -> ModelCard:
+    """A tokenizer in `folder` and the card a worker would send for a tiny model."""
+    path = make_tokenizer(folder, template_name)
+    return ModelCard(
+        name="tiny",
+        tokenizer_path=str(path),
+        chat_template=template(template_name),
+        context_length=2048,
+        end_tokens=(SPECIAL.index("<|im_end|>"), SPECIAL.index("<|endoftext|>")),
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        tool_format=tool_format,
+    )
+
+
+def make_model(
+    folder: Path | str, *, template: str = "chatml", layers: int = 2, hidden: int = 32, seed: int = 0
+) -> Path:
+    """A random Llama with `make_tokenizer`'s tokenizer, as a Hugging Face folder; the same seed, the same weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = make_tokenizer(folder, template)
+    config = LlamaConfig(
+        vocab_size=tokenizer().get_vocab_size(),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=SPECIAL.index("<|endoftext|>"),
+        eos_token_id=SPECIAL.index("<|im_end|>"),
+        pad_token_id=SPECIAL.index("<|endoftext|>"),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(path)
+    return path
