@@ -1,0 +1,47 @@
+"""Advantages: how much better an episode did than the others of its group. Pure NumPy; G episodes of one group.
+
+All three compare a reward with the group's mean, so adding a constant to every reward changes nothing, and equal
+rewards teach nothing. A group of one has nobody to be compared with: its advantage is 0, where some implementations
+pass the raw reward on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+EPS = 1e-6
+"""Keeps tiny standard deviations from blowing advantages up; the value verl uses."""
+
+
+def grpo(rewards_G: FloatArray) -> FloatArray:
+    """`(r - mean) / (std + eps)` with the sample standard deviation (GRPO, arXiv 2402.03300, as verl computes it)."""
+    centred_G = dr_grpo(rewards_G)
+    if len(rewards_G) < 2:
+        return centred_G
+    return np.asarray(centred_G / (np.std(rewards_G, ddof=1) + EPS))
+
+
+def dr_grpo(rewards_G: FloatArray) -> FloatArray:
+    """`r - mean`: GRPO without the division, which favours very easy and very hard tasks (Dr.
+
+    GRPO, arXiv 2503.20783).
+    """
+    rewards_G = np.asarray(rewards_G, np.float64)
+    if np.all(rewards_G == rewards_G[0]):
+        return np.zeros_like(rewards_G)  # exactly 0: a rounded mean, divided by a rounded std, is neither small nor 0
+    centred_G: FloatArray = rewards_G - rewards_G.mean()
+    return centred_G
+
+
+def rloo(rewards_G: FloatArray) -> FloatArray:
+    """`r` minus the mean of the others, which is `n / (n - 1) * (r - mean)` (RLOO, arXiv 2402.14740)."""
+    size = len(rewards_G)
+    return dr_grpo(rewards_G) * (size / (size - 1) if size > 1 else 0.0)
+
+
+ADVANTAGES: dict[str, Callable[[FloatArray], FloatArray]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+"""By the name in `job.algorithm.advantage`."""

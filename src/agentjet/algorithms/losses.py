@@ -1,0 +1,78 @@
+"""Policy losses per token, on sampled tokens only. Pure functions of log-probabilities; formulas with their sources.
+
+Shapes: M targets. `logp` is the policy's, with gradient; `old` the log-probability the token was sampled with; both
+under the
+temperature of the sampling. How token losses become one number is `weights`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentjet.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+
+
+def clip_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """PPO's clipped surrogate with separate bounds (arXiv 1707.06347; DAPO's clip-higher), dual clip optional
+    (1912.09729).
+    """
+    import torch
+
+    ratio = log_ratio(logp, old).exp()
+    clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+    if algorithm.dual_clip:
+        loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * algorithm.dual_clip), loss)
+    return loss
+
+
+def gspo_loss(logp: Tensor, sequence_log_ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """GSPO (2507.18071): the clipped surrogate on the sequence's geometric mean ratio.
+
+    `sequence_log_ratio` [M] is each token's sequence mean of logp - old, without gradient; gradient flows through the
+    token.
+    """
+    import torch
+
+    ratio = (sequence_log_ratio + logp - logp.detach()).clamp(max=10.0).exp()
+    clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return torch.maximum(-advantage * ratio, -advantage * clipped)
+
+
+def cispo_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """CISPO (2506.13585): REINFORCE with a clipped, detached ratio as weight; every token keeps a gradient."""
+    ratio = log_ratio(logp, old).exp().clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return -ratio.detach() * advantage * logp
+
+
+def kl_k3(logp: Tensor, reference: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(policy || reference) per sampled token: never negative, low variance."""
+    log_ratio_to_reference = (reference - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio_to_reference.exp() - log_ratio_to_reference - 1
+
+
+def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
+    """log(policy / old), bounded so that its exponential is finite."""
+    return (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def weights(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
+    """Weight [M] of each token's loss, so that the batch's loss is their weighted sum, however the batch is cut up.
+
+    `sequence` [M] numbers the (episode, role) of each token. token_mean: 1 / M. sequence_mean: 1 / (tokens of the
+    sequence x sequences). constant: 1 / (constant x sequences), Dr. GRPO (2503.20783).
+    """
+    if algorithm.aggregation == "token_mean":
+        return np.full(len(sequence), 1 / len(sequence), np.float32)
+    if algorithm.aggregation == "constant":
+        return np.full(len(sequence), 1 / (algorithm.constant * num_sequences), np.float32)
+    _, inverse, counts = np.unique(sequence, return_inverse=True, return_counts=True)
+    return (1 / (counts[inverse] * num_sequences)).astype(np.float32)

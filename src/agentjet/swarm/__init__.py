@@ -1,0 +1,20 @@
+"""Episodes, groups and batches: the state machine, its leases and its journal. No HTTP, no torch, no asyncio.
+
+journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
+swarm = Swarm(journal, config.job, clock=time.time)
+episode = swarm.begin(BeginRequest(task_id="t1"))
+with swarm.calling(episode.id):                      # the lease stands still while the server itself is busy
+    ...                                              # sample
+    swarm.record_call(call, encoded_suffix, encoded_completion)
+swarm.finish(episode.id, FinishRequest(reward=1.0))
+if swarm.ready():
+    batch = swarm.compose()                          # on disk before it is learned
+    metrics = await compute.learn(batch.id, swarm.forest(batch), batch.job)
+    swarm.learned(batch, metrics)
+"""
+
+from agentjet.swarm.journal import Journal
+from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.state import Swarm
+
+__all__ = ["Batch", "Episode", "Group", "Journal", "Swarm"]

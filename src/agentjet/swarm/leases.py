@@ -1,0 +1,61 @@
+"""`Leases`: signs of life. The one part of the swarm's state that is not journaled.
+
+A restart begins every lease anew, since nobody could heartbeat a server that was down; `max_episode_seconds` runs on
+regardless.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from agentjet.config import JobConfig
+from agentjet.swarm.records import Episode
+
+MAX_CLIENTS_SHOWN = 256
+
+
+class Leases:
+    """When each live episode, and each client, was last seen. Times are those of the clock, in Unix seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.opened = clock()
+        self.clients: dict[str, float] = {}
+        self._clock = clock
+        self._last_seen: dict[str, float] = {}
+        self._calling: Counter[str] = Counter()
+
+    def expires_at(self, episode: Episode, job: JobConfig) -> float:
+        """When a live episode is reclaimed unless it shows life; its begin + `max_episode_seconds` at the latest."""
+        last = episode.begun + job.max_episode_seconds
+        if self._calling[episode.id]:
+            return last
+        seen = max(self._last_seen.get(episode.id, episode.begun), self.opened)
+        return min(seen + job.lease_seconds, last)
+
+    def touch(self, episode: Episode) -> None:
+        """A sign of life, of a live episode and of its client."""
+        self._last_seen[episode.id] = now = self._clock()
+        self.clients.pop(episode.client_id, None)
+        self.clients[episode.client_id] = now
+        if len(self.clients) > MAX_CLIENTS_SHOWN:
+            del self.clients[next(iter(self.clients))]
+
+    @contextmanager
+    def calling(self, episode: Episode) -> Iterator[None]:
+        """The lease stands still meanwhile, and begins anew after it."""
+        self.touch(episode)
+        self._calling[episode.id] += 1
+        try:
+            yield
+        finally:
+            self._calling[episode.id] -= 1
+            if not self._calling[episode.id]:
+                del self._calling[episode.id]
+            if episode.id in self._last_seen:
+                self.touch(episode)
+
+    def forget(self, episode: Episode) -> None:
+        """An ended episode has no lease."""
+        self._last_seen.pop(episode.id, None)

@@ -1,0 +1,135 @@
+"""`Ledger`: the journal and the part of it that is held in memory, always equal to what a reopened journal would give.
+
+It knows what is where, not what is allowed: the rules are `state.Swarm`'s. Held are live episodes and finished ones
+that still wait to train, the groups of the present batch, the batch being learned and the counts; all else is looked
+up in the journal, so memory does not grow with the length of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from agentjet.errors import Conflict
+from agentjet.protocol import Event
+from agentjet.protocol.bodies import Request
+from agentjet.swarm.journal import Journal
+from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.timeline.tree import ConversationTree
+
+COUNTED = ("live", "finished", "aborted", "expired", "trained", "waiting", "dropped")
+
+
+class Ledger:
+    """Every change happens inside `transaction()`: rows first, then memory. A failed commit rebuilds memory."""
+
+    def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
+        self.journal = journal
+        self.on_event: Callable[[Event], None] | None = None
+        self._clock = clock
+        self._outbox: list[Event] = []
+        self.load()
+
+    def load(self) -> None:
+        """Memory anew from the journal."""
+        journal = self.journal
+        self.episodes: dict[str, Episode] = {episode.id: episode for episode in journal.unsettled_episodes()}
+        self.groups: dict[int, Group] = {group.id: group for group in journal.unlearned_groups()}
+        self.policy_version: int = journal.policy_version()
+        batches = journal.batches(self.policy_version)
+        self.pending: Batch | None = batches[0] if batches else None
+        self.last_step: dict[str, float] = journal.step(self.policy_version - 1)
+        self.trees: dict[tuple[str, str], ConversationTree] = {}
+        self._counts: Counter[str] = Counter(journal.counts())
+
+    @property
+    def next_batch(self) -> int:
+        """The batch that is being filled."""
+        return self.policy_version + (self.pending is not None)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Group changes into one commit; nested ones join the outermost. Events go out once they are on disk."""
+        outermost = not self.journal.in_transaction
+        try:
+            with self.journal.transaction():
+                yield
+        except BaseException:
+            if outermost:
+                self._outbox.clear()
+                self.load()
+            raise
+        if outermost:
+            outbox, self._outbox = self._outbox, []
+            for event in outbox:
+                if self.on_event is not None:
+                    self.on_event(event)
+
+    def emit(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Journal an event; it reaches `on_event` after the commit."""
+        with self.transaction():
+            self._outbox.append(self.journal.add_event(kind, self._clock(), body))
+
+    # ---- episodes and groups -------------------------------------------------------------------------------
+
+    def put(self, episode: Episode) -> None:
+        """Replace an episode in memory and in the counts; one that is settled leaves memory."""
+        before = self.episodes.pop(episode.id, None)
+        if before is not None:
+            self._counts.subtract(_categories(before))
+        self._counts.update(_categories(episode))
+        if {"live", "waiting"} & set(_categories(episode)):
+            self.episodes[episode.id] = episode
+
+    def put_group(self, group: Group) -> None:
+        """Write a group; a dropped one leaves memory."""
+        self.journal.put_group(group)
+        if group.state == "dropped":
+            self.groups.pop(group.id, None)
+        else:
+            self.groups[group.id] = group
+
+    def live(self) -> list[Episode]:
+        return [episode for episode in self.episodes.values() if episode.status == "live"]
+
+    def counts(self) -> dict[str, int]:
+        return {name: self._counts[name] for name in COUNTED}
+
+    # ---- idempotency ---------------------------------------------------------------------------------------
+
+    def recall(self, scope: str, key: str | None, request: Request) -> str | None:
+        """The episode that this very request was about before, if it was.
+
+        Raises `Conflict` for the key with another body.
+        """
+        known = None if key is None else self.journal.recall(scope, key)
+        if known is None:
+            return None
+        fingerprint, episode_id = known
+        if fingerprint != _fingerprint(request):
+            raise Conflict(
+                f"Idempotency-Key {key!r} was used before for another request; a new request needs a new key.",
+                code="idempotency_key_reused",
+            )
+        return episode_id
+
+    def remember(self, scope: str, key: str | None, request: Request, episode_id: str) -> None:
+        """Inside the transaction that has the effect, so that key and effect are on disk together or not at all."""
+        if key is not None:
+            self.journal.remember(scope, key, _fingerprint(request), episode_id, self._clock())
+
+
+def _categories(episode: Episode) -> list[str]:
+    if episode.status != "finished" or episode.mode == "eval":
+        return [episode.status]
+    if episode.trained_in is not None:
+        return ["finished", "trained"]
+    return ["finished", "dropped" if episode.dropped else "waiting"]
+
+
+def _fingerprint(request: Request) -> str:
+    """Digest of what a request asks for; `wait` is how it asks, and may shrink from one try to the next."""
+    return hashlib.sha256(request.model_dump_json(exclude={"wait"}).encode()).hexdigest()

@@ -1,0 +1,93 @@
+"""What the swarm knows of an episode, a group and a batch, as frozen values: replaced, never edited.
+
+Times are Unix seconds of the swarm's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agentjet.config import JobConfig
+from agentjet.types import EpisodeStatus, Mode
+
+GroupState = Literal["open", "complete", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One attempt at a task, from `begin` to its reward or its abort."""
+
+    id: str
+    seq: int
+    """Counts the episodes of a data dir from 1, in the order they began."""
+    client_id: str
+    task_id: str
+    task_set: str
+    group: str
+    """The group's name as the client knows it; empty in an eval episode that named none."""
+    group_id: int | None
+    """The group instance; None for eval episodes, which are never grouped."""
+    mode: Mode
+    policy_version: int
+    """Version at the beginning."""
+    begun: float
+    status: EpisodeStatus = "live"
+    ended: float | None = None
+    reward: float | None = None
+    by_role: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    """Why it was aborted or expired."""
+    num_calls: int = 0
+    num_tokens: int = 0
+    """Sampled tokens, over all calls."""
+    trained_in: int | None = None
+    """The batch that trained it, once it was learned."""
+    dropped: str = ""
+    """Why a finished episode will never train (its group's reason), else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """An instance of a group.
+
+    `members` are its live and finished episodes, in the order they began; a lost one frees its place.
+    """
+
+    id: int
+    client_id: str
+    name: str
+    opened: float
+    touched: float
+    """When a member last began or ended: what the patience with a short group counts from."""
+    members: tuple[str, ...] = ()
+    state: GroupState = "open"
+    reason: str = ""
+    """Why it was dropped:
+
+    `too_few`, `zero_variance`, `no_tokens`, `no_members`; `short` on one that trains below full size.
+    """
+    closed: float | None = None
+    for_batch: int | None = None
+    """The batch that was being filled when it closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups consumed by one `learn` call; `id` is the policy version it starts from.
+
+    Committed to the journal, with its job settings, before it is learned: replaying it needs nothing else.
+    """
+
+    id: int
+    groups: tuple[tuple[str, ...], ...]
+    """The episodes of each group, in training order."""
+    seed: int
+    job: JobConfig
+    composed: float
+
+    @property
+    def episode_ids(self) -> tuple[str, ...]:
+        return tuple(episode_id for group in self.groups for episode_id in group)

@@ -1,0 +1,122 @@
+"""The journal's tables. Rows are only ever added, except groups (their state) and what a durable checkpoint lets go.
+
+Token arrays are little-endian blobs: int32 for tokens and versions, float64 for log-probabilities (bit for bit what
+was reported). `pieces` are the encoded bytes of the suffix's and the completion's tokens, joined, with the length of
+each in `piece_lengths` (int32).
+"""
+
+SCHEMA_VERSION = 1
+
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY,
+    client_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    opened REAL NOT NULL,
+    touched REAL NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('open', 'complete', 'dropped')),
+    reason TEXT NOT NULL,
+    closed REAL,
+    for_batch INTEGER
+);
+CREATE INDEX groups_dropped ON groups (for_batch) WHERE state = 'dropped';
+
+CREATE TABLE episodes (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    client_id TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    task_set TEXT NOT NULL,
+    group_name TEXT NOT NULL,
+    group_id INTEGER REFERENCES groups (id),
+    mode TEXT NOT NULL CHECK (mode IN ('train', 'eval')),
+    policy_version INTEGER NOT NULL,
+    begun REAL NOT NULL
+);
+CREATE INDEX episodes_of_group ON episodes (group_id);
+
+CREATE TABLE calls (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    episode_id TEXT NOT NULL REFERENCES episodes (id),
+    role TEXT NOT NULL,
+    parent TEXT,
+    kept INTEGER NOT NULL,
+    suffix BLOB NOT NULL,
+    completion BLOB NOT NULL,
+    logprobs BLOB NOT NULL,
+    versions BLOB NOT NULL,
+    pieces BLOB NOT NULL,
+    piece_lengths BLOB NOT NULL,
+    temperature REAL NOT NULL,
+    finish_reason TEXT NOT NULL,
+    response TEXT NOT NULL,
+    prompt_key TEXT NOT NULL,
+    created REAL NOT NULL
+);
+CREATE INDEX calls_of_episode ON calls (episode_id, seq);
+
+CREATE TABLE finishes (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    reward REAL NOT NULL,
+    by_role TEXT NOT NULL,
+    metrics TEXT NOT NULL,
+    num_calls INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    ended REAL NOT NULL
+) WITHOUT ROWID;
+
+CREATE TABLE aborts (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    status TEXT NOT NULL CHECK (status IN ('aborted', 'expired')),
+    reason TEXT NOT NULL,
+    num_calls INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    ended REAL NOT NULL,
+    for_batch INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX aborts_for_batch ON aborts (for_batch);
+
+CREATE TABLE batches (
+    id INTEGER PRIMARY KEY,
+    seed INTEGER NOT NULL,
+    job TEXT NOT NULL,
+    composed REAL NOT NULL
+);
+CREATE TABLE batch_groups (
+    group_id INTEGER PRIMARY KEY REFERENCES groups (id),
+    batch_id INTEGER NOT NULL REFERENCES batches (id),
+    position INTEGER NOT NULL
+);
+CREATE TABLE batch_members (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    batch_id INTEGER NOT NULL REFERENCES batches (id),
+    group_position INTEGER NOT NULL,
+    position INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX members_of_batch ON batch_members (batch_id, group_position, position);
+
+CREATE TABLE steps (
+    batch_id INTEGER PRIMARY KEY REFERENCES batches (id),
+    metrics TEXT NOT NULL,
+    learned REAL NOT NULL
+);
+
+CREATE TABLE idempotency (
+    scope TEXT NOT NULL,
+    key TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
+    episode_id TEXT NOT NULL,
+    created REAL NOT NULL,
+    PRIMARY KEY (scope, key)
+) WITHOUT ROWID;
+
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    time REAL NOT NULL,
+    body TEXT NOT NULL
+);
+"""

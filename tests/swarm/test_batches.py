@@ -1,0 +1,196 @@
+"""Pins batches: on disk before learned, advantages by group and role, learned once, replayed to the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from agentjet.errors import CheckpointError
+from agentjet.swarm import Batch
+from agentjet.timeline.forest import Forest
+from tests.swarm.world import World
+
+Make = Callable[..., World]
+
+
+def advance(world: World, steps: int = 1) -> list[tuple[Batch, Forest]]:
+    learned = []
+    for _ in range(steps):
+        for group in range(world.job.batch_size):
+            world.play(f"v{world.swarm.policy_version}g{group}", 0, 1)
+        batch = world.swarm.compose()
+        learned.append((batch, world.swarm.forest(batch)))
+        world.swarm.learned(batch, {"policy/entropy": 0.5})
+    return learned
+
+
+def same(a: Forest, b: Forest) -> bool:
+    return a.to_wire() == b.to_wire()
+
+
+def test_a_batch_is_on_disk_before_it_is_learned(world: World) -> None:
+    world.play("a", 0, 1)
+    world.play("b", 1, 0)
+    batch = world.swarm.compose()
+    assert (batch.id, batch.groups) == (0, (("ep000001", "ep000002"), ("ep000003", "ep000004")))
+    forest = world.swarm.forest(batch)
+    world.reopen()
+    assert world.swarm.pending == batch and not world.swarm.ready()
+    assert world.swarm.resume(0) == [batch]
+    assert same(world.swarm.forest(batch), forest)
+
+
+def test_groups_train_in_the_order_they_were_completed(world: World) -> None:
+    slow = world.begin("slow")
+    world.now += 1
+    world.play("fast", 0, 1)
+    world.now += 1
+    world.call(slow, 5)
+    world.finish(slow, 1.0)
+    world.play("slow", 0)
+    assert world.swarm.compose().groups == (("ep000002", "ep000003"), ("ep000001", "ep000004"))
+
+
+def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -> None:
+    world = make_world(batch_size=1, algorithm={"advantage": "dr_grpo"})
+    good, bad = world.begin(), world.begin()
+    first = world.call(good, 7, 8)
+    world.call(good, 9, parent=first, kept=4)
+    world.call(bad, 7)
+    world.finish(good, 1.0)
+    world.finish(bad, 0.0)
+    forest = world.swarm.forest(world.swarm.compose())
+    assert forest.tokens.tolist() == [1, 2, 7, 8, 3, 9]  # both share 1 2 7
+    assert forest.num_row_tokens == 4 + 6 + 3 and forest.num_sequences == 2
+    found = zip(forest.tokens[forest.node].tolist(), forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
+    assert sorted(found) == [(7, -0.5, 1), (7, 0.5, 0), (8, 0.5, 0), (9, 0.5, 0)]
+
+
+def test_roles_are_compared_by_their_own_reward(make_world: Make) -> None:
+    world = make_world(batch_size=1, algorithm={"advantage": "dr_grpo"})
+    for reward, critic in ((1.0, 0.0), (0.0, 0.5)):
+        episode = world.begin()
+        world.call(episode, 7, role="planner")
+        world.call(episode, 8, role="critic")
+        world.finish(episode, reward, by_role={"critic": critic})
+    forest = world.swarm.forest(world.swarm.compose())
+    found = zip(forest.tokens[forest.node].tolist(), forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
+    assert sorted(found) == [(7, -0.5, 2), (7, 0.5, 0), (8, -0.25, 1), (8, 0.25, 3)]
+
+
+def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    a, b = world.begin(task_set="x"), world.begin(task_set="y")
+    first = world.call(a, 7, 8)
+    world.call(a, 9, parent=first, kept=4)
+    world.call(b, 7)
+    world.finish(a, 1.0, metrics={"tools": 2.0})
+    lost = world.begin("other", mode="eval")
+    world.abort(lost)
+    world.finish(b, 0.0, metrics={"tools": 4.0})
+    batch = world.swarm.compose()
+    world.swarm.forest(batch)
+    metrics = world.swarm.learned(batch, {"optim/lr": 1e-5})
+    assert world.swarm.policy_version == 1 and world.swarm.last_step == metrics
+    assert metrics == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/x/mean": 1.0,
+        "reward/y/mean": 0.0,
+        "episode/num_turns": 1.5,
+        "completion/tokens": pytest.approx(4 / 3),
+        "batch/episodes": 2.0,
+        "batch/sampled_tokens": 4.0,
+        "batch/staleness_max": 0.0,
+        "agent/tools": 3.0,
+        "forest/tokens": 6.0,
+        "forest/tree_token_ratio": 13 / 6,
+        "groups/dropped": 0,
+        "episodes/aborted": 1.0,
+        "episodes/expired": 0.0,
+        "optim/lr": 1e-5,
+    }
+    assert world.swarm.episode(a.id).trained_in == 0
+    assert world.swarm.events()[-1].body == {"policy_version": 1, "metrics": metrics}
+
+
+def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:
+    batches = [batch for batch, _ in advance(world, steps=3)]
+    trained = [episode_id for batch in batches for episode_id in batch.episode_ids]
+    assert len(trained) == len(set(trained)) == 12 == world.swarm.status_counts()["trained"]
+    assert [batch.id for batch in batches] == [0, 1, 2]
+    assert len({batch.seed for batch in batches}) == 3
+
+
+def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:
+    learned = advance(world, steps=3)
+    world.reopen()
+    before = (world.swarm.status_counts(), world.swarm.events(), world.swarm.last_step)
+    replayed = world.swarm.resume(1)
+    assert replayed == [batch for batch, _ in learned[1:]]
+    for batch, (_, forest) in zip(replayed, learned[1:], strict=True):
+        assert same(world.swarm.forest(batch), forest)
+        assert world.swarm.learned(batch, {"policy/entropy": 9.9})["policy/entropy"] == 0.5
+    assert (world.swarm.status_counts(), world.swarm.events(), world.swarm.last_step) == before
+    assert world.swarm.policy_version == 3
+
+
+def test_a_batch_keeps_the_settings_it_was_composed_with(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    world.play("a", 0, 1)
+    batch = world.swarm.compose()
+    world.job = world.job.model_copy(update={"batch_size": 5})
+    world.reopen()
+    assert world.swarm.resume(0)[0].job == batch.job != world.swarm.job
+
+
+def test_a_durable_checkpoint_lets_tokens_go_but_no_facts(world: World) -> None:
+    (first, _), *_ = advance(world, steps=3)
+    lost, evaluated, live = world.begin(), world.begin(mode="eval"), world.begin()
+    for episode in (lost, evaluated, live):
+        world.call(episode, 5)
+    world.abort(lost)
+    world.finish(evaluated, 1.0)
+    kept = world.swarm.episode(first.episode_ids[0])
+    world.swarm.checkpointed(2)
+    assert world.journal.calls(kept.id) == world.journal.calls(lost.id) == world.journal.calls(evaluated.id) == []
+    assert len(world.journal.calls(live.id)) == 1
+    assert world.swarm.episode(kept.id) == kept and kept.num_tokens == 2
+    assert [batch.id for batch in world.swarm.batches_from(2)] == [2]
+    assert world.swarm.forest(world.swarm.batches_from(2)[0]).num_targets == 8
+    for too_early in (lambda: world.swarm.batches_from(1), lambda: world.swarm.forest(first)):
+        with pytest.raises(CheckpointError, match="checkpoint of version 2"):
+            too_early()
+
+
+def test_checkpoints_only_move_forward(world: World) -> None:
+    advance(world, steps=2)
+    world.swarm.checkpointed(2)
+    world.swarm.checkpointed(1)
+    assert world.journal.durable_version() == 2
+
+
+def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
+    assert world.swarm.resume(7) == []
+    assert world.swarm.policy_version == 7 == world.reopen().policy_version
+    assert advance(world)[0][0].id == 7
+
+
+def test_a_checkpoint_of_another_run_is_refused(world: World) -> None:
+    advance(world)
+    with pytest.raises(CheckpointError, match=r"version 5, but the journal ends at 1"):
+        world.swarm.resume(5)
+
+
+def test_tokens_logprobs_and_messages_survive_exactly(world: World) -> None:
+    episode = world.begin()
+    call = world.call(episode, 7, 8, 2**31 - 1)
+    world.reopen()
+    [(found, suffix, completion)] = world.journal.calls(episode.id)
+    assert found == call
+    assert (suffix, b"".join(completion).decode()) == ((b"p", b"p"), "é7é8é2147483647")
+    tree = world.swarm.tree(episode.id, "")
+    assert tree.tokens(call.id) == (1, 2, 7, 8, 2**31 - 1)
+    assert np.array_equal(found.logprobs, call.logprobs)

@@ -1,0 +1,199 @@
+"""Pins the life of one episode:
+
+1. begin, finish and abort have one effect however often they are retried, with or without an idempotency key;
+2. a key used for another request is refused;
+3. a lease ends an episode that shows no life, `max_episode_seconds` one that shows too much;
+4. what ended unscored can never be scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from agentjet.errors import Conflict, NotFound
+from tests.swarm.world import LEASE, MAX_SECONDS, World
+
+
+def test_a_retried_begin_gives_the_same_episode(world: World) -> None:
+    first = world.begin(key="k1")
+    assert world.begin(key="k1") == first
+    assert world.begin(key="k2").id != first.id
+    assert world.swarm.status_counts()["live"] == 2
+    assert world.kinds().count("episode") == 2
+
+
+def test_a_retried_begin_may_wait_for_less_time(world: World) -> None:
+    assert world.begin(key="k", wait=30.0).id == world.begin(key="k", wait=1.0).id
+
+
+def test_a_retried_begin_after_a_restart_gives_the_same_episode(world: World) -> None:
+    first = world.begin(key="k")
+    world.reopen()
+    assert world.begin(key="k").id == first.id
+
+
+def test_a_key_is_not_for_two_requests(world: World) -> None:
+    world.begin(key="k")
+    with pytest.raises(Conflict, match="'k' was used before") as refused:
+        world.begin(key="k", task_id="another")
+    assert refused.value.code == "idempotency_key_reused"
+    assert world.swarm.status_counts()["live"] == 1
+
+
+def test_two_clients_may_use_the_same_key(world: World) -> None:
+    assert world.begin(key="1", client_id="a").id != world.begin(key="1", client_id="b").id
+
+
+def test_finishing_twice_gives_the_same_answer(world: World) -> None:
+    episode = world.begin()
+    first = world.finish(episode, 0.5, key="k", metrics={"steps": 3.0})
+    assert first.status == "finished" and first.reward == 0.5
+    assert world.finish(episode, 0.5, key="k", metrics={"steps": 3.0}) == first
+    assert world.finish(episode, 0.5, metrics={"steps": 3.0}) == first
+    assert world.swarm.status_counts()["finished"] == 1
+
+
+def test_a_second_reward_is_refused_not_ignored(world: World) -> None:
+    episode = world.begin()
+    world.finish(episode, 0.5, key="k")
+    for key in ("k", "other", None):
+        with pytest.raises(Conflict):
+            world.finish(episode, 1.0, key=key)
+    assert world.swarm.episode(episode.id).reward == 0.5
+
+
+def test_aborting_twice_gives_the_same_answer(world: World) -> None:
+    episode = world.begin()
+    first = world.abort(episode, "tool broke", key="k")
+    assert (first.status, first.reason, first.reward) == ("aborted", "tool broke", None)
+    assert world.abort(episode, "tool broke", key="k") == first == world.abort(episode, "again")
+
+
+def test_aborting_what_has_expired_is_no_error(world: World) -> None:
+    episode = world.begin()
+    world.now += LEASE
+    assert world.abort(episode).status == "expired"
+
+
+def test_an_aborted_episode_is_never_scored(world: World) -> None:
+    episode = world.begin()
+    world.abort(episode)
+    with pytest.raises(Conflict) as refused:
+        world.finish(episode, 0.0)
+    assert refused.value.code == "episode_aborted"
+
+
+def test_a_scored_episode_cannot_be_aborted(world: World) -> None:
+    episode = world.begin()
+    world.finish(episode, 0.0)
+    with pytest.raises(Conflict) as refused:
+        world.abort(episode)
+    assert refused.value.code == "episode_finished"
+
+
+def test_silence_expires_an_episode(world: World) -> None:
+    episode = world.begin()
+    world.now += LEASE - 1
+    assert world.swarm.reap() == []
+    world.now += 1
+    assert world.swarm.next_deadline() == world.now
+    assert [expired.id for expired in world.swarm.reap()] == [episode.id]
+    assert "job.lease_seconds = 100" in world.swarm.episode(episode.id).reason
+
+
+@pytest.mark.parametrize("sign", ["heartbeat", "call"])
+def test_a_sign_of_life_renews_the_lease(world: World, sign: str) -> None:
+    episode = world.begin()
+    world.now += LEASE - 1
+    world.swarm.heartbeat(episode.id) if sign == "heartbeat" else world.call(episode, 5)
+    assert world.swarm.expires_at(episode) == world.now + LEASE
+    world.now += LEASE - 1
+    assert world.swarm.reap() == []
+
+
+def test_heartbeats_do_not_prolong_an_episode_beyond_its_maximum(world: World) -> None:
+    episode = world.begin()
+    deadline = world.now + MAX_SECONDS
+    while world.now < deadline - 50:
+        world.now += 50
+        world.swarm.heartbeat(episode.id)
+    world.now = deadline
+    with pytest.raises(Conflict) as refused:
+        world.swarm.heartbeat(episode.id)
+    assert refused.value.code == "episode_expired"
+    assert "job.max_episode_seconds = 1000" in world.swarm.episode(episode.id).reason
+
+
+def test_a_late_finish_is_refused_even_when_nobody_reaped(make_world: Callable[..., World]) -> None:
+    world = make_world(batch_size=1)
+    late, other = world.begin(), world.begin()
+    for episode in (late, other):
+        world.call(episode, 5)
+    world.now += LEASE - 1
+    world.swarm.heartbeat(other.id)
+    world.now += 1
+    with pytest.raises(Conflict) as refused:
+        world.finish(late, 1.0, key="k")
+    assert refused.value.code == "episode_expired"
+    world.finish(other, 0.0)
+    substitute = world.begin()
+    world.call(substitute, 5)
+    world.finish(substitute, 1.0)
+    assert world.swarm.compose().episode_ids == (other.id, substitute.id)
+
+
+def test_the_lease_stands_still_while_the_server_samples(world: World) -> None:
+    episode = world.begin()
+    with world.swarm.calling(episode.id), world.swarm.calling(episode.id):
+        world.now += 5 * LEASE
+        assert world.swarm.reap() == []
+    assert world.swarm.expires_at(episode) == world.now + LEASE
+    with pytest.raises(Conflict), world.swarm.calling(episode.id):
+        world.now = episode.begun + MAX_SECONDS
+        world.call(episode, 5)
+
+
+def test_a_call_of_an_ended_episode_is_not_recorded(world: World) -> None:
+    episode = world.begin()
+    world.finish(episode, 1.0)
+    with pytest.raises(Conflict):
+        world.call(episode, 5)
+    assert world.journal.calls(episode.id) == []
+
+
+def test_a_restart_begins_leases_anew(world: World) -> None:
+    episode = world.begin()
+    world.now += 3 * LEASE
+    world.reopen()
+    assert world.swarm.reap() == []
+    assert world.swarm.expires_at(world.swarm.episode(episode.id)) == world.now + LEASE
+    world.now = episode.begun + MAX_SECONDS
+    assert [e.id for e in world.swarm.reap()] == [episode.id]
+
+
+def test_unknown_episodes_are_not_found(world: World) -> None:
+    with pytest.raises(NotFound, match="'ep000009'"):
+        world.swarm.heartbeat("ep000009")
+
+
+def test_clients_are_shown_with_when_they_were_last_seen(world: World) -> None:
+    a = world.begin(client_id="a")
+    world.now += 5
+    world.begin(client_id="b")
+    assert world.swarm.clients() == {"a": 1000.0, "b": 1005.0}
+    world.now += 5
+    world.swarm.heartbeat(a.id)
+    assert list(world.swarm.clients().items()) == [("b", 1005.0), ("a", 1010.0)]
+
+
+def test_events_go_out_after_they_are_on_disk_and_in_order(world: World) -> None:
+    heard: list[int] = []
+    world.swarm.on_event = lambda event: heard.append(event.seq)
+    with world.swarm.transaction():
+        episode = world.begin()
+        world.finish(episode, 1.0)
+        assert heard == []
+    assert heard == [event.seq for event in world.swarm.events()] == [1, 2]
+    assert [event.seq for event in world.swarm.events(after=1)] == [2]

@@ -1,0 +1,212 @@
+"""Pins admission and the fate of groups:
+
+1. only what the batch needs is admitted: batch_size groups, group_size live or finished members each;
+2. a lost member frees its place, a group left empty frees its own;
+3. a short group closes when nobody refills it: it trains at min_group_size, else it is dropped with a reason;
+4. zero-variance groups are dropped up to the cap; eval episodes are never counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from agentjet.errors import Later
+from tests.swarm.world import LEASE, World
+
+Make = Callable[..., World]
+
+
+def refused(world: World, group: str, **request: object) -> str:
+    with pytest.raises(Later) as later:
+        world.begin(group, **request)
+    assert later.value.retry_after > 0 and later.value.status == 429
+    return later.value.code
+
+
+def test_only_what_the_batch_needs_is_admitted(world: World) -> None:
+    admitted = [world.begin(group) for group in ("a", "a", "b", "b")]
+    assert refused(world, "a") == "group_full"
+    assert refused(world, "c") == "batch_full"
+    assert world.swarm.status_counts()["live"] == len(admitted) == 4
+    assert (world.swarm.groups_open, world.swarm.groups_complete) == (2, 0)
+
+
+def test_a_refused_begin_leaves_no_trace(world: World) -> None:
+    world.play("a", 0, 1)
+    world.play("b", 0, 1)
+    before = (world.swarm.events(), world.swarm.status_counts(), world.swarm.groups)
+    assert refused(world, "c", key="k") == "batch_full"
+    assert (world.swarm.events(), world.swarm.status_counts(), world.swarm.groups) == before
+    world.swarm.learned(world.swarm.compose(), {})
+    assert world.begin("c", key="k").status == "live"
+
+
+def test_groups_are_named_by_the_task_unless_told_otherwise(world: World) -> None:
+    plain = world.begin("", task_id="t1")
+    other_set = world.begin("", task_id="t1", task_set="algebra")
+    assert (plain.group, other_set.group) == ("t1", "algebra/t1")
+    assert plain.group_id != other_set.group_id
+
+
+def test_groups_are_namespaced_by_client(world: World) -> None:
+    assert world.begin("a", client_id="x").group_id != world.begin("a", client_id="y").group_id
+
+
+def test_a_lost_member_frees_its_place(world: World) -> None:
+    first, lost = world.begin("a"), world.begin("a")
+    world.abort(lost)
+    substitute = world.begin("a")
+    assert refused(world, "a") == "group_full"
+    assert world.swarm.groups[0].members == (first.id, substitute.id)
+
+
+def test_an_expired_member_frees_its_place(world: World) -> None:
+    first, lost = world.begin("a"), world.begin("a")
+    world.now += LEASE - 1
+    world.swarm.heartbeat(first.id)
+    world.now += 1
+    assert world.begin("a").group_id == first.group_id
+    assert world.swarm.episode(lost.id).status == "expired"
+
+
+def test_a_group_left_by_everybody_frees_its_place_in_the_batch(world: World) -> None:
+    for group in ("a", "b"):
+        world.abort(world.begin(group))
+    assert world.swarm.groups == ()
+    world.begin("c")
+
+
+def test_a_complete_group_lets_a_new_one_of_its_name_begin(world: World) -> None:
+    world.play("a", 0, 1)
+    again = world.begin("a")
+    assert [group.id for group in world.swarm.groups] == [1, again.group_id] == [1, 2]
+
+
+def test_a_short_group_closes_and_trains(make_world: Make) -> None:
+    world = make_world(group_size=3, batch_size=1)
+    kept = world.play("a", 0, 1)
+    lost = world.begin("a")
+    world.now += 10
+    world.abort(lost)
+    assert world.swarm.next_deadline() == world.now + LEASE
+    world.now += LEASE - 1
+    world.swarm.reap()
+    assert not world.swarm.ready()
+    world.now += 1
+    world.swarm.reap()
+    assert world.swarm.ready() and world.swarm.groups[0].reason == "short"
+    assert world.swarm.compose().episode_ids == tuple(episode.id for episode in kept)
+
+
+def test_a_refill_in_time_keeps_a_short_group_open(make_world: Make) -> None:
+    world = make_world(group_size=3, batch_size=1)
+    world.play("a", 0, 1)
+    world.now += LEASE - 1
+    substitute = world.begin("a")
+    world.now += LEASE - 1
+    world.call(substitute, 5)
+    world.finish(substitute, 0.5)
+    assert world.swarm.compose().groups == (("ep000001", "ep000002", "ep000003"),)
+
+
+def test_an_expired_lease_delays_a_batch_no_longer_than_itself(make_world: Make) -> None:
+    world = make_world(group_size=3, batch_size=1)
+    world.begin("a")  # never heard of again
+    world.play("a", 0, 1)
+    world.now += LEASE
+    world.swarm.reap()
+    assert world.swarm.ready()
+
+
+def test_a_short_group_below_the_minimum_is_dropped_and_counted(make_world: Make) -> None:
+    world = make_world(group_size=3, min_group_size=2)
+    [alone] = world.play("a", 1)
+    world.now += LEASE
+    world.swarm.reap()
+    assert world.swarm.episode(alone.id).dropped == "too_few"
+    assert world.swarm.status_counts() == {
+        "live": 0, "finished": 1, "aborted": 0, "expired": 0, "trained": 0, "waiting": 0, "dropped": 1,
+    }  # fmt: skip
+    assert world.swarm.events()[-1].body["reason"] == "too_few"
+    world.play("b", 0, 1, 1)
+    world.play("c", 0, 1, 1)
+    batch = world.swarm.compose()
+    world.swarm.forest(batch)
+    metrics = world.swarm.learned(batch, {})
+    assert metrics["groups/dropped"] == metrics["groups/dropped_too_few"] == 1.0
+
+
+def test_groups_that_never_spoke_are_dropped(world: World) -> None:
+    for episode in [world.begin("a"), world.begin("a")]:
+        world.finish(episode, 1.0)
+    assert world.swarm.groups == ()
+    assert world.swarm.episode("ep000001").dropped == "no_tokens"
+
+
+def test_zero_variance_groups_are_dropped_up_to_the_cap(make_world: Make) -> None:
+    world = make_world(algorithm={"drop_zero_variance": True, "max_dropped_groups": 2})
+    for name in ("a", "b"):
+        episodes = world.play(name, 1, 1)
+        assert [world.swarm.episode(episode.id).dropped for episode in episodes] == ["zero_variance"] * 2
+    world.play("c", 1, 1)
+    world.play("d", 0, 1)
+    assert [group.name for group in world.swarm.groups] == ["c", "d"]
+    batch = world.swarm.compose()
+    assert world.swarm.learned(batch, {})["groups/dropped_zero_variance"] == 2.0
+    world.play("e", 1, 1)
+    assert world.swarm.groups == ()  # the next batch has its own allowance
+
+
+def test_zero_variance_groups_are_kept_by_default(world: World) -> None:
+    world.play("a", 1, 1)
+    assert world.swarm.groups_complete == 1
+
+
+def test_rewards_that_differ_for_a_role_are_no_zero_variance(make_world: Make) -> None:
+    world = make_world(algorithm={"drop_zero_variance": True})
+    for critic in (0.0, 1.0):
+        episode = world.begin("a")
+        world.call(episode, 5, role="critic")
+        world.finish(episode, 1.0, by_role={"critic": critic})
+    assert world.swarm.groups_complete == 1
+
+
+def test_eval_episodes_are_never_counted_grouped_or_trained(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    for _ in range(5):
+        episode = world.begin("a", mode="eval")
+        assert episode.group_id is None
+        world.call(episode, 5)
+        world.finish(episode, 1.0)
+    assert world.swarm.groups == () and not world.swarm.ready()
+    world.play("a", 0, 1)
+    world.swarm.compose()
+    assert world.begin("a", mode="eval").status == "live"
+    assert world.swarm.status_counts()["waiting"] == 2
+
+
+def test_nothing_is_admitted_while_a_batch_is_learned(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    world.play("a", 0, 1)
+    batch = world.swarm.compose()
+    assert refused(world, "b") == "not_rolling"
+    world.swarm.learned(batch, {})
+    assert world.begin("b").policy_version == 1
+
+
+def test_nothing_is_admitted_after_the_last_step(make_world: Make) -> None:
+    world = make_world(batch_size=1, max_steps=1)
+    world.play("a", 0, 1)
+    world.swarm.learned(world.swarm.compose(), {})
+    assert refused(world, "b") == "not_rolling"
+    assert "job.max_steps = 1" in world.swarm.waiting_for()
+    assert world.begin("b", mode="eval").status == "live"
+
+
+def test_it_says_what_it_waits_for(world: World) -> None:
+    assert world.swarm.waiting_for() == "clients, to begin training episodes"
+    world.play("a", 0, 1)
+    world.begin("b")
+    assert world.swarm.waiting_for() == "rewards: 1 of 2 groups are complete, 1 open, 1 episodes live"

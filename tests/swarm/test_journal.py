@@ -1,0 +1,108 @@
+"""Pins the file: whose it is, one writer, and that a write the disk refuses leaves no half of itself anywhere."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import ConfigError, Later
+from agentjet.swarm import Journal
+from tests.swarm.world import World
+
+
+def test_a_data_dir_belongs_to_one_model(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal.open(path, model="small").close()
+    Journal.open(path, model="small").close()
+    with pytest.raises(ConfigError, match=r"belongs to model 'small', not to model.name = 'large'"):
+        Journal.open(path, model="large")
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    first = Journal.open(path)
+    with pytest.raises(ConfigError, match="in use by another server"):
+        Journal.open(path)
+    first.close()
+    Journal.open(path).close()
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal.open(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+    with pytest.raises(ConfigError, match="has journal schema 99"):
+        Journal.open(path)
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(b"not a database, but long enough to look at" * 100)
+    with pytest.raises(ConfigError, match="cannot be read as a journal"):
+        Journal.open(path)
+
+
+def test_every_commit_waits_for_the_disk(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.sqlite")
+    assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    journal.close()
+
+
+def test_what_was_acknowledged_is_in_the_files_of_a_killed_server(world: World, tmp_path: Path) -> None:
+    episode = world.begin()
+    world.call(episode, 5)
+    world.finish(episode, 1.0)
+    copy = tmp_path / "copy"
+    shutil.copytree(world.path.parent, copy)  # as a kill leaves them: never closed
+    journal = Journal.open(copy / world.path.name)
+    assert journal.episode(episode.id) == world.swarm.episode(episode.id)
+    journal.close()
+
+
+def fill_disk(world: World) -> None:
+    db = world.journal._db
+    pages = db.execute("PRAGMA page_count").fetchone()[0]
+    db.execute(f"PRAGMA max_page_count = {pages}")
+
+
+def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
+    live, finished = world.begin(), world.begin()
+    world.call(live, 5)
+    before = (world.swarm.status_counts(), world.swarm.events(), world.swarm.groups, world.swarm.episode(live.id))
+    heard: list[str] = []
+    world.swarm.on_event = lambda event: heard.append(event.kind)
+    fill_disk(world)
+    with pytest.raises(Later) as refused, world.swarm.transaction():
+        world.finish(finished, 1.0)
+        world.call(live, *range(20_000))
+    assert (refused.value.status, refused.value.code) == (503, "journal_unavailable")
+    assert "full" in refused.value.message
+    assert heard == []
+    now = (world.swarm.status_counts(), world.swarm.events(), world.swarm.groups, world.swarm.episode(live.id))
+    assert now == before
+    assert len(world.swarm.tree(live.id, "").calls) == 1
+    world.journal._db.execute("PRAGMA max_page_count = 1000000")
+    assert world.finish(finished, 1.0).status == "finished"
+
+
+def test_an_error_inside_a_transaction_undoes_all_of_it(world: World) -> None:
+    with pytest.raises(ZeroDivisionError), world.swarm.transaction():
+        world.begin()
+        raise ZeroDivisionError
+    assert world.swarm.status_counts()["live"] == 0 == len(world.swarm.events())
+    assert world.begin().id == "ep000001"
+
+
+def test_old_keys_are_forgotten_with_the_tokens(world: World) -> None:
+    world.begin("a", key="old")
+    world.now += 90_000
+    world.begin("b", key="new")
+    world.swarm.checkpointed(1)
+    scope = "begin/anonymous"
+    assert world.journal.recall(scope, "old") is None
+    assert world.journal.recall(scope, "new") is not None

@@ -1,0 +1,193 @@
+"""Pins recovery: whatever happened, a reopened journal gives the state that was in memory, and the books balance."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentjet.errors import CheckpointError, Conflict, Later
+from agentjet.swarm import Episode
+from agentjet.types import Call
+from tests.swarm.world import World
+
+PICKS = st.integers(0, 50)
+REWARDS = st.sampled_from([0.0, 0.5, 1.0])
+KEYS = st.none() | st.sampled_from(["1", "2", "3"])
+
+
+def steps(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.tuples(st.just(name), *arguments)
+
+
+CLIENT_STEPS = [
+    steps("begin", st.sampled_from("abcd"), st.sampled_from("xy"), st.sampled_from(["train", "train", "eval"]), KEYS),
+    steps("play", st.sampled_from("abcd"), REWARDS),
+    steps("call", PICKS, st.sampled_from(["", "critic"]), st.lists(st.integers(4, 9), max_size=3)),
+    steps("finish", PICKS, REWARDS, KEYS),
+    steps("abort", PICKS, KEYS),
+    steps("heartbeat", PICKS),
+]
+SERVER_STEPS = [
+    steps("wait", st.sampled_from([1.0, 60.0, 400.0])),
+    steps("compose"),
+    steps("learn"),
+    steps("checkpoint", st.integers(0, 2)),
+    steps("restart"),
+]
+JOBS = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 2),
+        "group_size": st.integers(2, 3),
+        "algorithm": st.fixed_dictionaries({"drop_zero_variance": st.booleans(), "max_dropped_groups": st.just(2)}),
+    }
+)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(job=JOBS, history=st.lists(st.one_of(*CLIENT_STEPS, *CLIENT_STEPS, *SERVER_STEPS), min_size=50, max_size=100))
+def test_a_reopened_journal_is_the_state_that_was_in_memory(
+    job: dict[str, Any], history: list[tuple[Any, ...]]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = History(World(Path(folder), **job))
+        try:
+            for name, *arguments in history:
+                getattr(run, name)(*arguments)
+                run.check_books()
+            run.restart()
+        finally:
+            run.world.close()
+
+
+class History:
+    """Clients, a training loop and restarts on one journal; each method is a step."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.begun: list[Episode] = []
+        self.calls: dict[tuple[str, str], Call] = {}
+        self.trained: list[str] = []
+
+    def begin(self, group: str, client: str, mode: str, key: str | None) -> None:
+        try:
+            episode = self.world.begin(group, client_id=client, mode=mode, key=key)
+        except (Later, Conflict):
+            return
+        if all(episode.id != known.id for known in self.begun):
+            self.begun.append(episode)
+
+    def play(self, group: str, reward: float) -> None:
+        """A whole group at once, so that batches fill up."""
+        for number in range(self.world.job.group_size):
+            known = len(self.begun)
+            self.begin(group, "x", "train", None)
+            for episode in self.begun[known:]:
+                self.calls[episode.id, ""] = self.world.call(episode, 4, 5 + number)
+                self.world.finish(episode, reward * number)
+
+    def call(self, pick: int, role: str, tokens: list[int]) -> None:
+        if not (episode := self.pick(pick)):
+            return
+        parent = self.calls.get((episode.id, role))
+        try:
+            call = self.world.call(episode, *tokens, role=role, parent=parent, kept=1 if parent else 0)
+        except Conflict:
+            return
+        self.calls[episode.id, role] = call
+
+    def finish(self, pick: int, reward: float, key: str | None) -> None:
+        if not (episode := self.pick(pick)):
+            return
+        before = self.world.swarm.episode(episode.id)
+        try:
+            after = self.world.finish(episode, reward, key=key, by_role={"critic": 1.0 - reward})
+        except Conflict:
+            return
+        assert after.reward == reward and (before.status == "live" or before == after)
+
+    def abort(self, pick: int, key: str | None) -> None:
+        if not (episode := self.pick(pick)):
+            return
+        try:
+            assert self.world.abort(episode, "why", key=key).reward is None
+        except Conflict:
+            assert self.world.swarm.episode(episode.id).status == "finished"
+
+    def heartbeat(self, pick: int) -> None:
+        try:
+            if episode := self.pick(pick):
+                self.world.swarm.heartbeat(episode.id)
+        except Conflict:
+            pass
+
+    def pick(self, number: int) -> Episode | None:
+        """Mostly one of the newest."""
+        return self.begun[-1 - number % min(8, len(self.begun))] if self.begun else None
+
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
+        for episode in self.world.swarm.reap():
+            assert episode.status == "expired"
+        deadline = self.world.swarm.next_deadline()
+        assert deadline is None or deadline > self.world.now
+
+    def compose(self) -> None:
+        if self.world.swarm.ready():
+            batch = self.world.swarm.compose()
+            self.trained += batch.episode_ids
+            assert self.world.swarm.forest(batch).num_targets > 0
+
+    def learn(self) -> None:
+        batch = self.world.swarm.pending
+        if batch is not None:
+            self.world.swarm.forest(batch)
+            self.world.swarm.learned(batch, {"policy/entropy": 0.25})
+
+    def checkpoint(self, back: int) -> None:
+        self.world.swarm.checkpointed(max(0, self.world.swarm.policy_version - back))
+
+    def restart(self) -> None:
+        before = self.state()
+        wires = self.wires()
+        self.world.reopen()
+        assert self.state() == before
+        assert self.wires() == wires
+
+    def state(self) -> dict[str, Any]:
+        swarm = self.world.swarm
+        return {
+            "episodes": [swarm.episode(episode.id) for episode in self.begun],
+            "groups": swarm.groups,
+            "pending": swarm.pending,
+            "version": swarm.policy_version,
+            "counts": swarm.status_counts(),
+            "last_step": swarm.last_step,
+            "events": swarm.events(),
+            "trees": {key: swarm.tree(*key).calls for key in self.calls},
+        }
+
+    def wires(self) -> list[Any]:
+        """The bytes of every batch that may still be learned or replayed."""
+        swarm = self.world.swarm
+        try:
+            batches = swarm.batches_from(max(self.world.journal.durable_version(), swarm.policy_version - 2))
+        except CheckpointError:
+            raise AssertionError("batches above the durable version can always be replayed") from None
+        return [(batch, swarm.forest(batch).to_wire()) for batch in batches]
+
+    def check_books(self) -> None:
+        swarm, job = self.world.swarm, self.world.job
+        counts = swarm.status_counts()
+        episodes = {episode.id: swarm.episode(episode.id) for episode in self.begun}.values()
+        for status in ("live", "finished", "aborted", "expired"):
+            assert counts[status] == sum(episode.status == status for episode in episodes)
+        scored = sum(episode.status == "finished" and episode.mode == "train" for episode in episodes)
+        assert counts["trained"] + counts["waiting"] + counts["dropped"] == scored
+        assert counts["dropped"] == sum(bool(episode.dropped) for episode in episodes)
+        assert len(self.trained) == len(set(self.trained))
+        assert len(swarm.groups) <= job.batch_size
+        assert all(len(group.members) <= job.group_size for group in swarm.groups)

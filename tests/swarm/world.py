@@ -1,0 +1,83 @@
+"""A swarm on a temporary journal with a clock that stands still until told otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from agentjet.config import AlgorithmConfig, JobConfig
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
+from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.types import Call, Message, ToolCall
+
+LEASE = 100.0
+MAX_SECONDS = 1000.0
+
+
+class World:
+    """Short words for long requests; `reopen` is a restart of the server on the same folder."""
+
+    def __init__(self, folder: Path, **job: Any) -> None:
+        algorithm = AlgorithmConfig(**job.pop("algorithm", {}))
+        settings = {"batch_size": 2, "group_size": 2, "lease_seconds": LEASE, "max_episode_seconds": MAX_SECONDS}
+        self.job = JobConfig(**(settings | job), algorithm=algorithm)
+        self.path = folder / "journal.sqlite"
+        self.now = 1000.0
+        self.num_calls = 0
+        self.open()
+
+    def open(self) -> None:
+        self.journal = Journal.open(self.path)
+        self.journal._db.execute("PRAGMA synchronous = OFF")  # no test pulls the plug; waiting for the disk is slow
+        self.swarm = Swarm(self.journal, self.job, clock=lambda: self.now)
+
+    def close(self) -> None:
+        self.journal.close()
+
+    def reopen(self) -> Swarm:
+        self.close()
+        self.open()
+        return self.swarm
+
+    def begin(self, group: str = "g", *, key: str | None = None, **request: Any) -> Episode:
+        asked = {"task_id": "t", "group": group} | request
+        return self.swarm.begin(BeginRequest(**asked), idempotency_key=key)
+
+    def finish(self, episode: Episode, reward: float, *, key: str | None = None, **request: Any) -> Episode:
+        return self.swarm.finish(episode.id, FinishRequest(reward=reward, **request), idempotency_key=key)
+
+    def abort(self, episode: Episode, reason: str = "", *, key: str | None = None) -> Episode:
+        return self.swarm.abort(episode.id, AbortRequest(reason=reason), idempotency_key=key)
+
+    def call(self, episode: Episode, *tokens: int, parent: Call | None = None, kept: int = 0, role: str = "") -> Call:
+        """Record a call: prompt (1, 2) or what `parent` keeps and then 3, answer `tokens`."""
+        self.num_calls += 1
+        call = Call(
+            id=f"{episode.id}.{self.num_calls}",
+            episode_id=episode.id,
+            role=role,
+            parent=parent.id if parent else None,
+            kept=kept,
+            suffix=(3,) if parent else (1, 2),
+            completion=tokens,
+            logprobs=tuple(-0.1 * token for token in tokens),
+            versions=(self.swarm.policy_version,) * len(tokens),
+            temperature=1.0,
+            finish_reason="stop",
+            response=Message("assistant", f"{tokens}", tool_calls=(ToolCall("c1", "add", '{"a": 1}'),)),
+            prompt_key="prompt",
+            created=self.now,
+        )
+        self.swarm.record_call(call, [b"p"] * len(call.suffix), [f"é{token}".encode() for token in tokens])
+        return call
+
+    def play(self, group: str, *rewards: float, **request: Any) -> list[Episode]:
+        """Episodes of a group that each make one call and finish with the given rewards."""
+        begun = [self.begin(group, **request) for _ in rewards]
+        for episode, reward in zip(begun, rewards, strict=True):
+            self.call(episode, 7, 8)
+            self.finish(episode, reward)
+        return begun
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.swarm.events()]
