@@ -1,0 +1,5 @@
+"""The weights' side: the `Compute` protocol and the backends that fulfil it."""
+
+from agentjet.compute.protocol import Compute, WorkerStatus
+
+__all__ = ["Compute", "WorkerStatus"]

@@ -1,0 +1,197 @@
+"""The gateway's half of the embedded backend: starts the worker process and speaks `Compute` to it. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentjet.compute.embedded import frames
+from agentjet.compute.protocol import WorkerStatus
+from agentjet.config import JobConfig, ServeConfig
+from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, WorkerDied
+from agentjet.timeline.forest import Forest
+from agentjet.types import ModelCard, Sampled, SamplingParams
+
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache)
+}
+CLOSE_SECONDS = 10.0
+
+
+class EmbeddedCompute:
+    """Implements `Compute` with one worker process; `start` may be called again after the worker died."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._log_path = config.server.data_dir / "logs" / "worker.log"
+        self._ids = itertools.count(1)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._streams: dict[int, asyncio.Queue[Sampled | Exception]] = {}
+        self._died: asyncio.Future[str] | None = None
+        self._card: ModelCard | None = None
+        self._closing = False
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> ModelCard:
+        """See `Compute.start`."""
+        await self._reap()
+        self._closing = False
+        self._died = asyncio.get_running_loop().create_future()
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "agentjet.compute.embedded.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+            )
+        self._reader = asyncio.create_task(self._read_frames(self._process))
+        card = await self._ask("start", config=self._config.model_dump(mode="json"))
+        card["end_tokens"] = tuple(card["end_tokens"])
+        self._card = ModelCard(**card)
+        return self._card
+
+    async def describe(self) -> ModelCard:
+        if self._card is None:
+            raise ComputeError("the worker was not started")
+        return self._card
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
+        """See `Compute.sample`."""
+        id = next(self._ids)
+        queue: asyncio.Queue[Sampled | Exception] = asyncio.Queue()
+        self._streams[id] = queue
+        try:
+            self._send(
+                {
+                    "op": "sample",
+                    "id": id,
+                    "tokens": np.asarray(token_ids, np.int32).tobytes(),
+                    "params": dataclasses.asdict(params),
+                }
+            )
+            while True:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            if self._streams.pop(id, None) is not None and self.pid is not None:
+                with contextlib.suppress(WorkerDied):
+                    self._send({"op": "cancel", "id": id})
+
+    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+        """See `Compute.learn`."""
+        metrics: dict[str, float] = await self._ask(
+            "learn", batch_id=batch_id, forest=forest.to_wire(), job=job.model_dump(mode="json")
+        )
+        return metrics
+
+    async def save(self, path: Path) -> None:
+        """See `Compute.save`."""
+        await self._ask("save", path=str(path))
+
+    async def load(self, path: Path) -> int:
+        """See `Compute.load`."""
+        return int(await self._ask("load", path=str(path)))
+
+    async def export(self, path: Path) -> None:
+        """See `Compute.export`."""
+        await self._ask("export", path=str(path))
+
+    async def status(self) -> WorkerStatus:
+        """See `Compute.status`; answered even while the worker learns."""
+        return WorkerStatus(**await self._ask("status"))
+
+    async def died(self) -> str:
+        """See `Compute.died`."""
+        if self._died is None:
+            raise ComputeError("the worker was not started")
+        return await asyncio.shield(self._died)
+
+    async def close(self) -> None:
+        """See `Compute.close`: ask, wait, and only then kill."""
+        self._closing = True
+        if self.pid is not None:
+            with contextlib.suppress(WorkerDied):
+                self._send({"op": "close", "id": 0})
+        await self._reap()
+
+    async def _reap(self) -> None:
+        """Wait for the present process to end, killing it when it does not."""
+        if self._process is None:
+            return
+        try:
+            await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        if self._reader is not None:
+            await self._reader
+        self._process = None
+
+    async def _ask(self, op: str, **arguments: Any) -> Any:
+        id = next(self._ids)
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies[id] = reply
+        try:
+            self._send({"op": op, "id": id, **arguments})
+            return await reply
+        finally:
+            self._replies.pop(id, None)
+
+    def _send(self, frame: frames.Frame) -> None:
+        process = self._process
+        if process is None or process.returncode is not None or process.stdin is None or process.stdin.is_closing():
+            raise WorkerDied("the worker process is not running")
+        process.stdin.write(frames.encode(frame))
+
+    async def _read_frames(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while (frame := await frames.read_async(process.stdout)) is not None:
+            self._dispatch(frame)
+        code = await process.wait()
+        reason = f"the worker process ended with exit code {code}; see {self._log_path}"
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(WorkerDied(reason))
+        for queue in self._streams.values():
+            queue.put_nowait(WorkerDied(reason))
+        self._streams.clear()
+        if self._died is not None and not self._died.done() and not self._closing:
+            self._died.set_result(reason)
+
+    def _dispatch(self, frame: frames.Frame) -> None:
+        if "tokens" in frame:
+            version = frame["version"]
+            for id, token, logprob, reason in frame["tokens"]:
+                if (queue := self._streams.get(id)) is not None:
+                    queue.put_nowait(Sampled((token,), (logprob,), version, reason))
+            return
+        id = frame["id"]
+        error = _ERRORS.get(frame["error"], ComputeError)(frame["message"]) if "error" in frame else None
+        if error is not None and (queue := self._streams.pop(id, None)) is not None:
+            queue.put_nowait(error)
+        elif (reply := self._replies.get(id)) is not None and not reply.done():
+            if error is not None:
+                reply.set_exception(error)
+            else:
+                reply.set_result(frame["ok"])

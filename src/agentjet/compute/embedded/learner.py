@@ -1,0 +1,300 @@
+"""Learning on a forest: log-probabilities of the sampled tokens, the loss, one optimiser step a mini-batch.
+
+Float32 masters and moments stand behind bfloat16 weights. The vocabulary is only ever multiplied out for positions
+that predict a
+sampled token, and only a chunk of them at a time. Deterministic: the same weights, optimiser state and batch
+give the same weights, bit by bit, for a fixed number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentjet.algorithms.losses import cispo_loss, clip_loss, gspo_loss, kl_k3, log_ratio, weights
+from agentjet.compute.embedded.attention import flat_forward
+from agentjet.compute.embedded.model import Policy
+from agentjet.compute.embedded.tree_attention import ForestPlan
+from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
+from agentjet.errors import ComputeError
+from agentjet.timeline.forest import Forest, select, split
+
+HEAD_POSITIONS = 512
+"""Positions whose whole-vocabulary logits exist at the same time."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """One micro-batch: a piece of the mini-batch's forest, and per target [M] its loss weight and what the loss
+    compares with.
+    """
+
+    forest: Forest
+    targets: NDArray[np.int64]
+    weight: NDArray[np.float32]
+    sequence_log_ratio: NDArray[np.float32] | None = None
+    reference: Tensor | None = None
+
+
+class Learner:
+    """Owns the masters and the optimiser of one policy."""
+
+    def __init__(self, policy: Policy, *, keep_reference: bool = False) -> None:
+        self.policy = policy
+        self._params = policy.trainable()
+        self._masters = {
+            name: p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p
+            for name, p in self._params.items()
+        }
+        self._optimizer = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=True)
+        self._initial: dict[str, Tensor] | None = None
+        if keep_reference:
+            self.keep_reference()
+
+    def keep_reference(self) -> None:
+        """Remember the present weights as the reference of the KL penalty. Adapters need no copy: switched off, they
+        are it.
+        """
+        if not self.policy.has_adapters and self._initial is None:
+            self._initial = {name: p.detach().clone() for name, p in self._params.items()}
+
+    def learn(self, forest: Forest, job: JobConfig, version: int) -> dict[str, float]:
+        """One batch: `epochs` x `mini_batches` optimiser steps; returns metrics. `version` counts batches learned
+        before it.
+        """
+        started = time.perf_counter()
+        algorithm = job.algorithm
+        self._configure(job.optimizer, version)
+        totals = _Totals()
+        num_steps = 0
+        for epoch in range(algorithm.epochs):
+            for mini_batch in self._mini_batches(forest, algorithm, seed=(job.seed, version, epoch)):
+                self._step(mini_batch, job, totals)
+                num_steps += 1
+        return {
+            **totals.metrics(),
+            "optim/lr": self._optimizer.param_groups[0]["lr"],
+            "optim/steps": float(num_steps),
+            "time/learn": time.perf_counter() - started,
+        }
+
+    def _mini_batches(self, forest: Forest, algorithm: AlgorithmConfig, seed: tuple[int, ...]) -> Iterator[Forest]:
+        """Whole sequences dealt at random, so that each optimiser step sees every sequence in full."""
+        count = min(algorithm.mini_batches, forest.num_sequences)
+        if count == 1:
+            yield forest
+            return
+        sequences = np.unique(forest.sequence)
+        np.random.default_rng([abs(s) for s in seed]).shuffle(sequences)
+        for chosen in np.array_split(sequences, count):
+            yield select(forest, np.isin(forest.sequence, chosen))
+
+    def _step(self, forest: Forest, job: JobConfig, totals: _Totals) -> None:
+        algorithm = job.algorithm
+        parts = self._parts(forest, job)
+        if algorithm.loss == "gspo":
+            self._add_sequence_ratios(forest, parts)
+        if algorithm.kl_coef:
+            for part in parts:
+                part.reference = self._reference_logprobs(part.forest)
+        for part in parts:
+            self._accumulate(part, algorithm, totals, normalise=forest.num_targets)
+        totals.grad_norms.append(self._apply(job.optimizer))
+
+    def _parts(self, forest: Forest, job: JobConfig) -> list[_Part]:
+        """Micro-batches within the token budget, each token with its weight in the mini-batch's loss."""
+        weight = weights(forest.sequence, forest.num_sequences, job.algorithm)
+        return [_Part(piece, targets, weight[targets]) for piece, targets in split(forest, job.micro_batch_tokens)]
+
+    def _add_sequence_ratios(self, forest: Forest, parts: list[_Part]) -> None:
+        """GSPO's sequence means of logp - old need every token of a sequence, in whatever micro-batches they lie."""
+        ratio = np.empty(forest.num_targets, np.float64)
+        for part in parts:
+            ratio[part.targets] = self.logprobs(part.forest).double().cpu().numpy() - part.forest.logprob
+        _, inverse = np.unique(forest.sequence, return_inverse=True)
+        mean = np.bincount(inverse, ratio) / np.bincount(inverse)
+        for part in parts:
+            part.sequence_log_ratio = mean[inverse[part.targets]].astype(np.float32)
+
+    def logprobs(self, forest: Forest) -> Tensor:
+        """Log-probabilities [M] of the forest's targets, without gradient."""
+        with torch.no_grad():
+            hidden, positions = self._hidden(forest)
+            return torch.cat([logp for _, logp, _ in self._heads(hidden, positions, forest)])
+
+    def _reference_logprobs(self, forest: Forest) -> Tensor:
+        if self.policy.has_adapters:
+            with self.policy.adapters_off():
+                return self.logprobs(forest)
+        if self._initial is None:
+            raise ComputeError("algorithm.kl_coef > 0 needs the reference weights, which were not kept from the start")
+        swapped = {name: p.data for name, p in self._params.items()}
+        for name, p in self._params.items():
+            p.data = self._initial[name]
+        try:
+            return self.logprobs(forest)
+        finally:
+            for name, p in self._params.items():
+                p.data = swapped[name]
+
+    def _hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        """Hidden states [U, hidden] of the U nodes that predict a target, and each target's [M] row among them."""
+        device = self.policy.device
+        plan = ForestPlan(forest, device)
+        tokens = torch.from_numpy(forest.tokens.astype(np.int64)).to(device)
+        positions = torch.from_numpy(forest.depth.astype(np.int64)).to(device)
+        hidden = flat_forward(self.policy.decoder, tokens, positions, plan)
+        predicting, rows = np.unique(forest.parent[forest.node], return_inverse=True)
+        return hidden.index_select(0, torch.from_numpy(predicting.astype(np.int64)).to(device)), torch.from_numpy(
+            rows
+        ).to(device)
+
+    def _heads(
+        self, hidden: Tensor, rows: Tensor, forest: Forest
+    ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
+        """For chunks of targets: their indices, log-probabilities (with gradient to `hidden`) and entropies."""
+        device = hidden.device
+        wanted = torch.from_numpy(forest.tokens[forest.node].astype(np.int64)).to(device)
+        temperature = torch.from_numpy(forest.temperature.copy()).to(device)
+        for at in range(0, forest.num_targets, HEAD_POSITIONS):
+            chunk = np.arange(at, min(at + HEAD_POSITIONS, forest.num_targets))
+            part = slice(at, at + len(chunk))
+            logits = self.policy.head(hidden.index_select(0, rows[part])) / temperature[part, None]  # at least float32
+            logp = logits.log_softmax(-1)
+            with torch.no_grad():
+                entropy = -(logp.exp() * logp).sum(-1)
+            yield chunk, logp.gather(-1, wanted[part, None])[:, 0], entropy
+
+    def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals, normalise: int) -> None:
+        """Forward, loss and backward of one micro-batch; gradients end in the masters, in float32."""
+        forest, device = part.forest, self.policy.device
+        hidden, rows = self._hidden(forest)
+        cut = hidden.detach().requires_grad_()
+        # The head's graph lives for one chunk only; the body is walked back once, from the hidden states' summed
+        # gradient.
+        for chunk, logp, entropy in self._heads(cut, rows, forest):
+            old = _to(forest.logprob[chunk], device)
+            advantage = _to(forest.advantage[chunk], device)
+            if algorithm.loss == "gspo":
+                assert part.sequence_log_ratio is not None
+                loss = gspo_loss(logp, _to(part.sequence_log_ratio[chunk], device), advantage, algorithm)
+            else:
+                loss = (clip_loss if algorithm.loss == "clip" else cispo_loss)(logp, old, advantage, algorithm)
+            if part.reference is not None:
+                kl = kl_k3(logp, part.reference[chunk[0] : chunk[-1] + 1])
+                loss = loss + algorithm.kl_coef * kl
+                totals.add("policy/kl", kl, normalise)
+            (loss * _to(part.weight[chunk], device)).sum().backward()  # type: ignore[no-untyped-call]
+            totals.add_policy(logp.detach(), old, advantage, entropy, algorithm, normalise)
+        hidden.backward(cut.grad)  # type: ignore[no-untyped-call]
+        for name, p in self._params.items():
+            master = self._masters[name]
+            if p.grad is None or master is p:
+                continue
+            master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+            p.grad = None
+
+    def _apply(self, optimizer: OptimizerConfig) -> float:
+        """Clip, step, copy the masters into the weights; returns the gradient norm before clipping.
+
+        A norm that is not finite applies nothing: better a batch without effect, which the metrics show, than broken
+        weights.
+        """
+        masters = list(self._masters.values())
+        limit = optimizer.max_grad_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(masters, limit))
+        if math.isfinite(norm):
+            self._optimizer.step()
+            with torch.no_grad():
+                for name, p in self._params.items():
+                    if self._masters[name] is not p:
+                        p.copy_(self._masters[name])
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _configure(self, optimizer: OptimizerConfig, version: int) -> None:
+        for group in self._optimizer.param_groups:
+            group.update(
+                lr=learning_rate(optimizer, version),
+                betas=(optimizer.beta1, optimizer.beta2),
+                eps=optimizer.eps,
+                weight_decay=optimizer.weight_decay,
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Masters, moments and reference as tensors: what `restore` needs for a bit-equal continuation."""
+        return {
+            "masters": {name: m.detach() for name, m in self._masters.items()},
+            "optimizer": self._optimizer.state_dict(),
+            "initial": self._initial,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(state["masters"][name])
+                self._params[name].copy_(master)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._initial = state["initial"]
+
+
+def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
+    """The rate for the batch learned at `version`: linear warm-up, then constant, linear or cosine decay."""
+    if version < optimizer.warmup_steps:
+        return optimizer.lr * (version + 1) / (optimizer.warmup_steps + 1)
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    progress = min(1.0, (version - optimizer.warmup_steps) / (optimizer.total_steps - optimizer.warmup_steps))
+    shape = 1 - progress if optimizer.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return optimizer.lr * (optimizer.min_lr_ratio + (1 - optimizer.min_lr_ratio) * shape)
+
+
+class _Totals:
+    """Sums of per-token metrics over a batch, reported as means over tokens and optimiser steps."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self.grad_norms: list[float] = []
+
+    def add(self, name: str, values: Tensor, normalise: int) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / normalise
+
+    def add_policy(
+        self, logp: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, algorithm: AlgorithmConfig, normalise: int
+    ) -> None:
+        ratio = log_ratio(logp, old)
+        clipped = torch.where(
+            advantage > 0, ratio > math.log1p(algorithm.clip_high), ratio < _log_low(algorithm.clip_low)
+        )
+        self.add("policy/entropy", entropy, normalise)
+        self.add("policy/clip_fraction", (clipped & (advantage != 0)).float(), normalise)
+        if not self.grad_norms:  # before the first optimiser step both sides have the same weights
+            self.add("policy/mismatch_kl", kl_k3(old, logp), normalise)
+
+    def metrics(self) -> dict[str, float]:
+        steps = max(1, len(self.grad_norms))
+        once = {"policy/mismatch_kl"}
+        means = {name: total if name in once else total / steps for name, total in self._sums.items()}
+        finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
+        return {
+            **{name: mean for name, mean in means.items() if math.isfinite(mean)},
+            "optim/grad_norm": sum(finite) / max(1, len(finite)),
+            "optim/skipped_steps": float(len(self.grad_norms) - len(finite)),
+        }
+
+
+def _log_low(clip_low: float) -> float:
+    return math.log(1 - clip_low) if clip_low < 1 else -math.inf
+
+
+def _to(values: NDArray[np.float32], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)

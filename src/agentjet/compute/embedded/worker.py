@@ -1,0 +1,186 @@
+"""The worker process: one loop that samples while anything is running and carries out the other verbs in between.
+
+Started by `backend.EmbeddedCompute` with frames on standard input and output. A thread reads frames, so that `status`
+is answered while the loop learns and a vanished gateway ends the process at once: nothing here must outlive it, since
+every fact that counts
+is in the gateway's journal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from agentjet.compute.embedded import checkpoint, frames
+from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.model import Policy, load_policy
+from agentjet.compute.embedded.sampler import Sampler
+from agentjet.config import JobConfig, ServeConfig
+from agentjet.errors import AgentJetError, ComputeError
+from agentjet.timeline.forest import Forest
+from agentjet.types import SamplingParams
+
+_BY_ID = ("sample", "cancel")
+"""Verbs that concern one completion and are answered by its tokens."""
+
+
+class Worker:
+    """The state of the process: a policy, its sampler and learner, and the version its weights have."""
+
+    def __init__(self, output: BinaryIO) -> None:
+        self._output = output
+        self._write_lock = threading.Lock()
+        self._inbox: queue.SimpleQueue[frames.Frame] = queue.SimpleQueue()
+        self._activity = "loading"
+        self._version = 0
+        self._metrics: dict[int, dict[str, float]] = {}
+        self.policy: Policy
+        self.sampler: Sampler
+        self.learner: Learner
+
+    def read_forever(self, stream: BinaryIO) -> None:
+        """The reader thread's work."""
+        while (frame := frames.read(stream)) is not None:
+            if frame["op"] == "status":
+                self._send({"id": frame["id"], "ok": self._status()})
+            else:
+                self._inbox.put(frame)
+        os._exit(0)  # the gateway is gone
+
+    def run(self) -> None:
+        """The main loop; returns when asked to close."""
+        while True:
+            wait = not hasattr(self, "sampler") or self.sampler.is_idle
+            self._activity = "idle" if wait else "sampling"
+            try:
+                frame = self._inbox.get() if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                self._sample_step()
+                continue
+            if frame["op"] == "close":
+                return
+            self._carry_out(frame)
+
+    def _carry_out(self, frame: frames.Frame) -> None:
+        """One verb. The boundary where a failure becomes an answer; a failed `learn` may have half changed the
+        weights, so it ends the process.
+        """
+        op = frame["op"]
+        try:
+            arguments = {key: value for key, value in frame.items() if key != "op" and (key != "id" or op in _BY_ID)}
+            result = getattr(self, f"_{op}")(**arguments)
+        except AgentJetError as error:
+            self._send({"id": frame["id"], "error": type(error).__name__, "message": str(error)})
+        except Exception as error:
+            traceback.print_exc()
+            self._send(
+                {"id": frame["id"], "error": "ComputeError", "message": f"{op} failed: {type(error).__name__}: {error}"}
+            )
+            if op == "learn":
+                raise
+        else:
+            if op not in _BY_ID:
+                self._send({"id": frame["id"], "ok": result})
+
+    def _start(self, config: dict[str, Any]) -> dict[str, Any]:
+        settings = ServeConfig.model_validate(config)
+        self.policy = load_policy(settings.model)
+        self.sampler = Sampler(self.policy, settings.sampler.max_concurrent, settings.sampler.cache_tokens)
+        self.learner = Learner(self.policy, keep_reference=settings.job.algorithm.kl_coef > 0)
+        return dataclasses.asdict(self.policy.card)
+
+    def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
+        prompt = np.frombuffer(tokens, np.int32)
+        if not len(prompt) or prompt.min() < 0 or prompt.max() >= self.policy.vocabulary:
+            raise ComputeError(f"a prompt needs token ids between 0 and {self.policy.vocabulary - 1}")
+        self.sampler.submit(id, prompt, SamplingParams(**params))
+
+    def _cancel(self, id: int) -> None:
+        self.sampler.cancel(id)
+
+    def _sample_step(self) -> None:
+        new = self.sampler.step()
+        if new:
+            self._send({"tokens": [(t.id, t.token, t.logprob, t.finish_reason) for t in new], "version": self._version})
+
+    def _learn(self, batch_id: int, forest: dict[str, Any], job: dict[str, Any]) -> dict[str, float]:
+        if batch_id < self._version:
+            return self._metrics.get(batch_id, {})
+        if batch_id > self._version:
+            raise ComputeError(
+                f"batch {batch_id} was sent to a policy at version {self._version}: the batches between are missing"
+            )
+        self._activity = "learning"
+        metrics = self.learner.learn(Forest.from_wire(forest), JobConfig.model_validate(job), self._version)
+        self._version += 1
+        self._metrics = {batch_id: metrics}
+        self.sampler.invalidate()
+        return metrics
+
+    def _save(self, path: str) -> None:
+        self._activity = "saving"
+        checkpoint.save(
+            Path(path),
+            self.policy,
+            self.learner,
+            {"policy_version": self._version, "metrics": self._metrics.get(self._version - 1, {})},
+        )
+
+    def _load(self, path: str) -> int:
+        self._activity = "loading"
+        state = checkpoint.load(Path(path), self.policy, self.learner)
+        self._version = int(state["policy_version"])
+        self._metrics = {self._version - 1: state["metrics"]}
+        self.sampler.invalidate()
+        return self._version
+
+    def _export(self, path: str) -> None:
+        self._activity = "saving"
+        checkpoint.export(Path(path), self.policy)
+
+    def _status(self) -> dict[str, Any]:
+        ready = hasattr(self, "sampler")
+        return {
+            "policy_version": self._version,
+            "activity": self._activity,
+            "active_samples": self.sampler.num_running if ready else 0,
+            "waiting_samples": self.sampler.num_waiting if ready else 0,
+            "memory_mb": _resident_mb(),
+        }
+
+    def _send(self, frame: frames.Frame) -> None:
+        with self._write_lock:
+            self._output.write(frames.encode(frame))
+            self._output.flush()
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def main() -> None:
+    """Entry point of `python -m agentjet.compute.embedded.worker`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not end up between the frames
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    worker = Worker(output)
+    threading.Thread(target=worker.read_forever, args=(sys.stdin.buffer,), daemon=True).start()
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()

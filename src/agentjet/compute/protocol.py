@@ -1,0 +1,79 @@
+"""The only line between the gateway and the weights. A backend is one class with these verbs.
+
+Imports no torch: the gateway process uses this module. Invariants a backend must keep:
+
+* a prefix cache never outlives the weights that filled it;
+* reported log-probabilities are those of the distribution sampled from;
+* `learn(batch_id, ...)` is idempotent: batch n takes policy version n to n + 1, once; a batch already learned returns
+  its metrics
+  again and changes nothing;
+* one bad request never disturbs another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from agentjet.config import JobConfig
+from agentjet.timeline.forest import Forest
+from agentjet.types import ModelCard, Sampled, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A glance at the worker. `activity` is "idle", "sampling", "learning", "saving" or "loading"."""
+
+    policy_version: int
+    activity: str
+    active_samples: int = 0
+    waiting_samples: int = 0
+    memory_mb: float = 0.0
+
+
+class Compute(Protocol):
+    """A backend: samples from, teaches, saves and loads one policy."""
+
+    async def start(self) -> ModelCard:
+        """Start (or restart) the worker on the configured model; version 0 weights unless `load` follows.
+
+        Raises `ConfigError` when the model cannot be had and `WorkerDied` when the worker ends while loading.
+        """
+        ...
+
+    async def describe(self) -> ModelCard: ...
+
+    def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+        """Stream a completion of `token_ids`; closing the iterator cancels it.
+
+        Raises `OutOfCache` when prompt and completion cannot fit, `WorkerDied` when the worker ends meanwhile.
+        """
+        ...
+
+    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+        """Optimise the policy on a batch; returns metrics under the field's names. See the idempotency rule above."""
+        ...
+
+    async def save(self, path: Path) -> None:
+        """Write a checkpoint folder (`policy/`, `trainer.pt`, `state.json`) atomically; raises `CheckpointError`."""
+        ...
+
+    async def load(self, path: Path) -> int:
+        """Restore weights, optimiser and random state from a checkpoint folder; returns its policy version."""
+        ...
+
+    async def export(self, path: Path) -> None:
+        """Write the policy as a plain Hugging Face folder (LoRA merged), atomically."""
+        ...
+
+    async def status(self) -> WorkerStatus: ...
+
+    async def close(self) -> None:
+        """Stop the worker and wait for it; idempotent."""
+        ...
+
+    async def died(self) -> str:
+        """Wait until the worker ends without having been asked to; returns why, for the log."""
+        ...

@@ -1,0 +1,246 @@
+"""Pins of the worker process, with real processes and real kills:
+
+1. the verbs work across the pipe, several at a time; closing a sample cancels it;
+2. `learn` is idempotent in its batch id, and refuses a gap;
+3. a killed worker is reported at once to everybody who waits, and restarts from a checkpoint to the same weights bit
+by bit;
+4. a checkpoint that cannot be written leaves the last good one and no litter; a vanished parent leaves no orphan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.config import ServeConfig
+from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, WorkerDied
+from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.types import SamplingParams
+from tests.compute.conftest import tokens
+
+pytestmark = pytest.mark.e2e
+
+
+def config(folder: Path, data_dir: Path) -> ServeConfig:
+    return ServeConfig.model_validate(
+        {
+            "model": {"name": str(folder), "device": "cpu", "dtype": "bfloat16", "threads": 1},
+            "server": {"data_dir": data_dir},
+            "job": {"optimizer": {"lr": 1e-3}, "group_size": 4},
+        }
+    )
+
+
+async def completion(
+    compute: EmbeddedCompute, prompt: np.ndarray, params: SamplingParams
+) -> tuple[list[int], list[float], set[int]]:
+    chosen: list[int] = []
+    logprobs: list[float] = []
+    versions: set[int] = set()
+    async for piece in compute.sample(prompt.tolist(), params):
+        chosen += piece.tokens
+        logprobs += piece.logprobs
+        versions.add(piece.policy_version)
+    return chosen, logprobs, versions
+
+
+async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
+    prompts = [np.concatenate([tokens(1, 5), tokens(seed + g, 6)]) for g in range(2) for _ in range(3)]
+    outs = await asyncio.gather(
+        *(completion(compute, p, SamplingParams(max_tokens=6, seed=seed * 10 + i)) for i, p in enumerate(prompts))
+    )
+    rng = np.random.default_rng(seed)
+    return build_forest(
+        [
+            Row(
+                np.concatenate([p, np.array(chosen, np.int32)]),
+                np.array(logprobs, np.float32),
+                np.zeros(len(chosen), np.int32),
+                float(rng.normal()),
+                1.0,
+                i,
+            )
+            for i, (p, (chosen, logprobs, _)) in enumerate(zip(prompts, outs, strict=True))
+        ]
+    )
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "policy" / "model.safetensors").read_bytes()
+
+
+def test_verbs_and_idempotent_learning(tiny_folder: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config(tiny_folder, tmp_path))
+        card = await compute.start()
+        assert card == await compute.describe() and card.num_parameters > 0
+        with pytest.raises(OutOfCache):
+            await completion(compute, tokens(0, 5), SamplingParams(max_tokens=10**6))
+        with pytest.raises(ComputeError, match="token ids between 0 and"):
+            await completion(compute, np.array([10**6]), SamplingParams(max_tokens=2))
+        stream = compute.sample(tokens(0, 5).tolist(), SamplingParams(max_tokens=400, temperature=3.0))
+        first = await anext(stream)
+        assert first.policy_version == 0
+        await stream.aclose()
+        forest = await batch(compute, 1)
+        with pytest.raises(ComputeError, match="batch 3 was sent to a policy at version 0"):
+            await compute.learn(3, forest, compute._config.job)
+        metrics = await compute.learn(0, forest, compute._config.job)
+        await compute.save(tmp_path / "once")
+        assert await compute.learn(0, forest, compute._config.job) == metrics
+        await compute.save(tmp_path / "twice")
+        assert weights(tmp_path / "once") == weights(tmp_path / "twice")
+        status = await compute.status()
+        assert (status.policy_version, status.active_samples, status.waiting_samples) == (1, 0, 0)
+        assert (await completion(compute, tokens(0, 5), SamplingParams(max_tokens=3)))[2] == {1}
+        await compute.close()
+        await compute.close()
+        assert compute.pid is None
+
+    asyncio.run(scenario())
+
+
+def test_killed_workers_are_reported_and_replay_to_the_same_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config(tiny_folder, tmp_path))
+        await compute.start()
+        job = compute._config.job
+        forests = []
+        for version in range(4):
+            forests.append(await batch(compute, version))
+            await compute.learn(version, forests[-1], job)
+            if version == 1:
+                await compute.save(tmp_path / "step_000002")
+        await compute.save(tmp_path / "undisturbed")
+
+        for moment in ("idle", "sampling", "learning", "saving"):
+            doomed = {
+                "idle": lambda: asyncio.sleep(0),
+                "sampling": lambda: completion(compute, tokens(3, 9), SamplingParams(max_tokens=400, temperature=3.0)),
+                "learning": lambda: compute.learn(4, forests[0], job),
+                "saving": lambda: compute.save(tmp_path / "never"),
+            }[moment]()
+            waiting = asyncio.ensure_future(doomed)
+            await asyncio.sleep(0.02)
+            assert compute.pid is not None
+            os.kill(compute.pid, signal.SIGKILL)
+            assert "exit code -9" in await compute.died()
+            (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
+            assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
+            with pytest.raises(WorkerDied):
+                await compute.status()
+            await compute.start()
+            version = await compute.load(tmp_path / "step_000002")
+            for v in range(version, 4):
+                await compute.learn(v, forests[v], job)
+            await compute.save(tmp_path / f"after-{moment}")
+            assert weights(tmp_path / f"after-{moment}") == weights(tmp_path / "undisturbed")
+        await compute.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
+    """A limit on file size stands in for the disk: writing beyond it fails with an OSError in the worker."""
+    script = textwrap.dedent(
+        """
+        import resource, signal, sys
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        from pathlib import Path
+        from agentjet.compute.embedded import checkpoint
+        from agentjet.compute.embedded.learner import Learner
+        from agentjet.compute.embedded.model import load_policy
+        from agentjet.config import ModelConfig
+        from agentjet.errors import CheckpointError
+        policy = load_policy(ModelConfig(name=sys.argv[1], device="cpu", dtype="float32", threads=1))
+        target = Path(sys.argv[2]) / "step_000000"
+        checkpoint.save(target, policy, Learner(policy), {"policy_version": 0})
+        good = (target / "policy" / "model.safetensors").read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        try:
+            checkpoint.save(target, policy, Learner(policy), {"policy_version": 1})
+        except CheckpointError as error:
+            print("refused:", error)
+        assert (target / "policy" / "model.safetensors").read_bytes() == good
+        assert sorted(p.name for p in target.parent.iterdir()) == ["step_000000"], list(target.parent.iterdir())
+        """
+    )
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", script, tiny_folder, folder], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused:" in done.stdout and "could not be written" in done.stdout
+
+
+def test_an_unreadable_model_is_a_config_error(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config(tmp_path / "nowhere", tmp_path))
+        with pytest.raises(ConfigError, match="neither a folder here, nor a Hugging Face id"):
+            await compute.start()
+        await compute.close()
+        (tmp_path / "empty").mkdir()
+        compute = EmbeddedCompute(config(tmp_path / "empty", tmp_path))
+        with pytest.raises(ConfigError, match=r"model\.name"):
+            await compute.start()
+        await compute.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_checkpoint_that_is_missing_is_an_answer(tiny_folder: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config(tiny_folder, tmp_path))
+        await compute.start()
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            await compute.load(tmp_path / "nothing")
+        assert (await compute.status()).policy_version == 0
+        await compute.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_vanished_parent_leaves_no_orphan(tiny_folder: Path, tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        f"""
+        import asyncio, os, sys
+        from pathlib import Path
+        from agentjet.compute.embedded import EmbeddedCompute
+        from tests.compute.test_worker import config
+
+        async def main():
+            compute = EmbeddedCompute(config(Path({str(tiny_folder)!r}), Path({str(tmp_path)!r})))
+            await compute.start()
+            print(compute.pid, flush=True)
+            os._exit(0)
+
+        asyncio.run(main())
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and _is_running(pid):
+        time.sleep(0.05)
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
