@@ -248,3 +248,16 @@ def test_text_hides_special_tokens_only(build: Build) -> None:
     assert [renderer.token_bytes(t) for t in (tokens[0], END, 9999)] == [b"<think>", b"<|im_end|>", b""]
     stream = renderer.stream()
     assert stream.push(tokens) + stream.flush() == "<think>hello"
+
+
+def test_what_parsers_look_for_is_shown_though_it_is_special(build: Build, tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+
+    made = tiny.tokenizer()
+    made.add_special_tokens([AddedToken("[TOOL_CALLS]", normalized=False)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    renderer = build("{{ tools }}[TOOL_CALLS]{{ messages[0].content }}", tokenizer_path=str(tmp_path))
+    tokens = [*made.encode('[TOOL_CALLS][{"name": "add"}]').ids, END]
+    assert renderer.text(tokens) == renderer.stream().push(tokens) == '[TOOL_CALLS][{"name": "add"}]'
+    (tool_call,) = renderer.parse(tokens, conversation(("user", "q"), tools=(TOOL,)), id_prefix="x").tool_calls
+    assert tool_call == ToolCall("x_0", "add", "{}")

@@ -49,7 +49,7 @@ class Session:
     def prompt(self, conversation: Conversation) -> tuple[bytes, Match, tuple[int, ...]]:
         known = self.tree.recognise(conversation)
         bodies = {
-            i: self.renderer.generation_tail + self.renderer.encode_tokens(call.completion)
+            i: self.renderer.generation_tail + self.tree.encoded_completion(call.id)
             for i, call in known.items()
             if self.history == "as_sampled" or not call.response.reasoning
         }
@@ -80,6 +80,7 @@ class Session:
         )
         self.tree.add(call, self.renderer.pieces(suffix), self.renderer.pieces(completion))
         assert self.tree.tokens(id) == prompt + tuple(completion)
+        assert self.tree.encoded_completion(id) == self.renderer.encode_tokens(completion)
         self.matches.append(match)
         return call
 

@@ -31,9 +31,8 @@ class Renderer:
         if card.tool_format and card.tool_format not in TOOL_FORMATS:
             raise ConfigError(f"tool_format = {card.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
         self._card = card
-        self._vocabulary = Vocabulary(card.tokenizer_path)
+        self._vocabulary = Vocabulary(card.tokenizer_path, visible=MARKERS)
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
-        self._markers = frozenset(self._control[literal].id for literal in MARKERS if literal in self._control)
         self._template = ChatTemplate(
             card.chat_template, control=self._control, bos_token=card.bos_token, eos_token=card.eos_token
         )
@@ -80,7 +79,7 @@ class Renderer:
         return [self._vocabulary.piece(token_id) for token_id in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Text for people: special tokens are left out, broken characters replaced."""
+        """Text for people: special tokens are left out (but what parsers look for), broken characters replaced."""
         return b"".join(map(self._vocabulary.raw, token_ids)).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -88,13 +87,12 @@ class Renderer:
         return self._vocabulary.raw(token_id, literals=True)
 
     def stream(self) -> TextStream:
-        """The text that `parse` reads, of tokens that come in pieces."""
-        return TextStream(self._vocabulary, shown=self._markers)
+        """The `text` of tokens that come in pieces."""
+        return TextStream(self._vocabulary)
 
     def parse(self, token_ids: Sequence[int], conversation: Conversation, *, id_prefix: str = "call") -> Message:
         """The assistant message that a completion of `conversation` is."""
-        raw = b"".join(self._vocabulary.raw(id_, literals=id_ in self._markers) for id_ in token_ids)
-        return self.parse_text(raw.decode(errors="replace"), conversation, id_prefix=id_prefix)
+        return self.parse_text(self.text(token_ids), conversation, id_prefix=id_prefix)
 
     def parse_text(self, text: str, conversation: Conversation, *, id_prefix: str = "call") -> Message:
         """`parse` of a completion's text, for one that a stop string cut short.

@@ -209,16 +209,13 @@ def _byte_level_table() -> dict[int, int]:
 class TextStream:
     """Text of tokens as they come; a character is given out when its last byte is there."""
 
-    def __init__(self, vocabulary: Vocabulary, *, shown: Collection[int] = ()) -> None:
-        """Special tokens give no text, but for those `shown`, which give their names."""
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._shown = frozenset(shown)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
-        raw = (self._vocabulary.raw(token_id, literals=token_id in self._shown) for token_id in token_ids)
-        return self._decoder.decode(b"".join(raw))
+        return self._decoder.decode(b"".join(map(self._vocabulary.raw, token_ids)))
 
     def flush(self) -> str:
         """What is left at the end: a replacement mark where a character broke off."""

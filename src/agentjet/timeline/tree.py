@@ -39,7 +39,7 @@ class Match:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A call and the tokens it added. Positions count tokens of this segment, which begins at token `start` of a path."""
+    """A call and its tokens. Positions count tokens of the segment, which begins at token `start` of the path."""
 
     call: Call
     order: int
@@ -160,6 +160,11 @@ class ConversationTree:
         """Prompt + completion of a call, exactly as the policy saw them."""
         node = self._nodes[call_id]
         return _path(node, node.start + len(node.tokens))
+
+    def encoded_completion(self, call_id: str) -> bytes:
+        """The encoded text of what a call sampled: the body that `Renderer.render` takes."""
+        node = self._nodes[call_id]
+        return node.encoded[int(node.ends[node.prompt_end]) :]
 
     def prompt_tokens(self, match: Match, suffix_tokens: Sequence[int]) -> tuple[int, ...]:
         """The whole prompt of a call about to be sampled: what `match` keeps, then its suffix tokenised."""
