@@ -47,8 +47,8 @@ check: setup  ## format, lint, types, and who may import whom
 bench: $(BENCH_INSTALLED)  ## one RL step against TRL's GRPOTrainer
 	$(BIN)/python -m bench.step
 
-docs: setup  ## write the pages that are made from the program
-	$(BIN)/python -c "from agentjet.config.load import settings_table; print(settings_table(), end='')" > docs/settings.md
+docs: setup  ## write the page that is made from the program
+	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nMade from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
 
 clean:  ## remove .venv and caches; data and results stay
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,17 @@
+"""The running server without HTTP: the path of a call, the training loop, the worker's supervision. Imports no torch.
+
+gateway = Gateway(config, compute)
+await gateway.start()
+await gateway.ready()
+episode = await gateway.begin(BeginRequest(task_id="t1"))
+async for chunk in gateway.call(episode.id, "", CallRequest(conversation)):
+    ...
+await gateway.finish(episode.id, FinishRequest(reward=1.0))
+await gateway.close()
+"""
+
+from agentjet.gateway.gateway import Gateway
+from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.swarm import Episode
+
+__all__ = ["CallChunk", "CallRequest", "Episode", "Gateway"]

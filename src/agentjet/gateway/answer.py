@@ -1,0 +1,124 @@
+"""A completion as it grows: its text, where a stop string ends it, and how much of it is certain enough to be sent
+already.
+
+Invariant: the text sent in pieces, joined, is the content of the message that the whole completion is parsed into;
+the same for its reasoning. So an answer does not depend on whether it was streamed, and a streamed turn that comes
+back is recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentjet.gateway.requests import TokenLogprob
+from agentjet.rendering import Renderer
+from agentjet.rendering.parsing import MARKERS
+from agentjet.types import Conversation, FinishReason, Message, Sampled
+
+
+class Answer:
+    """One choice of a call.
+
+    `push` what the worker samples until it ends or `stopped` is set, then take the `message`.
+    """
+
+    def __init__(
+        self, renderer: Renderer, conversation: Conversation, *, stop: Sequence[str], tool_format: str, id_prefix: str
+    ) -> None:
+        """`tool_format` is the model's; it matters when the conversation offers tools."""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.stopped = False
+        """A stop string is complete: what the worker may still send is not wanted."""
+        self._renderer = renderer
+        self._conversation = conversation
+        self._stop = tuple(stop)
+        self._tool_format = tool_format if conversation.tools else ""
+        self._id_prefix = id_prefix
+        self._stream = renderer.stream()
+        self._text = ""
+        self._sent_reasoning = 0
+        self._sent_content = 0
+        self._shown_tokens = 0
+        self._worker_reason: FinishReason | None = None
+
+    def push(self, sampled: Sampled) -> None:
+        """Take a piece in, up to the token that completes a stop string."""
+        self._worker_reason = sampled.finish_reason
+        for token, logprob in zip(sampled.tokens, sampled.logprobs, strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.versions.append(sampled.policy_version)
+            if self._grow(self._stream.push([token])):
+                return
+
+    def certain(self) -> tuple[str, str]:
+        """Reasoning and content that no later token can change, beyond what was returned before."""
+        text = self._text[: len(self._text) - _partial(self._text, (*MARKERS, *self._stop))]
+        if not text.strip():
+            return "", ""
+        message = self._renderer.parse_text(text, self._conversation)
+        return self._unsent(message.reasoning, self._certain_content(message.content))
+
+    def message(self) -> tuple[Message, str, str]:
+        """The assistant message that the completion is, and what of its reasoning and content was not returned yet."""
+        if not self.stopped:
+            self._grow(self._stream.flush())
+        message = self._renderer.parse_text(self._text, self._conversation, id_prefix=self._id_prefix)
+        return message, *self._unsent(message.reasoning, message.content)
+
+    def finish_reason(self, message: Message) -> FinishReason:
+        """Why the completion ended."""
+        reason = "stop" if self.stopped else self._worker_reason or "length"
+        return "tool_calls" if message.tool_calls and reason == "stop" else reason
+
+    def new_tokens(self) -> tuple[TokenLogprob, ...]:
+        """The tokens that came since this was last asked, for people."""
+        start, self._shown_tokens = self._shown_tokens, len(self.tokens)
+        shown = []
+        for token, logprob in zip(self.tokens[start:], self.logprobs[start:], strict=True):
+            raw = self._renderer.token_bytes(token)
+            shown.append(TokenLogprob(raw.decode(errors="replace"), raw, logprob))
+        return tuple(shown)
+
+    def _grow(self, text: str) -> bool:
+        """Append text, cutting it before a stop string; returns whether there was one."""
+        if not text:
+            return False
+        longest = max(map(len, self._stop), default=1)
+        start = max(0, len(self._text) - longest + 1)
+        self._text += text
+        found = [at for at in (self._text.find(stop, start) for stop in self._stop) if at >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self.stopped = True
+        return self.stopped
+
+    def _certain_content(self, content: str) -> str:
+        """Content before anything that may turn out to be a tool call, which would also strip the white space
+        around it.
+        """
+        if not self._tool_format:
+            return content
+        starts = [at for at in (content.find(marker) for marker in MARKERS) if at >= 0]
+        content = content[: min(starts, default=len(content))].rstrip()
+        if content[:1].isspace() or (self._tool_format == "llama3" and content.startswith(("{", "["))):
+            return ""
+        return content
+
+    def _unsent(self, reasoning: str, content: str) -> tuple[str, str]:
+        fresh = reasoning[self._sent_reasoning :], content[self._sent_content :]
+        self._sent_reasoning = max(self._sent_reasoning, len(reasoning))
+        self._sent_content = max(self._sent_content, len(content))
+        return fresh
+
+
+def _partial(text: str, literals: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `literals` without completing it."""
+    longest = max(map(len, literals)) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(len(literal) > length and literal.startswith(tail) for literal in literals):
+            return length
+    return 0

@@ -1,0 +1,232 @@
+"""The path of a call: conversation to tokens, through the gate, to the sampler and back, into the journal, to the
+agent.
+
+* A call is recorded, in memory and on disk, before its last chunk is given out. One that is closed earlier (its
+  client left) is sampled no further and leaves no trace: an answer that nobody heard is not trained on.
+* Sampling runs in a task of its own: a slow reader delays neither the sampler nor a batch.
+* A worker that dies under a call is not noticed by the agent, unless part of the answer was given out already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from agentjet.compute import Compute
+from agentjet.errors import ComputeError, Conflict, InvalidRequest, Later, OutOfCache, RequestError, WorkerDied
+from agentjet.gateway.answer import Answer
+from agentjet.gateway.gate import Gate
+from agentjet.gateway.prompting import Prompt, prepare
+from agentjet.gateway.requests import CallChunk, CallRequest, sampling_params, seeded
+from agentjet.rendering import Renderer
+from agentjet.swarm import Episode, Swarm
+from agentjet.types import Call, ModelCard, SamplingParams
+
+RESAMPLE_DELAY = 0.05
+"""Seconds before a call whose worker died looks at the gate again, which holds it from then on."""
+
+
+class Model(Protocol):
+    """What a call must know of the model; there is none before the worker was up once."""
+
+    card: ModelCard | None
+    renderer: Renderer | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A call under way, common to its choices."""
+
+    episode: Episode
+    role: str
+    request: CallRequest
+    params: SamplingParams
+    prompt: Prompt
+    renderer: Renderer
+    tool_format: str
+    deadline: float
+
+
+Outbox = asyncio.Queue[CallChunk | BaseException]
+
+
+class CallPath:
+    """Answers calls. One for a gateway."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        compute: Compute,
+        gate: Gate,
+        model: Model,
+        call_timeout: float,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """A call is held at most `call_timeout` seconds in all; sampling does not count."""
+        self._swarm = swarm
+        self._compute = compute
+        self._gate = gate
+        self._model = model
+        self._call_timeout = call_timeout
+        self._clock = clock
+        self._under_way: dict[str, list[Outbox]] = {}
+
+    @property
+    def active(self) -> int:
+        """Calls held or being sampled."""
+        return sum(map(len, self._under_way.values()))
+
+    def episode_ended(self, episode_id: str) -> None:
+        """Cut off its calls: nobody delays a batch by what will not be trained."""
+        for outbox in self._under_way.get(episode_id, ()):
+            outbox.put_nowait(
+                Conflict(f"Episode {episode_id} ended while it was answered.", code="episode_ended_meanwhile")
+            )
+
+    async def run(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
+        """The chunks of an answer. See `Gateway.call`."""
+        with self._swarm.calling(episode_id) as episode:
+            order, ordinal = await self._order(episode, role, request)
+            outbox: Outbox = asyncio.Queue()
+            tasks = [
+                asyncio.create_task(self._choice(order, index, ordinal, outbox)) for index in range(request.choices)
+            ]
+            self._under_way.setdefault(episode_id, []).append(outbox)
+            try:
+                ended = 0
+                while ended < request.choices:
+                    item = await outbox.get()
+                    if isinstance(item, BaseException):
+                        raise item
+                    ended += item.call is not None
+                    yield item
+            finally:
+                self._under_way[episode_id].remove(outbox)
+                if not self._under_way[episode_id]:
+                    del self._under_way[episode_id]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _order(self, episode: Episode, role: str, request: CallRequest) -> tuple[_Order, int]:
+        """Everything that can be wrong with a request is found here, before it is held for a batch."""
+        job = self._swarm.job
+        params = sampling_params(request, job, episode.mode)
+        deadline = asyncio.get_running_loop().time() + self._call_timeout
+        if self._model.renderer is None:
+            async with self._gate.enter(self._call_timeout):
+                pass
+        card, renderer = self._model.card, self._model.renderer
+        assert card is not None and renderer is not None, "the gate opens for a worker that is up"
+        prompt = prepare(renderer, self._swarm.tree(episode.id, role), request.conversation, job.history)
+        room = card.context_length - len(prompt.tokens)
+        if room < 1:
+            raise InvalidRequest(
+                f"This model's maximum context length is {card.context_length} tokens. However, your messages resulted "
+                f"in {len(prompt.tokens)} tokens, which leaves no room for an answer. Please shorten the messages.",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        order = _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline)
+        return order, episode.num_calls + len(self._under_way.get(episode.id, ()))
+
+    async def _choice(self, order: _Order, index: int, ordinal: int, outbox: Outbox) -> None:
+        """One choice, from the gate to the journal; what goes wrong is put into the outbox."""
+        try:
+            await self._sample_until_done(order, index, ordinal, outbox)
+        except Exception as error:  # Raised again by `run`, in the caller's task.
+            outbox.put_nowait(error)
+
+    async def _sample_until_done(self, order: _Order, index: int, ordinal: int, outbox: Outbox) -> None:
+        loop = asyncio.get_running_loop()
+        params = seeded(
+            order.params,
+            explicit=order.request.seed,
+            job_seed=self._swarm.job.seed,
+            episode_id=order.episode.id,
+            ordinal=ordinal,
+            choice=index,
+        )
+        while True:
+            sent = False
+            async with self._gate.enter(max(0.0, order.deadline - loop.time())):
+                self._swarm.heartbeat(order.episode.id)  # Raises when the episode ended while its call was held.
+                call_id = uuid.uuid4().hex
+                answer = Answer(
+                    order.renderer,
+                    order.request.conversation,
+                    stop=order.request.stop,
+                    tool_format=order.tool_format,
+                    id_prefix=f"call_{call_id[:12]}",
+                )
+                try:
+                    async for chunk in self._sampled(order, index, params, answer):
+                        outbox.put_nowait(chunk)
+                        sent = True
+                except WorkerDied as error:
+                    if sent:
+                        raise Later(
+                            "The worker died in the middle of the answer.",
+                            code="worker_died",
+                            status=503,
+                            retry_after=5.0,
+                        ) from error
+                else:
+                    outbox.put_nowait(self._record(order, index, call_id, params, answer))
+                    return
+            await asyncio.sleep(RESAMPLE_DELAY)
+
+    async def _sampled(
+        self, order: _Order, index: int, params: SamplingParams, answer: Answer
+    ) -> AsyncGenerator[CallChunk]:
+        """Sample into `answer`; chunks only when the request streams, and only what is certain."""
+        try:
+            async with aclosing(self._compute.sample(order.prompt.tokens, params)) as pieces:
+                async for piece in pieces:
+                    answer.push(piece)
+                    if answer.stopped or piece.finish_reason is not None:
+                        return
+                    if order.request.stream:
+                        reasoning, text = answer.certain()
+                        if reasoning or text:
+                            yield CallChunk(index, text, reasoning, answer.new_tokens())
+        except OutOfCache as error:
+            raise InvalidRequest(
+                f"{error}: shorten the messages or max_tokens, or raise sampler.cache_tokens.",
+                code="context_length_exceeded",
+                param="messages",
+            ) from error
+        except WorkerDied:
+            raise
+        except ComputeError as error:
+            raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
+
+    def _record(self, order: _Order, index: int, call_id: str, params: SamplingParams, answer: Answer) -> CallChunk:
+        """Write the call down, then say so. Raises `Conflict` when the episode ended meanwhile."""
+        message, reasoning, text = answer.message()
+        completion = tuple(answer.tokens)
+        call = Call(
+            id=call_id,
+            episode_id=order.episode.id,
+            role=order.role,
+            parent=order.prompt.parent,
+            kept=order.prompt.kept,
+            suffix=order.prompt.suffix,
+            completion=completion,
+            logprobs=tuple(answer.logprobs),
+            versions=tuple(answer.versions),
+            temperature=params.temperature,
+            finish_reason=answer.finish_reason(message),
+            response=message,
+            prompt_key=order.prompt.key,
+            created=self._clock(),
+        )
+        self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
+        return CallChunk(index, text, reasoning, answer.new_tokens(), call, len(order.prompt.tokens))

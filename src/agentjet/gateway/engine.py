@@ -1,0 +1,361 @@
+"""The engine: a worker kept alive and taught. It brings the worker up, replays what the journal holds beyond the
+newest checkpoint, learns batch after batch, saves checkpoints, and starts over when the worker dies.
+
+Invariants:
+* the policy a call samples from is `swarm.policy_version`: the gate opens only once the worker has caught up with
+  the journal;
+* nothing is learned, saved or exported while a call is inside the gate;
+* a failure never loses a batch: it is in the journal before it is learned, and learning is idempotent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentjet.compute import Compute
+from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Later, WorkerDied
+from agentjet.gateway.broadcast import Broadcast
+from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.gate import Gate
+from agentjet.gateway.metrics import MetricsFile, StepTimer
+from agentjet.protocol import CheckpointInfo
+from agentjet.rendering import Renderer
+from agentjet.swarm import Batch, Swarm
+from agentjet.types import EngineState, ModelCard
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+MAX_FAILURES = 5
+"""Failures in a row, with nothing learned and less than `SOUND_SECONDS` lived in between, after which the engine
+gives up.
+"""
+SOUND_SECONDS = 60.0
+STOP_GRACE_SECONDS = 10.0
+"""How long calls being sampled may go on when the engine is stopped."""
+
+
+class Engine:
+    """Owns the worker's life. One task runs it; `start` and `stop` are its switch."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        compute: Compute,
+        gate: Gate,
+        store: CheckpointStore,
+        metrics: MetricsFile,
+        changed: Broadcast,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state: EngineState = "offline"
+        self.reason = ""
+        """Why the engine is in a state that nobody asked for: how the worker died, what failed."""
+        self.card: ModelCard | None = None
+        self.renderer: Renderer | None = None
+        """Of the card; both are there from the first time the worker was up."""
+        self.fatal: AgentJetError | None = None
+        """What made the engine give up."""
+        self._swarm = swarm
+        self._compute = compute
+        self._gate = gate
+        self._store = store
+        self._metrics = metrics
+        self._changed = changed
+        self._sleep = sleep
+        self._monotonic = monotonic
+        self._timer = StepTimer(gate.busy_seconds, monotonic=monotonic)
+        self._errands: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._stop_task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._failures = 0
+        self._refuse_calls()
+
+    # ---- the switch
+    # ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bring the worker up, in the background; nothing happens when that is under way or done.
+
+        Raises `Later` during a stop.
+        """
+        if self._stop_task is not None and not self._stop_task.done():
+            raise Later("The engine is being stopped.", code="engine_stopping", status=503, retry_after=2.0)
+        if self._task is None or self._task.done():
+            self._stopping, self._failures, self.fatal = False, 0, None
+            self._gate.hold()
+            self._enter("loading")
+            self._task = asyncio.create_task(self._supervise())
+
+    async def settled(self) -> None:
+        """Wait until the worker is up. Raises what made the engine give up."""
+        await self._changed.until(lambda: self.state not in ("loading", "draining"))
+        if self.fatal is not None:
+            raise self.fatal
+
+    async def stop(self) -> None:
+        """Refuse calls, end the batch being learned, save a checkpoint, end the worker.
+
+        Asked twice, it is done once.
+        """
+        if self._stop_task is None or self._stop_task.done():
+            self._stop_task = asyncio.create_task(self._wind_down())
+        await asyncio.shield(self._stop_task)
+
+    async def _wind_down(self) -> None:
+        if self.state == "offline":
+            return
+        was_up = self.state in ("rolling", "learning")
+        self._stopping = True
+        self._refuse_calls()
+        if self.state != "failed":
+            self._enter("draining")
+        if self._task is not None:
+            if not was_up:
+                self._task.cancel()
+            self._changed.notify()
+            await asyncio.wait([self._task])
+        try:
+            async with asyncio.timeout(STOP_GRACE_SECONDS):
+                await self._gate.drained()
+        except TimeoutError:
+            log.warning("%d calls were cut off by the stop", self._gate.inside)
+        if was_up and self.fatal is None:
+            await self._last_checkpoint()
+        await self._compute.close()
+        self._reject_errands()
+        self._enter("offline")
+
+    async def between_batches(self, errand: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of `errand`, carried out while nothing is sampled or learned.
+
+        Raises `Later` when the engine is stopped.
+        """
+        if self.state in ("offline", "draining", "failed"):
+            raise self.refusal()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._errands.append((errand, done))
+        self._changed.notify()
+        result: Result = await done
+        return result
+
+    async def checkpoint(self) -> CheckpointInfo:
+        """Save the present policy, unless that was done already.
+
+        An errand: see `between_batches`. Raises `CheckpointError`.
+        """
+        version = self._swarm.policy_version
+        for info in self._store.listing():
+            if info.policy_version == version:
+                return info
+        try:
+            info = await self._store.write(version, self._compute.save, keep=self._swarm.job.keep_checkpoints)
+        except CheckpointError as error:
+            self._emit("checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
+            raise
+        self._swarm.checkpointed(self._store.listing()[0].policy_version)
+        self._emit("checkpoint", {"ok": True, "policy_version": version, "path": info.path})
+        return info
+
+    def refusal(self) -> Later:
+        """What a request for an engine that is not running gets."""
+        if self.state == "failed":
+            return Later(f"The engine gave up: {self.reason}", code="engine_failed", status=503, retry_after=30.0)
+        return Later("The engine is stopped.", code="engine_stopped", status=503, retry_after=10.0)
+
+    # ---- the worker's life
+    # --------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Until stopped: a worker, brought up and taught; another one when it fails."""
+        while not self._stopping:
+            began = self._monotonic()
+            try:
+                await self._bring_up()
+                if not self._stopping:
+                    await self._train_while_alive()
+            except (ConfigError, CheckpointError) as error:
+                await self._give_up(error)
+                return
+            except Exception as error:  # The boundary of the worker's failures: recorded once, in `_recover`.
+                if not await self._recover(error, lived=self._monotonic() - began):
+                    return
+
+    async def _recover(self, error: Exception, *, lived: float) -> bool:
+        """After a failure `lived` seconds after the start: whether another worker is to be started, now."""
+        log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied) else error)
+        if self._stopping:
+            return False
+        self._failures = 1 if lived > SOUND_SECONDS else self._failures + 1
+        if self.card is None or self._failures > MAX_FAILURES:
+            await self._give_up(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
+            return False
+        self._gate.hold()
+        self._enter("loading", f"the worker failed and is started again: {error}")
+        await self._compute.close()
+        await self._sleep(0.0 if self._failures == 1 else min(30.0, 2.0 ** (self._failures - 2)))
+        return True
+
+    async def _bring_up(self) -> None:
+        """Start the worker and take it to where the journal stands."""
+        self._store.sweep()
+        await self._start_worker()
+        version = await self._load_newest()
+        for batch in self._swarm.resume(version):
+            if self._stopping:
+                return
+            await self._learn(batch)
+        if not self._stopping:
+            self._roll()
+
+    async def _load_newest(self) -> int:
+        """Load the newest checkpoint that can be loaded; returns its policy version, 0 without any."""
+        refused: list[str] = []
+        for info in reversed(self._store.listing()):
+            try:
+                version = await self._compute.load(Path(info.path))
+            except CheckpointError as error:
+                log.error("checkpoint %s cannot be loaded: %s", info.path, error)
+                self._emit("checkpoint", {"ok": False, "policy_version": info.policy_version, "error": str(error)})
+                refused.append(str(error))
+                continue
+            return version
+        if refused:
+            # A load that failed may have left anything behind: version 0 takes a fresh worker.
+            await self._compute.close()
+            await self._start_worker()
+        return 0
+
+    async def _start_worker(self) -> None:
+        card = await self._compute.start()
+        if self.renderer is None or card != self.card:
+            self.renderer = await asyncio.to_thread(Renderer, card)
+        self.card = card
+
+    async def _train_while_alive(self) -> None:
+        training = asyncio.create_task(self._train())
+        death = asyncio.create_task(self._compute.died())
+        try:
+            await asyncio.wait([training, death], return_when=asyncio.FIRST_COMPLETED)
+            if training.done():
+                training.result()
+            else:
+                raise WorkerDied(death.result())
+        finally:
+            training.cancel()
+            death.cancel()
+            await asyncio.gather(training, death, return_exceptions=True)
+
+    async def _train(self) -> None:
+        """Batch after batch, errands in between, until stopped."""
+        swarm = self._swarm
+        while True:
+            await self._changed.until(lambda: bool(self._stopping or self._errands or swarm.pending or swarm.ready()))
+            if self._stopping:
+                return
+            self._gate.hold()
+            await self._gate.drained()
+            try:
+                await self._run_errands()
+                if swarm.pending or swarm.ready():
+                    await self._step()
+            except Later as later:
+                # The journal cannot be written now. The batch stays where it is: learning it again changes nothing.
+                log.error("%s", later)
+                await self._sleep(later.retry_after)
+            if not self._stopping:
+                self._roll()
+
+    async def _step(self) -> None:
+        self._enter("learning")
+        await self._learn(self._swarm.pending or self._swarm.compose())
+        job, version = self._swarm.job, self._swarm.policy_version
+        if (job.checkpoint_every and version % job.checkpoint_every == 0) or version == job.max_steps:
+            await self._try_checkpoint()
+
+    async def _learn(self, batch: Batch) -> None:
+        """Learn a batch, for the first time or again; only the first time is counted."""
+        forest = self._swarm.forest(batch)
+        self._timer.learn()
+        metrics = await self._compute.learn(batch.id, forest, batch.job)
+        if batch.id == self._swarm.policy_version:
+            merged = self._swarm.learned(batch, {**metrics, **self._timer.metrics(forest.num_targets)})
+            self._metrics.append(batch.id + 1, merged)
+            self._failures = 0
+
+    async def _run_errands(self) -> None:
+        while self._errands:
+            errand, done = self._errands.popleft()
+            if done.done():
+                continue
+            try:
+                done.set_result(await errand())
+            except WorkerDied:
+                self._errands.appendleft((errand, done))
+                raise
+            except Exception as error:  # It belongs to whoever sent the errand, and is raised there.
+                done.set_exception(error)
+
+    async def _try_checkpoint(self) -> bool:
+        """A checkpoint that may fail: the last good one stays, training goes on, the event and the log say so."""
+        try:
+            await self.checkpoint()
+        except CheckpointError as error:
+            log.error("no checkpoint of policy version %d: %s", self._swarm.policy_version, error)
+            return False
+        return True
+
+    async def _last_checkpoint(self) -> None:
+        """At a stop. Whatever goes wrong, the journal still has every batch since the last good checkpoint."""
+        newest = self._store.newest()
+        if self._swarm.policy_version > (newest or 0):
+            try:
+                await self._try_checkpoint()
+            except (AgentJetError, OSError) as error:
+                log.error("no checkpoint at the stop: %s", error)
+
+    # ---- states
+    # -------------------------------------------------------------------------------------------------------
+
+    def _roll(self) -> None:
+        self._timer.roll()
+        if self.state != "rolling":
+            self._enter("rolling")
+        self._gate.open()
+
+    async def _give_up(self, error: AgentJetError) -> None:
+        log.error("the engine gives up: %s", error)
+        await self._compute.close()
+        self.fatal = error
+        self._enter("failed", str(error))
+        self._refuse_calls()
+        self._reject_errands()
+
+    def _refuse_calls(self) -> None:
+        self._gate.shut(self.refusal)
+
+    def _reject_errands(self) -> None:
+        while self._errands:
+            done = self._errands.popleft()[1]
+            if not done.done():
+                done.set_exception(self.refusal())
+
+    def _enter(self, state: EngineState, reason: str = "") -> None:
+        self.state, self.reason = state, reason
+        self._emit("state", {"state": state, "reason": reason, "policy_version": self._swarm.policy_version})
+        self._changed.notify()
+
+    def _emit(self, kind: str, body: dict[str, Any]) -> None:
+        try:
+            self._swarm.emit(kind, body)
+        except Later as later:
+            log.error("event %s %s is not in the journal: %s", kind, body, later)

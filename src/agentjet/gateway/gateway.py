@@ -1,0 +1,273 @@
+"""`Gateway`: the running server without HTTP. It owns the swarm's state, the engine and the path of a call;
+`server/` puts routes on it.
+
+Lives in one event loop; the swarm is synchronous and is only touched from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from pathlib import Path
+
+from agentjet import __version__
+from agentjet.compute import Compute
+from agentjet.config import JobConfig, ServeConfig, parse_job
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
+from agentjet.gateway.broadcast import Broadcast
+from agentjet.gateway.calls import CallPath
+from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.engine import Engine
+from agentjet.gateway.gate import Gate
+from agentjet.gateway.metrics import MetricsFile
+from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.protocol import (
+    AbortRequest,
+    BeginRequest,
+    CheckpointInfo,
+    Event,
+    FinishRequest,
+    JobBody,
+    StatusResponse,
+)
+from agentjet.swarm import Episode, Journal, Swarm
+
+log = logging.getLogger(__name__)
+
+LONGEST_NAP = 1.0
+"""Seconds between two looks at the clock for leases, at most."""
+EVENTS_PAGE = 1000
+
+
+class Gateway:
+    """One policy being served and trained. `await start()` first, `await close()` at the end."""
+
+    def __init__(self, config: ServeConfig, compute: Compute, *, clock: Callable[[], float] = time.time) -> None:
+        """Opens the data dir, making it where it is missing.
+
+        Raises `ConfigError` when it is in use or another model's.
+        """
+        self.config = config
+        data_dir = config.server.data_dir
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"server.data_dir = {str(data_dir)!r} cannot be made: {error.strerror}") from None
+        self._clock = clock
+        self.began = clock()
+        self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
+        self.swarm = Swarm(self._journal, config.job, clock=clock)
+        self.changed = Broadcast()
+        self.swarm.on_event = self._on_event
+        self.last_event = self._journal.last_event()
+        """Number of the newest event."""
+        self.store = CheckpointStore(data_dir)
+        self._compute = compute
+        self._gate = Gate()
+        metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
+        self.engine = Engine(self.swarm, compute, self._gate, self.store, metrics, self.changed)
+        self._calls = CallPath(self.swarm, compute, self._gate, self.engine, config.server.call_timeout, clock=clock)
+        self._job_revision = 1
+        self._reaper: asyncio.Task[None] | None = None
+        self.closing = False
+
+    # ---- life
+    # ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The name agents ask for: the model's own, without the folders of a local one."""
+        name = self.config.model.name
+        return Path(name).name if Path(name).is_dir() else name
+
+    async def start(self) -> None:
+        """Begin to bring the worker up; calls and episodes are accepted at once, and held until it is there."""
+        self.engine.start()
+        self._reaper = asyncio.create_task(self._reap())
+
+    async def ready(self) -> None:
+        """Wait until the worker is up. Raises what made it impossible: `ConfigError` for a model that cannot be had."""
+        await self.engine.settled()
+
+    async def drain(self) -> None:
+        """Refuse calls, end the event streams and the batch being learned, save, end the worker.
+
+        Episodes can still be ended.
+        """
+        self.closing = True
+        self.changed.notify()
+        await self.engine.stop()
+
+    async def close(self) -> None:
+        """`drain`, then close the journal; idempotent."""
+        await self.drain()
+        if self._reaper is not None:
+            self._reaper.cancel()
+            await asyncio.wait([self._reaper])
+            self._reaper = None
+        self._journal.close()
+
+    async def stop_engine(self) -> None:
+        """Save a checkpoint and end the worker; episodes stay, calls and begins are refused until `start_engine`."""
+        await self.engine.stop()
+
+    async def start_engine(self) -> None:
+        """Bring the worker up again."""
+        self.engine.start()
+
+    # ---- episodes
+    # -----------------------------------------------------------------------------------------------------
+
+    async def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
+        """Start an episode, waiting up to `request.wait` seconds for room. Raises `Later`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.wait
+        while True:
+            if self.engine.state in ("offline", "draining", "failed"):
+                raise self.engine.refusal()
+            try:
+                return self.swarm.begin(request, idempotency_key=idempotency_key)
+            except Later as later:
+                left = deadline - loop.time()
+                if later.status != 429 or left <= 0:
+                    raise
+            await self.changed.wait(left)
+
+    async def heartbeat(self, episode_id: str) -> Episode:
+        return self.swarm.heartbeat(episode_id)
+
+    async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
+        return self.swarm.finish(episode_id, request, idempotency_key=idempotency_key)
+
+    async def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
+        return self.swarm.abort(episode_id, request, idempotency_key=idempotency_key)
+
+    def call(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
+        """The chunks of an answer; closing the iterator cancels the sampling, and then nothing is recorded.
+
+        Raises, before the first chunk, every `RequestError` there is. A call already answered in part can only fail
+        with `Later`.
+        """
+        return self._calls.run(episode_id, role, request)
+
+    # ---- the job
+    # ------------------------------------------------------------------------------------------------------
+
+    def job(self) -> JobBody:
+        return JobBody(revision=self._job_revision, job=self.swarm.job.model_dump(mode="json"))
+
+    def replace_job(self, body: JobBody) -> JobBody:
+        """Put new job settings in force, for what is composed and sampled from now on, until the server ends.
+
+        Raises `Conflict` when they changed since they were read.
+        """
+        if body.revision != self._job_revision:
+            raise Conflict(
+                f"The job settings are at revision {self._job_revision}, yours were read at {body.revision}: "
+                "read them again.",
+                code="job_revision_changed",
+            )
+        try:
+            job: JobConfig = parse_job(body.job)
+            ServeConfig.model_validate({**self.config.model_dump(exclude={"job"}), "job": job.model_dump()})
+        except ConfigError as error:
+            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
+        except ValueError as error:
+            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
+        self.swarm.job = job
+        self._job_revision += 1
+        self.changed.notify()
+        return self.job()
+
+    # ---- checkpoints
+    # --------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self) -> CheckpointInfo:
+        """Save the present policy between two batches.
+
+        Raises `CheckpointError`, or `Later` when the engine is stopped.
+        """
+        return await self.engine.between_batches(self.engine.checkpoint)
+
+    async def export(self) -> CheckpointInfo:
+        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir."""
+
+        async def errand() -> CheckpointInfo:
+            version = self.swarm.policy_version
+            path = self.config.server.data_dir / "exports" / f"step_{version:06d}"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                await self._compute.export(path)
+            return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
+
+        return await self.engine.between_batches(errand)
+
+    # ---- what others may know
+    # -----------------------------------------------------------------------------------------
+
+    def status(self) -> StatusResponse:
+        swarm, job, now = self.swarm, self.swarm.job, self._clock()
+        state = self.engine.state
+        return StatusResponse(
+            version=__version__,
+            state=state,
+            waiting_for=swarm.waiting_for()
+            if state in ("rolling", "learning")
+            else self.engine.reason or _WORDS[state],
+            model=self.model_name,
+            policy_version=swarm.policy_version,
+            batch_size=job.batch_size,
+            group_size=job.group_size,
+            max_steps=job.max_steps,
+            groups_complete=swarm.groups_complete,
+            groups_open=swarm.groups_open,
+            episodes=swarm.status_counts(),
+            calls_active=self._calls.active,
+            last_step=swarm.last_step,
+            clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
+            last_event=self.last_event,
+            uptime=now - self.began,
+        )
+
+    async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
+        """Events numbered above `after`, until the gateway closes; None when none came for `keep_alive` seconds."""
+        while not self.closing:
+            page = self.swarm.events(after, EVENTS_PAGE)
+            for event in page:
+                after = event.seq
+                yield event
+            if not page and not await self.changed.until(partial(self._is_news, after), keep_alive):
+                yield None
+
+    def _is_news(self, after: int) -> bool:
+        return self.closing or self.last_event > after
+
+    def _on_event(self, event: Event) -> None:
+        self.last_event = event.seq
+        if event.kind == "episode" and event.body["status"] != "live":
+            self._calls.episode_ended(event.body["episode_id"])
+        self.changed.notify()
+
+    async def _reap(self) -> None:
+        """Reclaim what outlived its lease, when it does."""
+        while True:
+            deadline = self.swarm.next_deadline()
+            nap = LONGEST_NAP if deadline is None else min(LONGEST_NAP, max(0.001, deadline - self._clock()))
+            await self.changed.wait(nap)
+            try:
+                if deadline is not None and deadline <= self._clock():
+                    self.swarm.reap()
+            except Later as later:
+                log.error("leases cannot be reclaimed just now: %s", later)
+                await asyncio.sleep(LONGEST_NAP)
+
+
+_WORDS = {
+    "offline": "somebody to start the engine",
+    "loading": "the worker, to load the model",
+    "draining": "the engine to stop",
+    "failed": "somebody to start the engine again",
+}

@@ -1,0 +1,61 @@
+"""`metrics.jsonl`: one line a learned batch, for people and plots.
+
+The journal holds the same numbers; this file is a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Appends lines; never fails the training it reports on."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+
+    def append(self, policy_version: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of the batch that led to `policy_version`."""
+        line = json.dumps({"step": policy_version, "time": round(self._clock(), 3), **metrics})
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            log.warning("%s could not be written: %s", self._path, error)
+
+
+class StepTimer:
+    """Where the seconds between two batches went: a call was being sampled, nothing was, or the worker learned."""
+
+    def __init__(self, busy_seconds: Callable[[], float], *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._busy_seconds = busy_seconds
+        self._monotonic = monotonic
+        self.roll()
+
+    def roll(self) -> None:
+        """Sampling for a batch begins now."""
+        self._rolling_since, self._busy_before = self._monotonic(), self._busy_seconds()
+
+    def learn(self) -> None:
+        """Learning it begins now."""
+        self._learning_since, self._busy_after = self._monotonic(), self._busy_seconds()
+
+    def metrics(self, num_sampled_tokens: int) -> dict[str, float]:
+        """`time/{sample,learn,wait}` in seconds and the batch's tokens over their sum."""
+        sample = self._busy_after - self._busy_before
+        wait = max(0.0, self._learning_since - self._rolling_since - sample)
+        learn = self._monotonic() - self._learning_since
+        total = max(1e-9, sample + wait + learn)
+        return {
+            "time/sample": sample,
+            "time/wait": wait,
+            "time/learn": learn,
+            "perf/tokens_per_second": num_sampled_tokens / total,
+        }

@@ -1,0 +1,56 @@
+"""From a conversation to the tokens the policy is fed: what it saw and said before stays as it was, only the rest
+is tokenised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from agentjet.rendering import Renderer
+from agentjet.timeline import ConversationTree, conversation_key
+from agentjet.types import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`tokens` are what is sampled from: the first `kept` of the parent call's, then `suffix`, whose encoded text
+    `pieces` is, token by token.
+    """
+
+    tokens: tuple[int, ...]
+    parent: str | None
+    kept: int
+    suffix: tuple[int, ...]
+    pieces: tuple[bytes, ...]
+    key: str
+    """Identity by meaning of the conversation."""
+
+
+def prepare(
+    renderer: Renderer, tree: ConversationTree, conversation: Conversation, history: Literal["template", "as_sampled"]
+) -> Prompt:
+    """Render `conversation` and find its longest known beginning in `tree`.
+
+    Assistant turns the policy said here are written with their own bytes, so that other JSON spacing never forks
+    the tree. Those with reasoning are left to the template under `history = "template"`: it may strip the
+    reasoning, and then the tree forks there.
+
+    Raises `InvalidRequest` when the template refuses the conversation.
+    """
+    bodies: dict[int, bytes] = {}
+    for i, call in tree.recognise(conversation).items():
+        if history == "as_sampled":
+            bodies[i] = renderer.generation_tail + renderer.encode_tokens(call.completion)
+        elif not call.response.reasoning:
+            bodies[i] = renderer.encode_tokens(call.completion)
+    match = tree.match(renderer.render(conversation, sampled=bodies))
+    suffix = renderer.tokenize(match.suffix)
+    return Prompt(
+        tokens=tree.prompt_tokens(match, suffix),
+        parent=match.parent,
+        kept=match.kept,
+        suffix=suffix,
+        pieces=tuple(renderer.pieces(suffix)),
+        key=conversation_key(conversation),
+    )

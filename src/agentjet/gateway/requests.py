@@ -1,0 +1,105 @@
+"""What a call asks for and what comes back, in no dialect. `server/dialects` translates to and from HTTP bodies."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from agentjet.config import JobConfig
+from agentjet.errors import InvalidRequest
+from agentjet.types import Call, Conversation, FinishReason, Mode, SamplingParams
+
+MAX_CHOICES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """One request of an agent: `choices` completions of one conversation. None means: as the job says."""
+
+    conversation: Conversation
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    choices: int = 1
+    stream: bool = False
+    """Text is wanted as it is sampled.
+
+    Without it only the last chunk of each choice comes, so a dead worker is never noticed.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token for people: its text may be a piece of a character, `utf8` is exact."""
+
+    text: str
+    utf8: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallChunk:
+    """A piece of one choice. The chunks' `text` joined is the answer's content, their `reasoning` its reasoning;
+    the last one has `call`.
+
+    `tokens` are the sampled tokens this piece adds; together those of the whole completion.
+    """
+
+    index: int
+    text: str = ""
+    reasoning: str = ""
+    tokens: tuple[TokenLogprob, ...] = ()
+    call: Call | None = None
+    num_prompt_tokens: int = 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.call is None else self.call.finish_reason
+
+
+def sampling_params(request: CallRequest, job: JobConfig, mode: Mode) -> SamplingParams:
+    """What the worker is asked for, before `max_tokens` is cut to the context and the seed is given to each choice.
+
+    Raises `InvalidRequest` for what a training episode cannot use: the learner recomputes log-probabilities under
+    the untruncated distribution at a positive temperature, and nothing else.
+    """
+    temperature = job.temperature if request.temperature is None else request.temperature
+    if not 1 <= request.choices <= MAX_CHOICES:
+        raise InvalidRequest(f"n = {request.choices} is outside 1 to {MAX_CHOICES}.", param="n")
+    if mode == "train":
+        _refuse_in_training(request.top_p < 1, "top_p", request.top_p, "leave it at 1")
+        _refuse_in_training(request.top_k > 0, "top_k", request.top_k, "leave it out")
+        _refuse_in_training(temperature == 0, "temperature", 0, "use a positive one")
+    return SamplingParams(
+        max_tokens=request.max_tokens or job.max_tokens,
+        temperature=temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed or 0,
+    )
+
+
+def seeded(
+    params: SamplingParams, *, explicit: int | None, job_seed: int, episode_id: str, ordinal: int, choice: int
+) -> SamplingParams:
+    """`params` with the seed of one choice: the caller's own for the first, else drawn from what names the call, so
+    that a run repeats.
+    """
+    if explicit is not None and choice == 0:
+        return replace(params, seed=explicit)
+    name = f"{job_seed}/{episode_id}/{ordinal}" if explicit is None else f"explicit/{explicit}"
+    digest = hashlib.blake2b(f"{name}/{choice}".encode(), digest_size=8).digest()
+    return replace(params, seed=int.from_bytes(digest, "little") >> 1)
+
+
+def _refuse_in_training(asked: bool, param: str, value: float, way_out: str) -> None:
+    if asked:
+        raise InvalidRequest(
+            f"{param} = {value:g} is not possible in a training episode, because the learner could not recompute what "
+            f"was sampled: {way_out}, or begin the episode with mode 'eval'.",
+            code="unsupported_in_training",
+            param=param,
+        )

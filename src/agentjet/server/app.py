@@ -1,0 +1,70 @@
+"""`create_app`: the gateway with HTTP around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentjet import __version__
+from agentjet.gateway import Gateway
+from agentjet.server import control, inference, problems
+from agentjet.server.auth import Keys
+from agentjet.server.wiring import Wiring
+
+MAX_BODY_BYTES = 32 * 2**20
+
+
+def create_app(gateway: Gateway, keys: Keys) -> FastAPI:
+    """The application. It does not start or close the gateway: whoever made that does."""
+    app = _App(
+        title="AgentJet",
+        version=__version__,
+        summary="Reinforcement learning for the language models inside agents, as a swarm.",
+        docs_url=None,
+        redoc_url=None,
+        # Traces of the framework's own would carry request paths, and so the keys in them.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
+    app.state.wiring = Wiring(gateway, keys)
+    app.include_router(control.router)
+    app.include_router(inference.router)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    problems.install(app)
+    return app
+
+
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """FastAPI's document without the 422 it takes for granted: inference routes answer a malformed body with
+        400.
+        """
+        schema = super().openapi()
+        for path, operations in schema["paths"].items():
+            if problems.INFERENCE_PATH.match(path):
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+        return schema
+
+
+class BodyLimit:
+    """Refuses bodies above `max_bytes` while they are read, whatever their header says."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                raise HTTPException(413, f"The body is larger than {self._max_bytes} bytes.")
+            return message
+
+        await self._app(scope, limited, send)

@@ -1,0 +1,196 @@
+"""Control routes under `/swarm/v1/`: episodes, the engine, the job, checkpoints, status and events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+from starlette.responses import StreamingResponse
+
+from agentjet.errors import CheckpointError, RequestError
+from agentjet.gateway import Episode
+from agentjet.protocol import (
+    AbortRequest,
+    BeginRequest,
+    BeginResponse,
+    CheckpointInfo,
+    EpisodeView,
+    Event,
+    FinishRequest,
+    JobBody,
+    Problem,
+    StatusResponse,
+)
+from agentjet.server.disconnect import until_disconnect
+from agentjet.server.wiring import IdempotencyKey, Wired, require_admin, require_client, require_episode
+
+STOP_PATIENCE = 20.0
+"""Seconds a stop is waited for before its present state is answered."""
+
+_PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+json": {}}}
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+
+
+def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    later = {429, 503}
+    return {status: {**_PROBLEM, **({"headers": _RETRY_AFTER} if status in later else {})} for status in statuses}
+
+
+router = APIRouter(prefix="/swarm/v1", tags=["control"], responses=_problems(400, 401, 403, 413, 422, 500))
+client = [Depends(require_client)]
+admin = [Depends(require_admin)]
+of_episode = [Depends(require_episode)]
+
+
+@router.post("/episodes", dependencies=client, responses=_problems(409, 429, 503))
+async def begin_episode(
+    body: BeginRequest, request: Request, wired: Wired, idempotency_key: IdempotencyKey = None
+) -> BeginResponse:
+    """Begin an episode. A client that goes away while it waits for room gets none."""
+    gateway = wired.gateway
+    episode = await until_disconnect(request, gateway.begin(body, idempotency_key=idempotency_key))
+    job = gateway.swarm.job
+    return BeginResponse(
+        episode_id=episode.id,
+        base_url=f"{request.base_url}v1",
+        api_key=wired.keys.sign(episode.id, episode.begun + job.max_episode_seconds),
+        model=gateway.model_name,
+        policy_version=episode.policy_version,
+        lease_seconds=job.lease_seconds,
+        expires_at=gateway.swarm.expires_at(episode),
+    )
+
+
+@router.get("/episodes/{episode_id}", dependencies=of_episode, responses=_problems(404))
+async def get_episode(episode_id: str, wired: Wired) -> EpisodeView:
+    """An episode as the server sees it."""
+    return _view(wired.gateway.swarm.episode(episode_id))
+
+
+@router.post("/episodes/{episode_id}/heartbeat", dependencies=of_episode, responses=_problems(404, 409, 503))
+async def heartbeat(episode_id: str, wired: Wired) -> EpisodeView:
+    """Renew an episode's lease."""
+    return _view(await wired.gateway.heartbeat(episode_id))
+
+
+@router.post("/episodes/{episode_id}/finish", dependencies=of_episode, responses=_problems(404, 409, 503))
+async def finish_episode(
+    episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
+) -> EpisodeView:
+    """End an episode with its reward. Twice gives the same answer twice."""
+    return _view(await wired.gateway.finish(episode_id, body, idempotency_key=idempotency_key))
+
+
+@router.post("/episodes/{episode_id}/abort", dependencies=of_episode, responses=_problems(404, 409, 503))
+async def abort_episode(
+    episode_id: str, wired: Wired, body: AbortRequest | None = None, idempotency_key: IdempotencyKey = None
+) -> EpisodeView:
+    """End an episode that failed; it is never scored."""
+    return _view(await wired.gateway.abort(episode_id, body or AbortRequest(), idempotency_key=idempotency_key))
+
+
+@router.get("/status", dependencies=client)
+async def get_status(wired: Wired) -> StatusResponse:
+    """What the server does, and what training waits for."""
+    return wired.gateway.status()
+
+
+@router.get(
+    "/events",
+    dependencies=client,
+    response_class=StreamingResponse,
+    responses={200: {"description": "Server-sent events, each one an `Event`.", "content": {"text/event-stream": {}}}},
+)
+async def get_events(
+    wired: Wired,
+    after: Annotated[int | None, Query(ge=0)] = None,
+    last_event_id: Annotated[int | None, Header(ge=0, alias="Last-Event-ID")] = None,
+) -> StreamingResponse:
+    """Events numbered above `Last-Event-ID` (or `after`), then those that come, without end."""
+    start = last_event_id if last_event_id is not None else after or 0
+    return StreamingResponse(
+        _sse(wired.gateway.events(start)), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+    )
+
+
+@router.get("/job", dependencies=client)
+async def get_job(wired: Wired) -> JobBody:
+    """The job settings and their revision."""
+    return wired.gateway.job()
+
+
+@router.put("/job", dependencies=admin, responses=_problems(409))
+async def put_job(body: JobBody, wired: Wired) -> JobBody:
+    """Replace the job settings, unless they changed since `revision` was read. They hold from the next batch on."""
+    return wired.gateway.replace_job(body)
+
+
+@router.post("/start", dependencies=admin, responses=_problems(503))
+async def start_engine(wired: Wired) -> StatusResponse:
+    """Bring the worker up; the answer does not wait for it."""
+    await wired.gateway.start_engine()
+    return wired.gateway.status()
+
+
+@router.post("/stop", dependencies=admin)
+async def stop_engine(wired: Wired) -> StatusResponse:
+    """Save a checkpoint and end the worker. When that takes long the answer's state is still `draining`."""
+    try:
+        async with asyncio.timeout(STOP_PATIENCE):
+            await wired.gateway.stop_engine()
+    except TimeoutError:
+        pass
+    return wired.gateway.status()
+
+
+@router.get("/checkpoints", dependencies=client)
+async def list_checkpoints(wired: Wired) -> list[CheckpointInfo]:
+    """The checkpoints on disk, oldest first."""
+    return wired.gateway.store.listing()
+
+
+@router.post("/checkpoints", dependencies=client, responses=_problems(503, 507))
+async def create_checkpoint(wired: Wired) -> CheckpointInfo:
+    """Save a checkpoint of the present policy, between two batches."""
+    return await _written(wired.gateway.checkpoint())
+
+
+@router.post("/exports", dependencies=client, responses=_problems(503, 507))
+async def create_export(wired: Wired) -> CheckpointInfo:
+    """Write the present policy as a plain Hugging Face folder on the server's disk, between two batches."""
+    return await _written(wired.gateway.export())
+
+
+async def _written(work: Awaitable[CheckpointInfo]) -> CheckpointInfo:
+    try:
+        return await work
+    except (CheckpointError, OSError) as error:
+        raise RequestError(str(error), code="checkpoint_failed", status=507) from error
+
+
+def _view(episode: Episode) -> EpisodeView:
+    return EpisodeView(
+        episode_id=episode.id,
+        status=episode.status,
+        mode=episode.mode,
+        task_id=episode.task_id,
+        task_set=episode.task_set,
+        group=episode.group,
+        client_id=episode.client_id,
+        policy_version=episode.policy_version,
+        num_calls=episode.num_calls,
+        reward=episode.reward,
+        reason=episode.reason or episode.dropped,
+        trained_in=episode.trained_in,
+    )
+
+
+async def _sse(events: AsyncGenerator[Event | None]) -> AsyncGenerator[str]:
+    yield ": connected\n\n"
+    async for event in events:
+        if event is None:
+            yield ": nothing new\n\n"
+        else:
+            yield f"id: {event.seq}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"

@@ -1,0 +1,252 @@
+"""OpenAI's chat completions: bodies to canonical requests, chunks to answers.
+
+Equality of messages is by meaning, so what differs only in form becomes the same here: null content is the empty
+string, the text parts of a content list are joined, `developer` is `system`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from agentjet.errors import InvalidRequest, NotFound
+from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
+from agentjet.server.dialects.chat_bodies import (
+    NEUTRAL,
+    AnswerBody,
+    ChatBody,
+    ChatCompletion,
+    ChoiceBody,
+    FunctionCall,
+    LogprobsBody,
+    MessageBody,
+    TextPart,
+    TokenLogprobBody,
+    ToolBody,
+    ToolCallBody,
+    UsageBody,
+)
+from agentjet.types import Call, Conversation, Message, ToolCall
+
+POLICY_ALIAS = "policy"
+
+
+def role_of(model: str, served: str, header: str) -> str:
+    """The agent role a request speaks as: its header, or what follows `@` in the model's name.
+
+    Raises `NotFound` for another model.
+    """
+    for name in (served, POLICY_ALIAS):
+        if model == name:
+            return header
+        if model.startswith(name + "@"):
+            role = model[len(name) + 1 :]
+            if header and header != role:
+                raise InvalidRequest(f"The model's name says role {role!r}, the header {header!r}.", param="model")
+            return role
+    near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
+    raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found")
+
+
+def to_request(body: ChatBody) -> CallRequest:
+    """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
+    _refuse_what_is_not_honoured(body)
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise InvalidRequest(
+            f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
+            param="max_completion_tokens",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options need stream = true.", param="stream_options")
+    tools = () if body.tool_choice == "none" else tuple(_tool(tool, i) for i, tool in enumerate(body.tools or ()))
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return CallRequest(
+        conversation=Conversation(tuple(_message(m, i) for i, m in enumerate(body.messages)), tools),
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        temperature=body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        seed=body.seed,
+        stop=stop,
+        choices=body.n or 1,
+        stream=bool(body.stream),
+    )
+
+
+async def to_answer(chunks: AsyncGenerator[CallChunk], body: ChatBody, model: str, created: int) -> ChatCompletion:
+    """The whole answer, once every choice has ended."""
+    calls: dict[int, Call] = {}
+    tokens: dict[int, list[TokenLogprob]] = {}
+    num_prompt_tokens = 0
+    async for chunk in chunks:
+        tokens.setdefault(chunk.index, []).extend(chunk.tokens)
+        if chunk.call is not None:
+            calls[chunk.index] = chunk.call
+            num_prompt_tokens = chunk.num_prompt_tokens
+    choices = [
+        ChoiceBody(
+            index=index,
+            message=_answer(call.response),
+            logprobs=_logprobs(tokens[index]) if body.logprobs else None,
+            finish_reason=_finish_reason(call),
+        )
+        for index, call in sorted(calls.items())
+    ]
+    return ChatCompletion(
+        id=f"chatcmpl-{calls[0].id}",
+        created=created,
+        model=model,
+        choices=choices,
+        usage=_usage(num_prompt_tokens, calls.values()),
+        system_fingerprint=_fingerprint(calls[0]),
+    )
+
+
+async def to_events(
+    chunks: AsyncGenerator[CallChunk], body: ChatBody, model: str, created: int, stream_id: str
+) -> AsyncGenerator[dict[str, Any]]:
+    """The chunks of a streamed answer, without the closing `[DONE]`."""
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    head = {"id": stream_id, "object": "chat.completion.chunk", "created": created, "model": model}
+    if with_usage:
+        head["usage"] = None
+    started: set[int] = set()
+    calls: dict[int, Call] = {}
+    num_prompt_tokens = 0
+    async for chunk in chunks:
+        delta: dict[str, Any] = {}
+        if chunk.index not in started:
+            started.add(chunk.index)
+            delta = {"role": "assistant", "content": ""}
+        if chunk.reasoning:
+            delta["reasoning_content"] = chunk.reasoning
+        if chunk.text:
+            delta["content"] = chunk.text
+        if chunk.call is not None:
+            calls[chunk.index] = chunk.call
+            num_prompt_tokens = chunk.num_prompt_tokens
+            head["system_fingerprint"] = _fingerprint(chunk.call)
+            if chunk.call.response.tool_calls:
+                delta["tool_calls"] = [
+                    {**call.model_dump(), "index": i} for i, call in enumerate(_tool_calls(chunk.call.response))
+                ]
+        choice: dict[str, Any] = {"index": chunk.index, "delta": delta, "finish_reason": None, "logprobs": None}
+        if body.logprobs and chunk.tokens:
+            choice["logprobs"] = _logprobs(chunk.tokens).model_dump()
+        if chunk.call is not None:
+            choice["finish_reason"] = _finish_reason(chunk.call)
+        yield {**head, "choices": [choice]}
+    if with_usage:
+        yield {**head, "choices": [], "usage": _usage(num_prompt_tokens, calls.values()).model_dump()}
+
+
+def sse(payload: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+def _refuse_what_is_not_honoured(body: ChatBody) -> None:
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            shown = value.type if name == "response_format" else value
+            way_out = f"leave it out or use {' or '.join(repr(v) for v in neutral)}" if neutral else "leave it out"
+            if name == "response_format":
+                way_out = "leave it out or use the type 'text'"
+            raise InvalidRequest(
+                f"{name} = {shown!r} is not supported: {way_out}.", code="unsupported_parameter", param=name
+            )
+
+
+def _message(body: MessageBody, index: int) -> Message:
+    where = f"messages.{index}"
+    for name in ("refusal", "annotations", "audio", "function_call"):
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"{where}.{name} is not supported.", code="unsupported_parameter", param=f"{where}.{name}"
+            )
+    if body.role != "assistant" and (body.tool_calls or body.reasoning_content):
+        what = "tool_calls" if body.tool_calls else "reasoning_content"
+        raise InvalidRequest(
+            f"{what} belong to assistant messages, {where} is a {body.role} message.", param=f"{where}.{what}"
+        )
+    if (body.role == "tool") != bool(body.tool_call_id):
+        raise InvalidRequest(
+            f"{where}: a tool message, and only a tool message, names the tool_call_id it answers.",
+            param=f"{where}.tool_call_id",
+        )
+    return Message(
+        role="system" if body.role == "developer" else body.role,
+        content=_text(body.content, f"{where}.content"),
+        reasoning=body.reasoning_content or "",
+        tool_calls=tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ()
+        ),
+        tool_call_id=body.tool_call_id or "",
+        name=body.name or "",
+    )
+
+
+def _text(content: str | list[TextPart] | None, where: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest(
+                f"{where}.{i} is of type {part.type!r}: the policy reads text only.",
+                code="unsupported_content",
+                param=f"{where}.{i}",
+            )
+    return "".join(part.text or "" for part in content)
+
+
+def _tool(tool: ToolBody, index: int) -> dict[str, Any]:
+    if tool.function.strict:
+        where = f"tools.{index}.function.strict"
+        raise InvalidRequest(
+            f"{where} = true is not supported: sampling is not constrained.", code="unsupported_parameter", param=where
+        )
+    return {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+def _answer(message: Message) -> AnswerBody:
+    return AnswerBody(
+        content=message.content or (None if message.tool_calls else ""),
+        reasoning_content=message.reasoning or None,
+        tool_calls=_tool_calls(message) or None,
+    )
+
+
+def _tool_calls(message: Message) -> list[ToolCallBody]:
+    return [
+        ToolCallBody(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        for call in message.tool_calls
+    ]
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> LogprobsBody:
+    return LogprobsBody(
+        content=[TokenLogprobBody(token=t.text, logprob=t.logprob, bytes=list(t.utf8)) for t in tokens],
+    )
+
+
+def _usage(num_prompt_tokens: int, calls: Iterable[Call]) -> UsageBody:
+    completion = sum(len(call.completion) for call in calls)
+    return UsageBody(
+        prompt_tokens=num_prompt_tokens, completion_tokens=completion, total_tokens=num_prompt_tokens + completion
+    )
+
+
+def _finish_reason(call: Call) -> Any:
+    assert call.finish_reason != "cancelled", "a cancelled call is never answered"
+    return call.finish_reason
+
+
+def _fingerprint(call: Call) -> str:
+    return f"policy-{call.versions[-1]}" if call.versions else "policy"

@@ -1,0 +1,229 @@
+"""The body of `POST /v1/chat/completions`, every key of it.
+
+What cannot be honoured is listed here, to be refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Body(BaseModel):
+    """Part of a request: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TextPart(Body):
+    """A part of a message's content. Only text can be heard."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    refusal: str | None = None
+
+
+class FunctionCall(Body):
+    """The function of a tool call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(Body):
+    """A tool call of an assistant message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ToolCallSentBack(ToolCallBody):
+    """A tool call in a history."""
+
+    index: int | None = None
+    """Left over by agents that send back what they joined from a stream; the order of the list says the same."""
+
+
+class MessageBody(Body):
+    """A message. The keys that SDKs write with null into an answer that is sent back are known, and must be empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
+    """What an assistant thought before it answered, as the answers of this server have it."""
+    tool_calls: list[ToolCallSentBack] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class FunctionBody(Body):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    """A tool definition."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class StreamOptions(Body):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponseFormat(BaseModel):
+    """How the answer is constrained; only `text` (not at all) is possible."""
+
+    type: str
+
+
+class ChatBody(Body):
+    """A chat completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
+
+    model: Annotated[str, Field(min_length=1)]
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing. Eval episodes only."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+        | None
+    ) = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+
+    # Names for the caller's own use, which ask nothing of the model.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # Known, and honoured in their neutral form only: see `NEUTRAL`.
+    top_logprobs: int | None = None
+    frequency_penalty: Finite | None = None
+    presence_penalty: Finite | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_logprobs": (0,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "logit_bias": ({},),
+    "response_format": (ResponseFormat(type="text"),),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("auto", "none"),
+    "audio": (),
+    "function_call": (),
+    "functions": (),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""The values of a key that ask for nothing; null always does. Any other value is refused."""
+
+
+class TokenLogprobBody(BaseModel):
+    """A sampled token with the logarithm of its probability under the distribution it was sampled from."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any] = []
+
+
+class LogprobsBody(BaseModel):
+    """Log-probabilities of a choice: every sampled token, control tokens included."""
+
+    content: list[TokenLogprobBody]
+    refusal: None = None
+
+
+class AnswerBody(BaseModel):
+    """The assistant's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    refusal: None = None
+
+
+class ChoiceBody(BaseModel):
+    """One completion."""
+
+    index: int
+    message: AnswerBody
+    logprobs: LogprobsBody | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class UsageBody(BaseModel):
+    """Tokens as the policy saw and sampled them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(BaseModel):
+    """The answer to a chat completion request that does not stream."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChoiceBody]
+    usage: UsageBody
+    system_fingerprint: str
+    """`policy-N`: the policy version that sampled the last token."""

@@ -1,0 +1,161 @@
+"""Errors as answers: RFC 9457 problem+json on control routes, OpenAI's error object on inference routes.
+
+An unexpected exception becomes a 500 here; the HTTP server below records it, once, with its traceback.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from agentjet.errors import Forbidden, InvalidRequest, Later, NotFound, RequestError, Unauthorized
+from agentjet.protocol import Problem
+from agentjet.server.disconnect import ClientGone
+
+INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?/v1/")
+
+
+class OpenAIErrorBody(BaseModel):
+    """What OpenAI's SDKs read."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class OpenAIError(BaseModel):
+    """An error on an inference route."""
+
+    error: OpenAIErrorBody
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in the shape of the route it happened on."""
+    app.add_exception_handler(RequestError, _request_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def scrubbed(path: str) -> str:
+    """A path without the episode key it may carry."""
+    return re.sub(r"^/k/[^/]+", "/k/…", path)
+
+
+def openai_error(error: RequestError) -> dict[str, Any]:
+    """The body of an inference error, also sent as the last event of a broken stream."""
+    kind = {
+        Unauthorized: "authentication_error",
+        Forbidden: "permission_error",
+        NotFound: "not_found_error",
+        Later: "server_error",
+    }
+    body = OpenAIErrorBody(
+        message=error.message, type=kind.get(type(error), "invalid_request_error"), param=error.param, code=error.code
+    )
+    return OpenAIError(error=body).model_dump()
+
+
+def answer(path: str, error: RequestError) -> Response:
+    """The response to `error` on `path`."""
+    headers = {}
+    retry_after: float | None = None
+    if isinstance(error, Later):
+        retry_after = error.retry_after
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+    if INFERENCE_PATH.match(path):
+        # OpenAI's SDKs repeat a 409 and a 500 as well, which cannot help here.
+        headers["x-should-retry"] = "true" if retry_after is not None else "false"
+        return JSONResponse(openai_error(error), error.status, headers)
+    problem = Problem(
+        title=HTTPStatus(error.status).phrase,
+        status=error.status,
+        code=error.code,
+        detail=error.message,
+        param=error.param,
+        retry_after=retry_after,
+    )
+    return JSONResponse(
+        problem.model_dump(exclude_none=True), error.status, headers, media_type="application/problem+json"
+    )
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return answer(request.url.path, error)
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    status = 400 if INFERENCE_PATH.match(request.url.path) else 422
+    return answer(request.url.path, describe_validation(error, status, _known_names(request)))
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+    what = f"{request.method} {scrubbed(request.url.path)}: {error.detail}"
+    response = answer(
+        request.url.path,
+        RequestError(what, code=codes.get(error.status_code, "invalid_request"), status=error.status_code),
+    )
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return answer(
+        request.url.path,
+        RequestError("The server failed to handle this request; its log says why.", code="internal_error", status=500),
+    )
+
+
+def describe_validation(error: RequestValidationError, status: int, known: tuple[str, ...]) -> InvalidRequest:
+    """The first thing wrong with a body: names the key, the value and, for an unknown key, the nearest known one."""
+    first = error.errors()[0]
+    name = _place(first["loc"]) or "the body"
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        return InvalidRequest(
+            f"{name!r} is not a key this server knows{hint}", code="unknown_parameter", status=status, param=name
+        )
+    if first["type"] == "json_invalid":
+        return InvalidRequest(
+            f"The body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}.", code="invalid_json", status=400
+        )
+    shown = repr(first.get("input"))
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidRequest(f"{name}: {first['msg']} (given: {shown})", code="invalid_value", status=status, param=name)
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    """Where in the body, dotted, without the names pydantic gives to the members of a union (`list[TextPart]`,
+    `str`).
+    """
+    inner = [part for part in loc[1:-1] if isinstance(part, int) or (part.isidentifier() and part != "str")]
+    last = [part for part in loc[1:][-1:] if part not in ("str", "constrained-str") and "[" not in str(part)]
+    return ".".join(map(str, [*inner, *last]))
+
+
+def _known_names(request: Request) -> tuple[str, ...]:
+    """Field names of the route's body model, for the nearest one."""
+    field = getattr(request.scope.get("route"), "body_field", None)
+    model = getattr(getattr(field, "field_info", None), "annotation", None)
+    return tuple(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else ()

@@ -1,0 +1,285 @@
+"""Hand-written fakes that several rooms' tests share. No torch, no processes, no clock of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentjet.compute import WorkerStatus
+from agentjet.config import JobConfig, ServeConfig
+from agentjet.errors import CheckpointError, OutOfCache, WorkerDied
+from agentjet.gateway import CallChunk, CallRequest, Gateway
+from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.timeline import Forest
+from agentjet.types import Call, Conversation, Message, ModelCard, Sampled, SamplingParams
+from tests.tiny import SPECIAL, make_card, tokenizer
+
+Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
+"""Prompt tokens and parameters to the completion's tokens; an end token in it ends the completion."""
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self, now: float = 1_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Asked:
+    """A `sample` the fake was asked for."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    finished: bool = False
+    """Ran to its end; one that was cancelled or died stays False."""
+
+
+class ScriptedCompute:
+    """A `Compute` in this process: says what its script says, and its "weights" are a hash of all it has learned.
+
+    So two policies are equal exactly when they learned the same forests in the same order. Every log-probability is
+    -0.5.
+    """
+
+    def __init__(self, card: ModelCard, script: Script, *, piece: int = 1, cache_tokens: int | None = None) -> None:
+        """Completions come in pieces of `piece` tokens."""
+        self.card = card
+        self.script = script
+        self.piece = piece
+        self.cache_tokens = cache_tokens
+        self.asked: list[Asked] = []
+        self.learned: list[int] = []
+        """Batches learned by the present worker, replays included."""
+        self.starts = 0
+        self.running = False
+        self.weights = ""
+        self.version = 0
+        self.may_sample = asyncio.Event()
+        """Clear it, and samples stop before their next piece."""
+        self.may_sample.set()
+        self.may_learn = asyncio.Event()
+        """Clear it, and `learn` takes until it is set."""
+        self.may_learn.set()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.fail_start: list[Exception] = []
+        """Raised by the next starts, one each."""
+        self.fail_learn: list[Exception] = []
+        self.fail_save: list[Exception] = []
+        self.die_in_learn = 0
+        """So many of the next `learn` calls end in the worker's death, after the weights changed."""
+        self._last: tuple[int, dict[str, float]] | None = None
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> ModelCard:
+        await self.may_start.wait()
+        self.starts += 1
+        if self.fail_start:
+            raise self.fail_start.pop(0)
+        self._death = asyncio.get_running_loop().create_future()
+        self._end = asyncio.get_running_loop().create_future()
+        self.running, self.version, self.weights, self.learned, self._last = True, 0, "base", [], None
+        return self.card
+
+    async def describe(self) -> ModelCard:
+        return self.card
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+        asked = Asked(tuple(token_ids), params)
+        self.asked.append(asked)
+        if self.cache_tokens is not None and len(token_ids) + params.max_tokens > self.cache_tokens:
+            raise OutOfCache(
+                f"{len(token_ids) + params.max_tokens} tokens do not fit in a cache of {self.cache_tokens}"
+            )
+        tokens = list(self.script(token_ids, params))
+        end = next((i for i, token in enumerate(tokens) if token in self.card.end_tokens), None)
+        tokens = tokens[: params.max_tokens] if end is None else tokens[: min(params.max_tokens, end + 1)]
+        for i in range(0, max(1, len(tokens)), self.piece):
+            await self._while_alive(self.may_sample.wait())
+            piece = tuple(tokens[i : i + self.piece])
+            last = i + self.piece >= len(tokens)
+            reason = ("stop" if tokens and tokens[-1] in self.card.end_tokens else "length") if last else None
+            asked.finished = last
+            yield Sampled(piece, (-0.5,) * len(piece), self.version, reason)  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+
+    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+        await self._while_alive(self.may_learn.wait())
+        if self.fail_learn:
+            raise self.fail_learn.pop(0)
+        if self._last is not None and self._last[0] == batch_id:
+            return self._last[1]
+        assert batch_id == self.version, f"batch {batch_id} given to version {self.version}"
+        wire = forest.to_wire()
+        seen = hashlib.sha256(f"{self.weights}/{batch_id}/{sorted(wire.items())}".encode())
+        self.weights, self.version = seen.hexdigest(), batch_id + 1
+        self.learned.append(batch_id)
+        self._last = (batch_id, {"policy/loss": float(batch_id)})
+        if self.die_in_learn:
+            self.die_in_learn -= 1
+            self.die("killed while learning")
+            raise WorkerDied("killed while learning")
+        return self._last[1]
+
+    async def save(self, path: Path) -> None:
+        await self._while_alive(asyncio.sleep(0))
+        if self.fail_save:
+            raise self.fail_save.pop(0)
+        path.mkdir()
+        (path / "state.json").write_text(json.dumps({"version": self.version, "weights": self.weights}))
+
+    async def load(self, path: Path) -> int:
+        await self._while_alive(asyncio.sleep(0))
+        try:
+            state = json.loads((path / "state.json").read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        self.version, self.weights = state["version"], state["weights"]
+        return self.version
+
+    async def export(self, path: Path) -> None:
+        await self._while_alive(asyncio.sleep(0))
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        (path / "model.txt").write_text(self.weights)
+
+    async def status(self) -> WorkerStatus:
+        return WorkerStatus(self.version, "idle")
+
+    async def close(self) -> None:
+        self._stop("stopped")
+
+    async def died(self) -> str:
+        return await asyncio.shield(self._death)
+
+    def die(self, why: str = "killed by the test") -> None:
+        """End as if the process had been killed."""
+        self._stop(why)
+        if not self._death.done():
+            self._death.set_result(why)
+
+    def _stop(self, why: str) -> None:
+        self.running = False
+        if not self._end.done():
+            self._end.set_result(why)
+
+    async def _while_alive(self, event: object) -> None:
+        """Await `event`; raises `WorkerDied` when the worker ends first, or is not running."""
+        if not self.running:
+            event.close()  # type: ignore[attr-defined]
+            raise WorkerDied("the worker is not running")
+        waiting = asyncio.ensure_future(event)  # type: ignore[call-overload]
+        await asyncio.wait([waiting, self._end], return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            raise WorkerDied(self._end.result())
+
+
+def saying(reply: Callable[[str], str]) -> Script:
+    """A script in words: `reply` gets the prompt's text (control tokens by name), its answer is sampled with an end
+    token.
+
+    Texts are those of `tests.tiny`'s tokenizer.
+    """
+    made = tokenizer()
+
+    def script(token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        prompt = made.decode(list(token_ids), skip_special_tokens=False)
+        return [*made.encode(reply(prompt), add_special_tokens=False).ids, SPECIAL.index("<|im_end|>")]
+
+    return script
+
+
+@dataclass
+class Running:
+    """A gateway that is up, over a scripted worker."""
+
+    gateway: Gateway
+    compute: ScriptedCompute
+    clock: Clock
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        """Wait for something to become true; fails after five seconds."""
+        async with asyncio.timeout(5):
+            while not predicate():
+                await asyncio.sleep(0.001)
+
+    async def say(self, episode_id: str, text: str = "hello", *, role: str = "", **request: Any) -> Call:
+        """Ask once, in a conversation of one user message, and return the recorded call."""
+        conversation = Conversation((Message("user", text),))
+        chunks = [chunk async for chunk in self.gateway.call(episode_id, role, CallRequest(conversation, **request))]
+        assert chunks[-1].call is not None
+        return chunks[-1].call
+
+    def stream(self, episode_id: str, text: str = "hello", **request: Any) -> AsyncGenerator[CallChunk]:
+        """The chunks of a streamed call."""
+        conversation = Conversation((Message("user", text),))
+        return self.gateway.call(episode_id, "", CallRequest(conversation, stream=True, **request))
+
+    async def episode(self, reward: float, *, task: str = "t", client: str = "c", text: str = "hello") -> str:
+        """A whole training episode of one call; returns its id."""
+        begun = await self.gateway.begin(BeginRequest(task_id=task, client_id=client, wait=5))
+        await self.say(begun.id, text)
+        await self.gateway.finish(begun.id, FinishRequest(reward=reward))
+        return begun.id
+
+    async def batch(self) -> None:
+        """Fill and learn one batch, with the rewards 0, 1, 0, 1, ... in each group."""
+        version, job = self.gateway.swarm.policy_version, self.gateway.swarm.job
+        for group in range(job.batch_size):
+            for member in range(job.group_size):
+                await self.episode(float(member % 2), task=f"t{group}")
+        await self.until(
+            lambda: self.gateway.swarm.policy_version == version + 1 and self.gateway.engine.state == "rolling"
+        )
+
+
+@asynccontextmanager
+async def running(
+    data_dir: Path,
+    script: Script | None = None,
+    *,
+    job: dict[str, Any] | None = None,
+    call_timeout: float = 5.0,
+    card: ModelCard | None = None,
+    prepare: Callable[[ScriptedCompute], None] = lambda compute: None,
+    wait_ready: bool = True,
+) -> AsyncIterator[Running]:
+    """A gateway on `data_dir`, started and closed again. The job is two groups of two unless `job` says otherwise."""
+    card = card or make_card(data_dir.parent / "tokenizer")
+    settings = {"batch_size": 2, "group_size": 2, "max_tokens": 32, "checkpoint_every": 0, **(job or {})}
+    config = ServeConfig.model_validate(
+        {
+            "model": {"name": card.name},
+            "server": {"data_dir": data_dir, "call_timeout": call_timeout},
+            "job": settings,
+        }
+    )
+    clock = Clock()
+    compute = ScriptedCompute(card, script or saying(lambda prompt: "hi"))
+    prepare(compute)
+    gateway = Gateway(config, compute, clock=clock)
+    try:
+        await gateway.start()
+        if wait_ready:
+            await gateway.ready()
+        yield Running(gateway, compute, clock)
+    finally:
+        for event in (compute.may_start, compute.may_learn, compute.may_sample):
+            event.set()
+        await gateway.close()

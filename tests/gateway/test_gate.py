@@ -1,0 +1,109 @@
+"""The gate: who gets in, who is held, who is refused, and what leaving early leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentjet.errors import Later
+from agentjet.gateway.broadcast import Broadcast
+from agentjet.gateway.gate import Gate
+from tests.fakes import Clock
+
+pytestmark = pytest.mark.anyio
+
+
+def stopped() -> Later:
+    return Later("stopped", retry_after=1, code="stopped", status=503)
+
+
+async def pass_through(gate: Gate, stay: asyncio.Event | None = None, timeout: float = 5) -> str:
+    async with gate.enter(timeout):
+        if stay is not None:
+            await stay.wait()
+        return "passed"
+
+
+async def test_held_calls_pass_when_it_opens() -> None:
+    gate = Gate()
+    held = [asyncio.create_task(pass_through(gate)) for _ in range(3)]
+    await asyncio.sleep(0)
+    gate.open()
+    assert await asyncio.gather(*held) == ["passed"] * 3
+
+
+async def test_held_too_long() -> None:
+    with pytest.raises(Later) as refusal:
+        await pass_through(Gate(), timeout=0.01)
+    assert (refusal.value.code, refusal.value.status) == ("held_too_long", 503)
+
+
+async def test_shutting_refuses_the_held_and_the_new() -> None:
+    gate = Gate()
+    held = asyncio.create_task(pass_through(gate))
+    await asyncio.sleep(0)
+    gate.shut(stopped)
+    for call in (held, pass_through(gate)):
+        with pytest.raises(Later, match="stopped"):
+            await call
+
+
+async def test_drained_waits_for_those_inside_and_lets_nobody_in() -> None:
+    gate, stay = Gate(), asyncio.Event()
+    gate.open()
+    inside = asyncio.create_task(pass_through(gate, stay))
+    await asyncio.sleep(0)
+    gate.hold()
+    late = asyncio.create_task(pass_through(gate))
+    drained = asyncio.create_task(gate.drained())
+    await asyncio.sleep(0.01)
+    assert gate.inside == 1 and not drained.done() and not late.done()
+    stay.set()
+    await drained
+    assert await inside == "passed" and gate.inside == 0 and not late.done()
+    gate.open()
+    assert await late == "passed"
+
+
+async def test_a_cancelled_call_leaves() -> None:
+    gate = Gate()
+    gate.open()
+    inside = asyncio.create_task(pass_through(gate, asyncio.Event()))
+    await asyncio.sleep(0)
+    inside.cancel()
+    await gate.drained()
+    assert gate.inside == 0
+
+
+async def test_busy_seconds_count_time_with_somebody_inside() -> None:
+    clock = Clock(0.0)
+    gate = Gate(monotonic=clock)
+    gate.open()
+    clock.advance(5)
+    async with gate.enter(1):
+        clock.advance(2)
+        async with gate.enter(1):
+            clock.advance(1)
+        assert gate.busy_seconds() == 3
+    clock.advance(10)
+    assert gate.busy_seconds() == 3
+
+
+async def test_a_broadcast_wakes_everybody_and_a_timeout_is_no_error() -> None:
+    changed, seen = Broadcast(), []
+
+    async def wait(name: str) -> None:
+        await changed.until(lambda: len(seen) > 0)
+        seen.append(name)
+
+    seen.clear()
+    tasks = [asyncio.create_task(wait(name)) for name in "ab"]
+    await asyncio.sleep(0)
+    changed.notify()
+    await asyncio.sleep(0.001)
+    assert not seen
+    seen.append("go")
+    changed.notify()
+    await asyncio.gather(*tasks)
+    assert await changed.until(lambda: False, timeout=0.001) is False

@@ -1,0 +1,365 @@
+"""The training loop: batches are learned in order, calls are held meanwhile, and what dies is brought back to the
+same weights.
+
+Pinned here:
+1. a full batch is learned, and the version grows by one;
+2. calls of live episodes are held while the worker learns, `begin` is refused, and waits when asked to;
+3. a held call becomes a 503 after `call_timeout`;
+4. a worker that dies (idle, while learning, in the middle of a call) is replaced and ends up with the same weights;
+5. a restart of the whole gateway on the same data dir ends up with the same weights;
+6. no checkpoint for lack of disk space: the last good one stays, training goes on, an event says so;
+7. the engine gives up on a batch that kills every worker, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
+from tests.fakes import ScriptedCompute, running
+
+pytestmark = pytest.mark.anyio
+
+
+async def reference_weights(folder: Path, batches: int) -> str:
+    """What an undisturbed run ends up with."""
+    async with running(folder / "reference") as run:
+        for _ in range(batches):
+            await run.batch()
+        return run.compute.weights
+
+
+async def test_a_full_batch_is_learned(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        assert run.gateway.status().state == "rolling"
+        await run.batch()
+        await run.batch()
+        assert run.compute.learned == [0, 1]
+        status = run.gateway.status()
+        assert (status.policy_version, status.episodes["trained"]) == (2, 8)
+        assert status.last_step["policy/loss"] == 1.0
+    lines = [json.loads(line) for line in (tmp_path / "d" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["reward/mean"] == 0.5
+    assert {"time/sample", "time/learn", "time/wait", "perf/tokens_per_second"} <= lines[0].keys()
+
+
+async def test_calls_are_held_while_the_worker_learns(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        watcher = await run.gateway.begin(BeginRequest(task_id="e", mode="eval"))
+        run.compute.may_learn.clear()
+        for group in range(2):
+            for member in range(2):
+                await run.episode(float(member), task=f"t{group}")
+        await run.until(lambda: run.gateway.engine.state == "learning")
+        held = asyncio.create_task(run.say(watcher.id))
+        refused = BeginRequest(task_id="t")
+        with pytest.raises(Later) as refusal:
+            await run.gateway.begin(refused)
+        assert (refusal.value.code, refusal.value.status) == ("not_rolling", 429)
+        waiting = asyncio.create_task(run.gateway.begin(refused.model_copy(update={"wait": 5.0})))
+        await asyncio.sleep(0.01)
+        assert not held.done() and not waiting.done() and run.gateway.status().calls_active == 1
+        run.compute.may_learn.set()
+        assert (await held).versions[0] == 1
+        assert (await waiting).policy_version == 1
+
+
+async def test_learning_waits_for_the_calls_being_sampled(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        watcher = await run.gateway.begin(BeginRequest(task_id="e", mode="eval"))
+        for member in range(3):
+            await run.episode(float(member), task=f"t{member // 2}")
+        last = await run.gateway.begin(BeginRequest(task_id="t1", client_id="c"))
+        run.compute.may_sample.clear()
+        sampling = asyncio.create_task(run.say(watcher.id))
+        await run.until(lambda: len(run.compute.asked) == 4)
+        await run.gateway.finish(last.id, FinishRequest(reward=0.0))
+        await asyncio.sleep(0.02)
+        assert run.compute.learned == []
+        run.compute.may_sample.set()
+        assert set((await sampling).versions) == {0}
+        await run.until(lambda: run.compute.learned == [0])
+
+
+async def test_a_call_held_too_long_is_asked_to_come_later(tmp_path: Path) -> None:
+    def slow_start(compute: ScriptedCompute) -> None:
+        compute.may_start.clear()
+
+    async with running(tmp_path / "d", call_timeout=0.05, prepare=slow_start, wait_ready=False) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        with pytest.raises(Later) as refusal:
+            await run.say(episode.id)
+        assert (refusal.value.status, refusal.value.code) == (503, "held_too_long")
+        run.compute.may_start.set()
+        await run.gateway.ready()
+        assert (await run.say(episode.id)).response.content == "hi"
+
+
+async def test_a_worker_that_dies_between_batches_is_replaced(tmp_path: Path) -> None:
+    expected = await reference_weights(tmp_path, 3)
+    async with running(tmp_path / "d", job={"checkpoint_every": 2}) as run:
+        await run.batch()
+        await run.batch()
+        run.compute.die()
+        await run.until(lambda: run.compute.starts == 2)
+        await run.batch()
+        assert run.compute.weights == expected
+        assert run.compute.learned == [2], "the checkpoint of version 2 was loaded, nothing replayed"
+
+
+async def test_a_worker_that_dies_while_learning_learns_the_batch_once(tmp_path: Path) -> None:
+    expected = await reference_weights(tmp_path, 2)
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        run.compute.die_in_learn = 1
+        await run.batch()
+        assert run.compute.weights == expected
+        assert run.compute.learned == [0, 1]
+        assert run.gateway.status().episodes["trained"] == 8
+
+
+async def test_a_call_whose_worker_dies_is_sampled_again(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        run.compute.may_sample.clear()
+        call = asyncio.create_task(run.say(episode.id))
+        await run.until(lambda: len(run.compute.asked) == 1)
+        run.compute.die()
+        run.compute.may_sample.set()
+        assert (await call).response.content == "hi"
+        first, second = run.compute.asked
+        assert (first.prompt, first.params) == (second.prompt, second.params)
+        assert run.gateway.swarm.episode(episode.id).num_calls == 1
+
+
+async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        stream = run.stream(episode.id)
+        assert (await anext(stream)).text == "h"
+        run.compute.may_sample.clear()
+        run.compute.die()
+        with pytest.raises(Later) as broken:
+            async for _ in stream:
+                pass
+        assert (broken.value.status, broken.value.code) == (503, "worker_died")
+        assert run.gateway.swarm.episode(episode.id).num_calls == 0
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 1, 2])
+async def test_a_restart_carries_on_with_the_same_weights(tmp_path: Path, checkpoint_every: int) -> None:
+    expected = await reference_weights(tmp_path, 4)
+    job = {"checkpoint_every": checkpoint_every}
+    async with running(tmp_path / "d", job=job) as run:
+        for _ in range(3):
+            await run.batch()
+        # Killed: nothing is saved at the end.
+        run.compute.fail_save = [CheckpointError("no time")]
+    async with running(tmp_path / "d", job=job) as run:
+        assert run.gateway.swarm.policy_version == run.compute.version == 3
+        await run.batch()
+        assert run.compute.weights == expected
+        assert run.gateway.status().episodes["trained"] == 16
+
+
+async def test_a_live_episode_survives_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        first = await run.say(episode.id)
+    async with running(tmp_path / "d") as run:
+        again = await run.say(episode.id)
+        assert again.parent == first.id or again.kept == 0
+        assert run.gateway.swarm.episode(episode.id).num_calls == 2
+        assert run.compute.asked[0].prompt == first.suffix, "the same conversation is the same tokens"
+
+
+async def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    expected = await reference_weights(tmp_path, 3)
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        for _ in range(3):
+            await run.batch()
+        assert [info.policy_version for info in run.gateway.store.listing()] == [2, 3]
+    (tmp_path / "d" / "checkpoints" / "step_000003" / "state.json").write_text("{")
+    async with running(tmp_path / "d") as run:
+        assert run.compute.learned == [2]
+        assert run.compute.weights == expected
+
+
+async def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
+        await run.batch()
+        await run.batch()
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+    (tmp_path / "a" / "checkpoints" / "step_000002").rename(tmp_path / "d" / "checkpoints" / "step_000002")
+    with pytest.raises(CheckpointError, match="different runs"):
+        async with running(tmp_path / "d"):
+            pass
+
+
+async def test_no_disk_space_for_a_checkpoint(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        await run.batch()
+        run.compute.fail_save = [CheckpointError("No space left on device")]
+        await run.batch()
+        assert [info.policy_version for info in run.gateway.store.listing()] == [1]
+        failed = [event.body for event in run.gateway.swarm.events() if event.kind == "checkpoint"][-1]
+        assert failed == {"ok": False, "policy_version": 2, "error": "No space left on device"}
+        await run.batch()
+        assert [info.policy_version for info in run.gateway.store.listing()] == [1, 3]
+
+
+async def test_checkpoints_rotate_and_one_is_saved_at_the_stop(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 2}) as run:
+        for _ in range(3):
+            await run.batch()
+        assert [info.policy_version for info in run.gateway.store.listing()] == [2, 3]
+    async with running(tmp_path / "e") as run:
+        await run.batch()
+        assert run.gateway.store.listing() == []
+    assert (tmp_path / "e" / "checkpoints" / "step_000001" / "state.json").exists()
+
+
+async def test_training_ends_at_max_steps_with_a_checkpoint(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"max_steps": 1}) as run:
+        await run.batch()
+        await run.until(lambda: run.gateway.engine.state == "rolling")
+        assert [info.policy_version for info in run.gateway.store.listing()] == [1]
+        with pytest.raises(Later, match="max_steps"):
+            await run.gateway.begin(BeginRequest(task_id="t"))
+        episode = await run.gateway.begin(BeginRequest(task_id="t", mode="eval"))
+        assert (await run.say(episode.id)).versions[0] == 1
+
+
+async def test_a_batch_that_kills_every_worker_ends_in_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path / "d") as run:
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        monkeypatch.setattr(run.gateway.engine, "_sleep", sleep)
+        run.compute.fail_learn = [WorkerDied("out of memory") for _ in range(6)]
+        for group in range(2):
+            for member in range(2):
+                await run.episode(float(member), task=f"t{group}")
+        await run.until(lambda: run.gateway.engine.state == "failed")
+        assert slept == [0, 1, 2, 4, 8]
+        assert "out of memory" in run.gateway.status().waiting_for
+        with pytest.raises(Later) as refusal:
+            await run.gateway.begin(BeginRequest(task_id="t"))
+        assert (refusal.value.status, refusal.value.code) == (503, "engine_failed")
+        await run.gateway.start_engine()
+        await run.gateway.ready()
+        assert run.gateway.swarm.policy_version == 1, "nothing of the batch was lost"
+
+
+async def test_a_model_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
+    def missing(compute: ScriptedCompute) -> None:
+        compute.fail_start = [ConfigError("model.name = 'x': there is no such model")]
+
+    with pytest.raises(ConfigError, match="no such model"):
+        async with running(tmp_path / "d", prepare=missing):
+            pass
+
+
+async def test_stop_and_start(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        await run.gateway.stop_engine()
+        assert run.gateway.status().state == "offline" and not run.compute.running
+        for ask in (run.gateway.begin(BeginRequest(task_id="t")), run.say(episode.id), run.gateway.checkpoint()):
+            with pytest.raises(Later) as refusal:
+                await ask
+            assert (refusal.value.status, refusal.value.code) == (503, "engine_stopped")
+        await run.gateway.start_engine()
+        await run.gateway.ready()
+        assert run.compute.version == 1
+        assert (await run.say(episode.id)).versions[0] == 1
+
+
+async def test_a_stop_ends_the_batch_being_learned_first(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.may_learn.clear()
+        for group in range(2):
+            for member in range(2):
+                await run.episode(float(member), task=f"t{group}")
+        await run.until(lambda: run.gateway.engine.state == "learning")
+        stopping = asyncio.create_task(run.gateway.stop_engine())
+        await asyncio.sleep(0.01)
+        assert not stopping.done()
+        run.compute.may_learn.set()
+        await stopping
+        assert [info.policy_version for info in run.gateway.store.listing()] == [1]
+
+
+async def test_an_expired_lease_frees_its_place(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        run.clock.advance(11)
+        await run.until(lambda: run.gateway.swarm.episode(episode.id).status == "expired")
+
+
+async def test_the_call_of_an_ended_episode_is_cut_off(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"max_episode_seconds": 60}) as run:
+        aborted = await run.gateway.begin(BeginRequest(task_id="t"))
+        outlived = await run.gateway.begin(BeginRequest(task_id="t"))
+        run.compute.may_sample.clear()
+        calls = [asyncio.create_task(run.say(episode.id)) for episode in (aborted, outlived)]
+        await run.until(lambda: len(run.compute.asked) == 2)
+        await run.gateway.abort(aborted.id, AbortRequest(reason="crashed"))
+        run.clock.advance(61)
+        for call in calls:
+            with pytest.raises(Conflict):
+                await asyncio.wait_for(call, 5)
+        assert run.gateway.status().calls_active == 0
+
+
+async def test_a_held_call_keeps_its_lease(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        run.compute.may_sample.clear()
+        call = asyncio.create_task(run.say(episode.id))
+        await run.until(lambda: len(run.compute.asked) == 1)
+        run.clock.advance(60)
+        run.gateway.swarm.reap()
+        run.compute.may_sample.set()
+        assert (await call).response.content == "hi"
+
+
+async def test_on_demand_checkpoint_and_export(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        info = await run.gateway.checkpoint()
+        assert info == await run.gateway.checkpoint() and info.policy_version == 1
+        exported = await run.gateway.export()
+        assert (Path(exported.path) / "model.txt").read_text() == run.compute.weights
+
+
+async def test_events_come_in_order_and_without_gaps(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        seen = []
+        async for event in run.gateway.events(0, keep_alive=0.02):
+            if event is None:
+                break
+            seen.append(event)
+        assert [event.seq for event in seen] == list(range(1, len(seen) + 1))
+        kinds = {event.kind for event in seen}
+        assert {"state", "episode", "step"} <= kinds
+        later = [event async for event in _until_none(run, seen[-2].seq)]
+        assert [event.seq for event in later] == [seen[-1].seq]
+
+
+async def _until_none(run, after):  # type: ignore[no-untyped-def]
+    async for event in run.gateway.events(after, keep_alive=0.02):
+        if event is None:
+            return
+        yield event

@@ -1,0 +1,74 @@
+"""The real application on a real loopback port, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from agentjet.server import Keys, create_app
+from tests.fakes import Running, running
+
+TOKEN = "client-token-client-token"
+ADMIN = "admin-token-admin-token-admin"
+
+
+@dataclass
+class Served:
+    """A running gateway with HTTP around it."""
+
+    run: Running
+    url: str
+    keys: Keys
+    http: httpx.AsyncClient
+    """Control routes, with the client token."""
+    agents: AsyncExitStack
+
+    async def begin(self, **body: Any) -> dict[str, Any]:
+        """A new episode, as the server answers it."""
+        response = await self.http.post("/swarm/v1/episodes", json={"task_id": "t", **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def openai(self, episode: dict[str, Any], **options: Any) -> AsyncOpenAI:
+        """OpenAI's SDK as the agent of an episode would use it."""
+        arguments = {"base_url": episode["base_url"], "api_key": episode["api_key"], "max_retries": 0, **options}
+        # Reading the system's certificates, which plain http needs not, would be the slowest part of a test.
+        client = AsyncOpenAI(**arguments, http_client=DefaultAsyncHttpxClient(verify=False))
+        self.agents.push_async_callback(client.close)
+        return client
+
+
+@asynccontextmanager
+async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Served]:
+    """See `tests.fakes.running`."""
+    async with running(data_dir, *args, **kwargs) as run:
+        keys = Keys(token=TOKEN, admin_token=ADMIN, clock=run.clock)
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            create_app(run.gateway, keys), log_config=None, access_log=False, timeout_graceful_shutdown=5
+        )
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve([listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            async with (
+                httpx.AsyncClient(
+                    base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10, verify=False
+                ) as http,
+                AsyncExitStack() as agents,
+            ):
+                yield Served(run, url, keys, http, agents)
+        finally:
+            await run.gateway.drain()
+            server.should_exit = True
+            await task

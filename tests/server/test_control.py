@@ -1,0 +1,301 @@
+"""The control routes over HTTP: who may do what, what is refused how, and that retries are harmless.
+
+Pinned here:
+1. the three kinds of callers: client token, admin token, the key of one episode;
+2. errors are problem+json with a stable code, and everything that means "later" has `Retry-After`;
+3. finishing twice, or retrying with an Idempotency-Key, has one effect;
+4. a client that leaves while it waits for room gets no episode;
+5. events stream, and resume after `Last-Event-ID`;
+6. `/openapi.json` declares every route's errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentjet.errors import CheckpointError
+from agentjet.server import create_app
+from tests.fakes import running
+from tests.server.serving import ADMIN, serving
+
+pytestmark = pytest.mark.anyio
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def test_an_episode_from_begin_to_finish(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        begun = await served.begin(task_set="s", group="g", client_id="me")
+        assert begun["base_url"] == served.url + "/v1" and begun["model"] == "tiny" and begun["policy_version"] == 0
+        assert begun["expires_at"] == served.run.clock() + begun["lease_seconds"]
+        path = f"/swarm/v1/episodes/{begun['episode_id']}"
+        assert (await served.http.post(path + "/heartbeat")).json()["status"] == "live"
+        finished = await served.http.post(path + "/finish", json={"reward": 0.5, "metrics": {"a": 1}})
+        assert (finished.status_code, finished.json()["reward"]) == (200, 0.5)
+        assert (await served.http.get(path)).json() == finished.json()
+        assert finished.json()["group"] == "g" and finished.json()["client_id"] == "me"
+
+
+async def test_finishing_twice_gives_the_same_answer_twice(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        path = f"/swarm/v1/episodes/{(await served.begin())['episode_id']}"
+        first = await served.http.post(path + "/finish", json={"reward": 1})
+        second = await served.http.post(path + "/finish", json={"reward": 1})
+        assert (first.status_code, first.json()) == (second.status_code, second.json())
+        other = await served.http.post(path + "/finish", json={"reward": 0})
+        assert (other.status_code, other.json()["code"]) == (409, "episode_finished")
+        late = await served.http.post(path + "/abort")
+        assert (late.status_code, late.json()["code"]) == (409, "episode_finished")
+
+
+async def test_a_retried_begin_is_one_episode(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        headers = {"Idempotency-Key": "k1"}
+        answers = [
+            await served.http.post("/swarm/v1/episodes", json={"task_id": "t"}, headers=headers) for _ in range(2)
+        ]
+        assert answers[0].json() == answers[1].json()
+        assert served.run.gateway.status().episodes["live"] == 1
+        reused = await served.http.post("/swarm/v1/episodes", json={"task_id": "u"}, headers=headers)
+        assert (reused.status_code, reused.json()["code"]) == (409, "idempotency_key_reused")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"reward": NaN}', "reward"),
+        ('{"reward": Infinity}', "reward"),
+        ('{"reward": 1e999}', "reward"),
+        ('{"reward": "good"}', "reward"),
+        ('{"reward": 1, "metrics": {"a": NaN}}', "metrics.a"),
+        ('{"reward": 1, "rewards": 2}', "rewards"),
+        ("{}", "reward"),
+    ],
+)
+async def test_rewards_that_are_no_numbers(tmp_path: Path, body: str, param: str) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = (await served.begin())["episode_id"]
+        response = await served.http.post(
+            f"/swarm/v1/episodes/{episode}/finish", content=body, headers={"Content-Type": "application/json"}
+        )
+        assert response.status_code == 422
+        assert response.headers["content-type"] == "application/problem+json"
+        assert response.json()["param"] == param
+        assert served.run.gateway.swarm.episode(episode).status == "live"
+
+
+async def test_who_may_do_what(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        mine, other = await served.begin(), await served.begin()
+        job = (await served.http.get("/swarm/v1/job")).json()
+
+        async def code(method: str, path: str, token: str, body: Any = None) -> str:
+            async with httpx.AsyncClient(
+                verify=False, base_url=served.url, headers=bearer(token) if token else {}
+            ) as http:
+                response = await http.request(method, "/swarm/v1" + path, json=body)
+            problem = {} if response.is_success else response.json()
+            assert problem.get("status", response.status_code) == response.status_code
+            return f"{response.status_code} {problem.get('code', '')}".strip()
+
+        client = served.http.headers["Authorization"].removeprefix("Bearer ")
+        for path in ("/status", "/job", "/checkpoints", f"/episodes/{mine['episode_id']}"):
+            assert await code("GET", path, "") == "401 token_missing"
+            assert await code("GET", path, "wrong") == "401 token_invalid"
+            assert await code("GET", path, client) == "200"
+            assert await code("GET", path, ADMIN) == "200"
+        for method, path, body in (("PUT", "/job", job), ("POST", "/start", None), ("POST", "/stop", None)):
+            assert await code(method, path, "", body) == "401 token_missing"
+            assert await code(method, path, client, body) == "403 admin_token_needed"
+            assert await code(method, path, mine["api_key"], body) == "403 not_your_episode"
+        own = f"/episodes/{mine['episode_id']}/heartbeat"
+        assert await code("POST", own, mine["api_key"]) == "200"
+        assert await code("POST", own, other["api_key"]) == "403 not_your_episode"
+        assert await code("POST", own, mine["api_key"] + "x") == "401 key_invalid"
+        assert await code("GET", "/status", mine["api_key"]) == "403 not_your_episode"
+        served.run.clock.advance(100)
+        assert await code("POST", own, mine["api_key"]) == "200"
+        served.run.clock.advance(100_000)
+        assert await code("POST", own, mine["api_key"]) == "401 key_expired"
+        assert await code("POST", own, client) == "409 episode_expired"
+
+
+async def test_what_is_not_there(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        for method, path, status, code in (
+            ("GET", "/swarm/v1/episodes/nope", 404, "episode_not_found"),
+            ("GET", "/swarm/v1/nope", 404, "not_found"),
+            ("DELETE", "/swarm/v1/status", 405, "method_not_allowed"),
+        ):
+            response = await served.http.request(method, path)
+            assert (response.status_code, response.json()["code"]) == (status, code)
+            assert response.headers["content-type"] == "application/problem+json"
+        inference = await served.http.post("/v1/responses", json={})
+        assert (inference.status_code, inference.json()["error"]["code"]) == (404, "unknown_route")
+
+
+async def test_a_full_batch_refuses_and_says_when_to_come_again(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        for task in ("a", "b"):
+            await served.begin(task_id=task)
+        refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "c"})
+        assert (refused.status_code, refused.json()["code"]) == (429, "batch_full")
+        assert int(refused.headers["Retry-After"]) >= 1 and refused.json()["retry_after"] > 0
+        waiting = asyncio.create_task(served.begin(task_id="a2", group="a", wait=10))
+        second = await asyncio.wait_for(waiting, 5)
+        full = asyncio.create_task(served.begin(task_id="a3", group="a", wait=10))
+        await asyncio.sleep(0.05)
+        assert not full.done()
+        await served.http.post(f"/swarm/v1/episodes/{second['episode_id']}/abort", json={"reason": "crashed"})
+        assert (await full)["episode_id"] != second["episode_id"]
+
+
+async def test_a_client_that_leaves_while_it_waits_gets_no_episode(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        first = await served.begin(task_id="a")
+        await served.begin(task_id="b")
+        async with httpx.AsyncClient(verify=False, base_url=served.url, headers=served.http.headers) as gone:
+            waiting = asyncio.create_task(gone.post("/swarm/v1/episodes", json={"task_id": "c", "wait": 30}))
+            await asyncio.sleep(0.1)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        await asyncio.sleep(0.1)
+        await served.http.post(f"/swarm/v1/episodes/{first['episode_id']}/abort")
+        await asyncio.sleep(0.05)
+        assert served.run.gateway.status().episodes["live"] == 1
+
+
+async def test_a_stopped_engine(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = (await served.begin())["episode_id"]
+        stopped = await served.http.post("/swarm/v1/stop", headers=bearer(ADMIN))
+        assert stopped.json()["state"] == "offline"
+        refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
+        assert (refused.status_code, refused.json()["code"]) == (503, "engine_stopped")
+        assert int(refused.headers["Retry-After"]) >= 1
+        ended = await served.http.post(f"/swarm/v1/episodes/{episode}/finish", json={"reward": 1})
+        assert ended.status_code == 200, "a reward is never refused for a stopped engine"
+        assert (await served.http.post("/swarm/v1/start", headers=bearer(ADMIN))).status_code == 200
+        await served.run.gateway.ready()
+        assert (await served.http.get("/swarm/v1/status")).json()["state"] == "rolling"
+
+
+async def test_the_job_is_compared_and_set(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        read = (await served.http.get("/swarm/v1/job")).json()
+        assert read["job"]["batch_size"] == 2
+
+        async def put(**changes: Any) -> httpx.Response:
+            body = {"revision": read["revision"], "job": {**read["job"], **changes}}
+            return await served.http.put("/swarm/v1/job", json=body, headers=bearer(ADMIN))
+
+        wrong = await put(bach_size=3)
+        assert wrong.status_code == 422 and "job.batch_size" in wrong.json()["detail"]
+        assert (await put(group_size=1)).json()["code"] == "invalid_setting"
+        assert (await put(batch_size=3)).json()["revision"] == read["revision"] + 1
+        assert served.run.gateway.swarm.job.batch_size == 3
+        late = await put(batch_size=4)
+        assert (late.status_code, late.json()["code"]) == (409, "job_revision_changed")
+
+
+async def test_checkpoints(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        assert (await served.http.get("/swarm/v1/checkpoints")).json() == []
+        made = (await served.http.post("/swarm/v1/checkpoints")).json()
+        assert made["policy_version"] == 0
+        assert (await served.http.get("/swarm/v1/checkpoints")).json() == [made]
+        exported = (await served.http.post("/swarm/v1/exports")).json()
+        assert (Path(exported["path"]) / "model.txt").exists()
+        await served.run.batch()
+        served.run.compute.fail_save = [CheckpointError("No space left on device")]
+        failed = await served.http.post("/swarm/v1/checkpoints")
+        assert (failed.status_code, failed.json()["code"]) == (507, "checkpoint_failed")
+        assert (await served.http.get("/swarm/v1/checkpoints")).json() == [made]
+
+
+async def test_events_stream_and_resume(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = (await served.begin())["episode_id"]
+
+        async def read(count: int, **headers: str) -> list[dict[str, Any]]:
+            events: list[dict[str, Any]] = []
+            async with served.http.stream("GET", "/swarm/v1/events", headers=headers) as response:
+                assert response.headers["content-type"].startswith("text/event-stream")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        events.append(json.loads(line.removeprefix("data: ")))
+                        if len(events) == count:
+                            break
+            return events
+
+        first = await read(3)
+        assert [event["seq"] for event in first] == [1, 2, 3]
+        last = (await served.http.get("/swarm/v1/status")).json()["last_event"]
+        coming = asyncio.create_task(read(1, **{"Last-Event-ID": str(last)}))
+        await asyncio.sleep(0.05)
+        await served.http.post(f"/swarm/v1/episodes/{episode}/finish", json={"reward": 1})
+        [event] = await coming
+        assert event["seq"] == last + 1 and event["kind"] == "episode"
+
+
+async def test_draining_ends_event_streams(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served, served.http.stream("GET", "/swarm/v1/events") as response:
+        reading = asyncio.create_task(response.aread())
+        await asyncio.sleep(0.01)
+        await served.run.gateway.drain()
+        await asyncio.wait_for(reading, 5)
+
+
+async def test_bodies_that_are_no_bodies(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        headers = {"Content-Type": "application/json"}
+        broken = await served.http.post("/swarm/v1/episodes", content=b"{", headers=headers)
+        assert (broken.status_code, broken.json()["code"]) == (400, "invalid_json")
+        huge = await served.http.post("/swarm/v1/episodes", content=b" " * (33 * 2**20), headers=headers)
+        assert (huge.status_code, huge.json()["code"]) == (413, "too_large")
+
+
+async def test_a_bug_is_a_500_in_the_right_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path / "d") as served:
+
+        def broken() -> None:
+            raise ZeroDivisionError("secret detail")
+
+        monkeypatch.setattr(served.run.gateway, "status", broken)
+        response = await served.http.get("/swarm/v1/status")
+        assert (response.status_code, response.json()["code"]) == (500, "internal_error")
+        assert "secret detail" not in response.text
+
+
+async def test_openapi_is_complete(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        from tests.server.serving import TOKEN, Keys
+
+        schema = create_app(run.gateway, Keys(token=TOKEN, admin_token=ADMIN)).openapi()
+    operations = {
+        f"{method.upper()} {path}": operation
+        for path, methods in schema["paths"].items()
+        for method, operation in methods.items()
+    }
+    assert {"POST /swarm/v1/episodes", "GET /swarm/v1/events", "PUT /swarm/v1/job", "POST /v1/chat/completions"} <= (
+        operations.keys()
+    )
+    for name, operation in operations.items():
+        responses = operation["responses"]
+        assert {"401", "403"} <= responses.keys(), name
+        assert operation.get("description"), f"{name} is not described"
+        assert operation.get("security") or "{key}" in name, f"{name} does not say what it wants for a key"
+        shape = "Problem" if "/swarm/" in name else "OpenAIError"
+        for status, response in responses.items():
+            if int(status) >= 400:
+                assert shape in json.dumps(response["content"]), (name, status)
+            if status in ("429", "503") and "/swarm/" in name:
+                assert "Retry-After" in response["headers"], (name, status)
