@@ -1,0 +1,5 @@
+"""`python -m agentjet.cli`."""
+
+from agentjet.cli.main import main
+
+main()

@@ -1,0 +1,139 @@
+"""`agentjet serve` as a child process, for the commands that need a server of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from agentjet.client import Retry, Swarm
+from agentjet.errors import AgentJetError, Unreachable
+
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+POLL_SECONDS = 0.1
+STOP_SECONDS = 120.0
+"""A stop writes a checkpoint."""
+NUM_LOG_LINES = 20
+
+
+@contextmanager
+def signals_unwind() -> Iterator[None]:
+    """While inside, a request to end this process (SIGTERM, a closed terminal) unwinds the stack as Ctrl-C does, so
+    that children are ended, too.
+    """
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    names = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = {name: signal.signal(name, unwind) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+class ServerEnded(AgentJetError):
+    """The child process ended by itself."""
+
+
+class ChildServer:
+    """A server on a free loopback port, with a data dir and a log of its own; ended with the context, by its process
+    id.
+
+    It runs in a session of its own: Ctrl-C reaches this process only, which first aborts what is live and then asks the
+    child to save a checkpoint and end. A second Ctrl-C meanwhile kills it.
+    """
+
+    def __init__(self, settings: Path, overrides: Sequence[str], data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.log = data_dir / "serve.log"
+        self.url = ""
+        data_dir.mkdir(parents=True, exist_ok=True)
+        arguments = ["--config", str(settings), "--data-dir", str(data_dir), "--host", "127.0.0.1", "--port", "0"]
+        for override in overrides:
+            arguments += ["--set", override]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "agentjet.cli", "serve", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A token or an address in the environment is meant for another server.
+                env={name: value for name, value in os.environ.items() if not name.startswith("AGENTJET_")},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def connect(self) -> Swarm:
+        """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log."""
+        while not (found := ADDRESS.search(self._log_text())):
+            self.check()
+            time.sleep(POLL_SECONDS)
+        self.url = found[0]
+        token = (self.data_dir / "admin-token").read_text().strip()
+        # Nobody restarts this server: there is no point in waiting long for one that is gone.
+        swarm = Swarm(self.url, token, retry=Retry(patience=10.0, first_patience=10.0))
+        try:
+            while (status := swarm.status()).state in ("loading", "offline"):
+                self.check()
+                time.sleep(POLL_SECONDS)
+        except Unreachable:
+            self.check()
+            raise
+        if status.state == "failed":
+            raise ServerEnded(f"the server could not load the model: {status.waiting_for}\n{self._log_tail()}")
+        return swarm
+
+    def check(self) -> None:
+        """Raises `ServerEnded` when the process is gone."""
+        code = self._process.poll()
+        if code is not None:
+            raise ServerEnded(
+                f"the server ended with exit code {code}. The end of its log, {self.log}:\n{self._log_tail()}"
+            )
+
+    def stop(self) -> None:
+        """Have the server save a checkpoint and end; idempotent. It is killed when that takes too long, or on a second
+        Ctrl-C."""
+        if self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise ServerEnded(
+                f"the server did not end within {STOP_SECONDS:.0f} s and was killed; see {self.log}"
+            ) from None
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def _log_text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def _log_tail(self) -> str:
+        return "\n".join("    " + line for line in self._log_text().splitlines()[-NUM_LOG_LINES:])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,51 @@
+"""`agentjet`: the commands, each in a module of its own that imports what it needs when it runs: `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from agentjet.cli.checkpoints import checkpoints
+from agentjet.cli.demo import demo
+from agentjet.cli.eval import evaluate
+from agentjet.cli.export import export
+from agentjet.cli.serve import serve
+from agentjet.cli.status import status
+from agentjet.cli.watch import watch
+from agentjet.errors import AgentJetError
+
+app = typer.Typer(
+    name="agentjet",
+    help="Reinforcement learning for the language models inside agents, as a swarm.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(demo)
+app.command("eval")(evaluate)
+app.command()(status)
+app.command()(watch)
+app.command()(checkpoints)
+app.command()(export)
+
+
+@app.callback()
+def agentjet() -> None:
+    """Reinforcement learning for the language models inside agents, as a swarm."""
+
+
+def main() -> None:
+    """The console script: what is wrong with a setting or a request is a sentence, not a traceback."""
+    try:
+        app()
+    except AgentJetError as error:
+        print(f"agentjet: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "agentjet":
+            raise
+        needed = "pip install 'agentjet[server,demo]'"
+        print(f"agentjet: this command needs the package {error.name!r}: {needed}", file=sys.stderr)
+        raise SystemExit(2) from None

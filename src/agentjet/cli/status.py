@@ -1,0 +1,44 @@
+"""`agentjet status`: one look at a server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from agentjet.cli.options import Json, Token, TokenFile, Url, connect
+
+if TYPE_CHECKING:
+    from agentjet.protocol import StatusResponse
+
+
+def status(url: Url = None, token: Token = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    """Show what a server is doing and what training waits for."""
+    with connect(url, token, token_file) as swarm:
+        now = swarm.status()
+    if as_json:
+        typer.echo(now.model_dump_json(indent=2))
+        return
+    for name, value in described(now):
+        typer.echo(f"{name:12} {value}")
+
+
+def described(status: StatusResponse) -> list[tuple[str, str]]:
+    """A status as lines for people: name and value."""
+    steps = f"{status.policy_version} of {status.max_steps}" if status.max_steps else str(status.policy_version)
+    lines = [
+        ("state", status.state),
+        ("waiting for", status.waiting_for),
+        ("model", status.model),
+        ("step", steps),
+        ("groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"),
+        ("episodes", ", ".join(f"{count} {name}" for name, count in status.episodes.items() if count) or "none yet"),
+        ("calls", f"{status.calls_active} active"),
+        ("clients", ", ".join(f"{name} ({seen:.0f} s ago)" for name, seen in status.clients.items()) or "none yet"),
+    ]
+    metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN]
+    return [*lines, *([("last step", ", ".join(metrics))] if metrics else [])]
+
+
+SHOWN = ("reward/mean", "episode/num_turns", "policy/entropy", "policy/kl", "optim/grad_norm", "perf/tokens_per_second")
+"""Metrics of the last step that are shown; `--json` has them all."""

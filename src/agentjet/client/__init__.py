@@ -1,0 +1,24 @@
+"""The client: `Swarm`, `AsyncSwarm`, their episodes, and the rollout runner behind `train` and `evaluate`. httpx and
+pydantic only."""
+
+from agentjet.client.asynchronous import AsyncSwarm
+from agentjet.client.connection import Retry
+from agentjet.client.episode import AsyncEpisode, Episode
+from agentjet.client.report import EpisodeResult, EvalReport, Step, TrainReport, wilson_interval
+from agentjet.client.rollout import Agent, AgentFailing
+from agentjet.client.synchronous import Swarm
+
+__all__ = [
+    "Agent",
+    "AgentFailing",
+    "AsyncEpisode",
+    "AsyncSwarm",
+    "Episode",
+    "EpisodeResult",
+    "EvalReport",
+    "Retry",
+    "Step",
+    "Swarm",
+    "TrainReport",
+    "wilson_interval",
+]

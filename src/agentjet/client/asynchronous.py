@@ -1,0 +1,257 @@
+"""`AsyncSwarm`: the client of one server. Every request is written here, once; `Swarm` drives this class from
+synchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from agentjet.client.connection import Connection, Retry
+from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
+from agentjet.client.progress import Progress, progress_for
+from agentjet.client.report import EpisodeResult, EvalReport, Step, TrainReport
+from agentjet.client.rollout import Agent, Runner, Slot, first_to_end, training_slots
+from agentjet.client.settings import load_settings
+from agentjet.errors import AgentJetError, Conflict, InvalidRequest
+from agentjet.protocol import BeginRequest, BeginResponse, CheckpointInfo, Event, JobBody, StatusResponse
+from agentjet.types import Mode, Task
+
+SERVER_WAIT = 20.0
+"""Longest the server is asked to hold a `begin`: short enough for every proxy."""
+SAVING_WAIT = 600.0
+"""A checkpoint waits for the batch being learned and for the disk."""
+
+
+class AsyncSwarm:
+    """A client of one server. Use it from one event loop; close it, or use it as a context manager.
+
+    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN; `client_id` names this client to the server and should
+    be left alone unless several processes are one client.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        client_id: str | None = None,
+        retry: Retry | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._settings = load_settings(url, token, client_id)
+        self._connection = Connection(self._settings, retry=retry or Retry(), transport=transport)
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._settings.url
+
+    # ---- episodes -------------------------------------------------------------------------------------------------
+
+    async def begin(
+        self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
+    ) -> AsyncEpisode:
+        """Begin an episode; whoever begins it must `finish` or `abort` it.
+
+        Waits up to `wait` seconds for room in the present batch, then raises `Later`.
+        """
+        held = min(wait, SERVER_WAIT)
+        request = BeginRequest(
+            task_id=task_id, task_set=task_set, group=group, mode=mode, client_id=self._settings.client_id, wait=held
+        )
+        key = uuid.uuid4().hex
+        try:
+            return await self._begin(request, key, patience=wait)
+        except asyncio.CancelledError:
+            # The server may have begun it just now. To ask for the same again, without waiting, tells; then it is given
+            # back.
+            with suppress(AgentJetError, TimeoutError):
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    episode = await self._begin(request.model_copy(update={"wait": 0.0}), key, patience=0.0)
+                    await episode.abort(STOPPED, patience=0.0)
+            raise
+
+    async def _begin(self, request: BeginRequest, key: str, *, patience: float) -> AsyncEpisode:
+        answer = await self._connection.request(
+            "POST", "/episodes", body=request, key=key, patience=patience, server_wait=request.wait
+        )
+        return AsyncEpisode(self._connection, BeginResponse.model_validate(answer), request)
+
+    @asynccontextmanager
+    async def episode(
+        self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
+    ) -> AsyncIterator[AsyncEpisode]:
+        """An episode as a context: leaving it without `finish`, or by an exception, aborts."""
+        episode = await self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait)
+        async with episode:
+            yield episode
+
+    # ---- running agents -------------------------------------------------------------------------------------------
+
+    async def train(
+        self,
+        agent: Agent,
+        tasks: Sequence[Task],
+        *,
+        steps: int,
+        concurrency: int = 32,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> TrainReport:
+        """Run `agent` on `tasks` until the policy has learned `steps` more batches.
+
+        Tasks are visited in an order that `seed` determines, each as a group of the job's `group_size` episodes. An
+        exception in the agent aborts its episode, which is begun anew up to twice. Other clients may be feeding the
+        same batches. Episodes still live when the last batch is learned, or when this is cancelled, are aborted. Raises
+        `InvalidRequest` when the job ends before `steps`, `Conflict` when the engine is stopped or has failed,
+        `AgentFailing` when not one episode could be finished.
+        """
+        if not tasks:
+            raise ValueError("there are no tasks to train on")
+        started = time.monotonic()
+        status = await self.status()
+        target = _target(status, steps)
+        results: list[EpisodeResult] = []
+        learned: list[Step] = []
+        with progress_for("training", steps, wanted=progress) as shown:
+
+            async def begin(slot: Slot) -> AsyncEpisode:
+                return await self.begin(slot.task.id, task_set=slot.task.task_set, group=slot.group, wait=math.inf)
+
+            def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
+                results.append(result)
+                shown.episode(result)
+
+            running = Runner(agent, begin, note).run(training_slots(tasks, status.group_size, seed), concurrency)
+            await first_to_end([running, self._watch(status, target, learned, shown)])
+        return TrainReport(results=tuple(results), steps=tuple(learned), seconds=time.monotonic() - started)
+
+    async def evaluate(
+        self,
+        agent: Agent,
+        tasks: Sequence[Task],
+        *,
+        repeats: int = 1,
+        concurrency: int = 64,
+        progress: bool = True,
+    ) -> EvalReport:
+        """Run `agent` on every task `repeats` times and report; nothing of it is trained on.
+
+        An episode whose agent fails is begun anew up to twice, then reported as aborted: it counts in no mean.
+        """
+        if not tasks:
+            raise ValueError("there are no tasks to evaluate on")
+        started = time.monotonic()
+        repeated = [task for task in tasks for _ in range(repeats)]
+        results: dict[int, EpisodeResult] = {}
+        with progress_for("evaluating", len(repeated), wanted=progress, num_lines=4) as shown:
+
+            async def begin(slot: Slot) -> AsyncEpisode:
+                return await self.begin(slot.task.id, task_set=slot.task.task_set, mode="eval")
+
+            def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
+                shown.episode(result, counts=last)
+                if last:
+                    results[slot.index] = result
+
+            slots = (Slot(task, "", index) for index, task in enumerate(repeated))
+            await Runner(agent, begin, note).run(slots, min(concurrency, len(repeated)))
+        ordered = tuple(results[index] for index in sorted(results))
+        return EvalReport(results=ordered, seconds=time.monotonic() - started)
+
+    async def _watch(self, status: StatusResponse, target: int, learned: list[Step], shown: Progress) -> None:
+        """Follow the server's steps until the policy is at version `target`. Raises `Conflict` when the engine
+        fails."""
+        version = status.policy_version
+        async with aclosing(self.events(after=status.last_event)) as events:
+            async for event in events:
+                if event.kind == "step" and event.body["policy_version"] > version:
+                    version = event.body["policy_version"]
+                    learned.append(Step(version, event.body["metrics"]))
+                    shown.step(learned[-1].metrics)
+                    if version >= target:
+                        return
+                elif event.kind == "state" and event.body["state"] == "failed":
+                    raise Conflict(f"the engine failed: {event.body['reason']}", code="engine_failed")
+
+    # ---- the server -----------------------------------------------------------------------------------------------
+
+    async def status(self) -> StatusResponse:
+        """What the server is doing."""
+        return StatusResponse.model_validate(await self._connection.request("GET", "/status"))
+
+    async def events(self, after: int = 0) -> AsyncGenerator[Event]:
+        """What happens on the server, from the event numbered `after` on, without end, across restarts of the
+        server."""
+        async with aclosing(self._connection.events(after)) as events:
+            async for event in events:
+                yield event
+
+    async def job(self) -> JobBody:
+        """The job's settings and their revision."""
+        return JobBody.model_validate(await self._connection.request("GET", "/job"))
+
+    async def set_job(self, changes: Mapping[str, Any], *, revision: int) -> JobBody:
+        """Replace the job's settings, if they are still those of `revision`; else raises `Conflict`. Takes the admin
+        token."""
+        body = JobBody(revision=revision, job=dict(changes))
+        return JobBody.model_validate(await self._connection.request("PUT", "/job", body=body))
+
+    async def start(self) -> StatusResponse:
+        """Let training go on. Takes the admin token."""
+        return StatusResponse.model_validate(await self._connection.request("POST", "/start"))
+
+    async def stop(self) -> StatusResponse:
+        """Stop training and sampling, after the batch being learned. Takes the admin token."""
+        return StatusResponse.model_validate(await self._connection.request("POST", "/stop"))
+
+    async def checkpoints(self) -> list[CheckpointInfo]:
+        """The checkpoints on the server's disk, oldest first."""
+        answer = await self._connection.request("GET", "/checkpoints")
+        return [CheckpointInfo.model_validate(item) for item in answer]
+
+    async def checkpoint(self) -> CheckpointInfo:
+        """Save a checkpoint of the present policy, between two batches."""
+        answer = await self._connection.request("POST", "/checkpoints", server_wait=SAVING_WAIT)
+        return CheckpointInfo.model_validate(answer)
+
+    async def export(self) -> CheckpointInfo:
+        """Have the present policy written as a plain Hugging Face folder, on the server's disk, between two batches."""
+        answer = await self._connection.request("POST", "/exports", server_wait=SAVING_WAIT)
+        return CheckpointInfo.model_validate(answer)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _target(status: StatusResponse, steps: int) -> int:
+    """The policy version at which `steps` more batches are learned, if the server can get there."""
+    if steps < 1:
+        raise ValueError(f"steps = {steps}: at least one is needed")
+    if status.state in ("offline", "failed"):
+        raise Conflict(f"the engine is {status.state}: {status.waiting_for}", code=f"engine_{status.state}")
+    target = status.policy_version + steps
+    if status.max_steps and target > status.max_steps:
+        raise InvalidRequest(
+            f"the job ends at max_steps = {status.max_steps} and the policy is at version {status.policy_version}: "
+            f"{status.max_steps - status.policy_version} steps are left, {steps} were asked for",
+            param="steps",
+        )
+    return target

@@ -1,0 +1,211 @@
+"""The way of one request: authorisation, retries, and problem bodies turned into the project's exceptions.
+
+Everything is asynchronous; the synchronous client drives this same code (see `threads.py`). Two kinds of failure
+are retried, with exponential back-off and full jitter: the server not answering (bounded by `Retry.patience`), and
+answers that mean "later" (429, 503; bounded by the caller's own patience, `Retry-After` honoured). A repeated request
+carries the same `Idempotency-Key`, so it has one effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from agentjet.client.settings import TOKEN_VARIABLE, ClientSettings
+from agentjet.errors import (
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    Later,
+    NotFound,
+    RequestError,
+    TooLarge,
+    Unauthorized,
+    Unreachable,
+)
+from agentjet.protocol import Event, Problem
+
+PREFIX = "/swarm/v1"
+ERRORS: dict[int, type[RequestError]] = {
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    413: TooLarge,
+}
+GATEWAY_TROUBLE = frozenset({502, 503, 504})
+"""Without one of our problem bodies these come from something between client and server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How long and how often a request is repeated. Times in seconds; clock and sleep can be replaced by tests."""
+
+    patience: float = 120.0
+    """How long a server that stopped answering is waited for: a restart should fit."""
+    first_patience: float = 3.0
+    """The same before the server has ever answered: the address is probably wrong."""
+    first_delay: float = 0.1
+    longest_delay: float = 10.0
+    timeout: float = 30.0
+    """Of one attempt, besides what the server was asked to wait."""
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    clock: Callable[[], float] = time.monotonic
+    jitter: Callable[[], float] = random.random
+
+    def delay(self, attempt: int) -> float:
+        """Back-off before repeat number `attempt` (from 0): half fixed, half random."""
+        ceiling = min(self.longest_delay, self.first_delay * 2.0 ** min(attempt, 16))
+        return ceiling * (0.5 + 0.5 * self.jitter())
+
+
+class Connection:
+    """A server, as seen by one client. Belongs to the event loop that first used it."""
+
+    def __init__(
+        self, settings: ClientSettings, *, retry: Retry, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.settings = settings
+        self.retry = retry
+        self._answered = False
+        self._http = httpx.AsyncClient(
+            base_url=settings.url,
+            headers={"Authorization": f"Bearer {settings.token}"} if settings.token else {},
+            timeout=retry.timeout,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # Reading the system's certificates takes 20 ms, which plain http does not need.
+            verify=settings.url.startswith("https"),
+            trust_env=not settings.is_loopback,
+            transport=transport,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: BaseModel | None = None,
+        key: str | None = None,
+        patience: float | None = None,
+        server_wait: float = 0.0,
+    ) -> Any:
+        """Send a control request until it is answered; returns the decoded JSON body.
+
+        `key` is the `Idempotency-Key` of a POST, by default a new one. `patience` bounds how long answers that mean
+        "later" are retried (default: `Retry.patience`; 0: not at all); `server_wait` is what the server was asked to
+        hold the request. Raises a `RequestError` or `Unreachable`.
+        """
+        retry, started, attempt = self.retry, self.retry.clock(), 0
+        patience = retry.patience if patience is None else patience
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex} if method == "POST" else {}
+        payload = body.model_dump(mode="json") if body is not None else None
+        error: RequestError | Unreachable
+        while True:
+            try:
+                response = await self._http.request(
+                    method, PREFIX + path, json=payload, headers=headers, timeout=retry.timeout + server_wait
+                )
+                self._answered = True
+                if response.is_success:
+                    return response.json() if response.content else None
+                error = self._error(response)
+                if not isinstance(error, Later):
+                    raise error
+                allowed, delay = patience, max(error.retry_after, retry.delay(attempt))
+            except httpx.TransportError as problem:
+                error = self._unreachable(problem)
+                allowed = retry.patience if self._answered else retry.first_patience
+                delay = retry.delay(attempt)
+            if retry.clock() - started + delay > allowed:
+                raise error
+            await retry.sleep(delay)
+            attempt += 1
+
+    async def events(self, after: int = 0) -> AsyncGenerator[Event]:
+        """The server's events numbered above `after`, without end; a broken stream is taken up again."""
+        attempt = 0
+        while True:
+            try:
+                async with self._http.stream(
+                    "GET",
+                    f"{PREFIX}/events",
+                    headers={"Last-Event-ID": str(after), "Accept": "text/event-stream"},
+                    timeout=httpx.Timeout(self.retry.timeout, read=None),
+                ) as response:
+                    if not response.is_success:
+                        await response.aread()
+                        raise self._error(response)
+                    self._answered = True
+                    async for event in _parse_events(response):
+                        attempt, after = 0, event.seq
+                        yield event
+            except Later as error:
+                await self.retry.sleep(max(error.retry_after, self.retry.delay(attempt)))
+            except httpx.TransportError as problem:
+                # Patience is counted in sleeps here: each repeat of an unanswered stream fails at once.
+                if self.retry.first_delay * 2.0**attempt > self.retry.patience:
+                    raise self._unreachable(problem) from problem
+                await self.retry.sleep(self.retry.delay(attempt))
+            attempt += 1
+
+    def _unreachable(self, problem: httpx.TransportError) -> Unreachable:
+        reason = str(problem) or type(problem).__name__
+        return Unreachable(
+            f"no answer from {self.settings.url} ({reason}): is the server running there? Start one with "
+            "`agentjet serve`, or give the right address as an argument or in AGENTJET_URL"
+        )
+
+    def _error(self, response: httpx.Response) -> RequestError:
+        """The exception for an answer that is not a success."""
+        status = response.status_code
+        problem = _problem(response)
+        text = (problem.detail or problem.title) if problem else response.text[:500] or response.reason_phrase
+        code = problem.code if problem else None
+        if status == 429 or status in GATEWAY_TROUBLE:
+            return Later(text, retry_after=_retry_after(response, problem), code=code, status=status)
+        if status == 401:
+            text += f" ({self.settings.url}; a client takes the token as an argument or from {TOKEN_VARIABLE})"
+        kind = ERRORS.get(status, InvalidRequest if status < 500 else RequestError)
+        error = kind(text, code=code or ("server_error" if status >= 500 else None), status=status)
+        error.param = problem.param if problem else None
+        return error
+
+
+def _problem(response: httpx.Response) -> Problem | None:
+    try:
+        return Problem.model_validate_json(response.content)
+    except ValidationError:
+        return None
+
+
+def _retry_after(response: httpx.Response, problem: Problem | None) -> float:
+    """Seconds to wait, from the body (exact) or the header (whole seconds); 0 leaves it to the back-off."""
+    if problem is not None and problem.retry_after is not None:
+        return problem.retry_after
+    try:
+        return max(0.0, float(response.headers.get("Retry-After", "0")))
+    except ValueError:
+        return 0.0
+
+
+async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
+    """Server-sent events whose data is one `Event` each; comments (keep-alives) are skipped."""
+    lines: list[str] = []
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            lines.append(line[5:].strip())
+        elif not line and lines:
+            yield Event.model_validate(json.loads("\n".join(lines)))
+            lines = []

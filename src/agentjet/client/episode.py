@@ -1,0 +1,178 @@
+"""`AsyncEpisode` and `Episode`: one attempt at a task, as the agent holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from agentjet.client.connection import Connection
+from agentjet.errors import Conflict, InvalidRequest, NotFound
+from agentjet.protocol import AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
+from agentjet.types import EpisodeStatus, Mode, Reward
+
+Drive = Callable[[Coroutine[Any, Any, EpisodeView]], EpisodeView]
+
+STOPPED = "the client stopped"
+GOODBYE_SECONDS = 5.0
+"""How long the abort of a cancelled episode is tried: its lease would reclaim it anyway."""
+
+
+class _Attempt:
+    """What both kinds of episode show: how the agent reaches the model, and what it is an attempt at."""
+
+    def __init__(self, begun: BeginResponse, request: BeginRequest) -> None:
+        self.begun = begun
+        self.request = request
+        self.id: str = begun.episode_id
+        self.base_url: str = begun.base_url
+        """OpenAI-compatible; give it to any SDK together with `api_key`."""
+        self.api_key: str = begun.api_key
+        self.model: str = begun.model
+        self.policy_version: int = begun.policy_version
+        self.lease_seconds: float = begun.lease_seconds
+        self.task_id: str = request.task_id
+        self.task_set: str = request.task_set
+        self.group: str = request.group or request.task_id
+        self.mode: Mode = request.mode
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id} of task {self.task_id!r}>"  # never the key
+
+
+class AsyncEpisode(_Attempt):
+    """An episode to be awaited. As a context manager it aborts unless `finish` was called inside."""
+
+    def __init__(self, connection: Connection, begun: BeginResponse, request: BeginRequest) -> None:
+        super().__init__(begun, request)
+        self._connection = connection
+        self.status: EpisodeStatus = "live"
+        """As far as this client knows."""
+        self.reward: Reward | None = None
+        """What it was finished with."""
+
+    async def finish(self, reward: float | Reward) -> EpisodeView:
+        """End the episode with its reward.
+
+        Raises `InvalidRequest` before anything is sent when a number is not finite, `Conflict` when the episode was
+        aborted or its lease has run out.
+        """
+        reward = checked_reward(reward)
+        body = FinishRequest(reward=reward.value, by_role=dict(reward.by_role), metrics=dict(reward.metrics))
+        view = await self._post("finish", body)
+        self.reward = reward
+        return view
+
+    async def abort(self, reason: str = "", *, patience: float | None = None) -> EpisodeView:
+        """End the episode without a score; it will not be trained on. `patience`: seconds to keep trying."""
+        return await self._post("abort", AbortRequest(reason=reason[:2000]), patience=patience)
+
+    async def heartbeat(self) -> EpisodeView:
+        """Show life: renews the lease. Calls of the model do so too."""
+        return await self._post("heartbeat", None)
+
+    async def _post(
+        self, verb: str, body: FinishRequest | AbortRequest | None, patience: float | None = None
+    ) -> EpisodeView:
+        try:
+            answer = await self._connection.request(
+                "POST", f"/episodes/{quote(self.id, safe='')}/{verb}", body=body, patience=patience
+            )
+        except (Conflict, NotFound) as error:
+            if self.status == "live":
+                self.status = "aborted" if error.code == "episode_aborted" else "expired"
+            raise
+        view = EpisodeView.model_validate(answer)
+        self.status = view.status
+        return view
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.status == "live":
+            await self.abort(abort_reason(error))
+
+
+class Episode(_Attempt):
+    """An episode for synchronous code: the same, each method returning when it is done.
+
+    `drive` runs a coroutine on the loop of `episode`'s client and returns its result.
+    """
+
+    def __init__(self, episode: AsyncEpisode, drive: Drive) -> None:
+        super().__init__(episode.begun, episode.request)
+        self._episode = episode
+        self._drive = drive
+
+    @property
+    def status(self) -> EpisodeStatus:
+        """As far as this client knows."""
+        return self._episode.status
+
+    @property
+    def reward(self) -> Reward | None:
+        """What it was finished with."""
+        return self._episode.reward
+
+    def finish(self, reward: float | Reward) -> EpisodeView:
+        """See `AsyncEpisode.finish`."""
+        return self._drive(self._episode.finish(reward))
+
+    def abort(self, reason: str = "") -> EpisodeView:
+        """See `AsyncEpisode.abort`."""
+        return self._drive(self._episode.abort(reason))
+
+    def heartbeat(self) -> EpisodeView:
+        """See `AsyncEpisode.heartbeat`."""
+        return self._drive(self._episode.heartbeat())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.status == "live":
+            self.abort(abort_reason(error))
+
+
+def abort_reason(error: BaseException | None) -> str:
+    """Why an episode ended without a reward, in one line."""
+    if error is None:
+        return "left without a reward"
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def checked_reward(reward: object) -> Reward:
+    """What an agent returned, as a `Reward` whose every number is finite.
+
+    Raises `InvalidRequest` (422) naming the number that is not, or the type that is no reward.
+    """
+    if isinstance(reward, Reward):
+        numbers = {"reward": reward.value}
+        numbers |= {f"by_role[{name!r}]": value for name, value in reward.by_role.items()}
+        numbers |= {f"metrics[{name!r}]": value for name, value in reward.metrics.items()}
+    else:
+        numbers = {"reward": reward}  # type: ignore[dict-item]
+    for name, value in numbers.items():
+        try:
+            finite = math.isfinite(value) and not isinstance(value, str)
+        except TypeError:
+            raise InvalidRequest(
+                f"{name} is {value!r}: an agent returns a number or a Reward",
+                code="invalid_reward",
+                status=422,
+                param=name,
+            ) from None
+        if not finite:
+            raise InvalidRequest(
+                f"{name} is {value}: it must be a finite number", code="invalid_reward", status=422, param=name
+            )
+    if isinstance(reward, Reward):
+        return reward
+    return Reward(float(numbers["reward"]))

@@ -1,0 +1,134 @@
+"""What a person sees while `train` and `evaluate` run: a bar on a terminal, a line a step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self, TextIO
+
+from agentjet.client.report import EpisodeResult
+
+NUM_ERRORS_SHOWN = 3
+
+
+class Progress:
+    """Shows nothing; the base of what does. Also counts failures, so that each kind is shown once."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self.failures: Counter[str] = Counter()
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """A batch was learned."""
+        self.done += 1
+        reward = metrics.get("reward/mean")
+        speed = metrics.get("perf/tokens_per_second")
+        parts = [] if reward is None else [f"reward {reward:.3f}"]
+        parts += [] if speed is None else [f"{speed:.0f} tokens/s"]
+        self._show("  ".join(parts))
+
+    def episode(self, result: EpisodeResult, *, counts: bool = False) -> None:
+        """An episode ended; `counts`: episodes are what is being counted."""
+        if result.outcome != "finished":
+            self.failures[result.error] += 1
+            if self.failures[result.error] == 1 and len(self.failures) <= NUM_ERRORS_SHOWN:
+                self._note(f"episode of task {result.task_id!r} {result.outcome}: {result.error}")
+        if counts:
+            self.done += 1
+            self._show("")
+
+    def _show(self, text: str) -> None:
+        pass
+
+    def _note(self, text: str) -> None:
+        pass
+
+    def _with_failures(self, text: str) -> str:
+        failed = self.failures.total()
+        return f"{text}  {failed} failed" if failed else text
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class Lines(Progress):
+    """For logs: one line a step, at most `num_lines` in all."""
+
+    def __init__(
+        self, title: str, total: int, *, out: TextIO, num_lines: int = 100, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(total)
+        self._title = title
+        self._out = out
+        self._every = max(1, total // num_lines)
+        self._clock = clock
+        self._started = clock()
+
+    def _show(self, text: str) -> None:
+        if self.done % self._every and self.done != self.total:
+            return
+        left = (self._clock() - self._started) / self.done * (self.total - self.done)
+        line = self._with_failures(f"{self._title} {self.done}/{self.total}  {text}".rstrip())
+        self._note(f"{line}  {_minutes(left)} left" if left else line)
+
+    def _note(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+
+class Bar(Progress):
+    """For a terminal: a rich progress bar."""
+
+    def __init__(self, title: str, total: int) -> None:
+        super().__init__(total)
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            # One step takes seconds: the speed is averaged over the whole run, not over the last half minute.
+            TimeRemainingColumn(elapsed_when_finished=False),
+            speed_estimate_period=1800,
+        )
+        self._task = self._bar.add_task(title, total=total, text="")
+
+    def _show(self, text: str) -> None:
+        self._bar.update(self._task, completed=self.done, text=self._with_failures(text))
+
+    def _note(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def progress_for(title: str, total: int, *, wanted: bool, num_lines: int = 100) -> Progress:
+    """The fitting display on standard output, or none."""
+    if not wanted:
+        return Progress(total)
+    if sys.stdout.isatty():
+        return Bar(title, total)
+    return Lines(title, total, out=sys.stdout, num_lines=num_lines)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,0 +1,120 @@
+"""What training and evaluating give back."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Outcome = Literal["finished", "aborted", "expired"]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeResult:
+    """How one episode ended. `reward` is None unless it finished; `error` says why it did not."""
+
+    task_id: str
+    task_set: str
+    outcome: Outcome
+    policy_version: int
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch: the policy version it led to and the server's metrics of it."""
+
+    policy_version: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Counts over episodes."""
+
+    results: tuple[EpisodeResult, ...]
+
+    @property
+    def finished(self) -> tuple[EpisodeResult, ...]:
+        return tuple(result for result in self.results if result.outcome == "finished")
+
+    @property
+    def num_aborted(self) -> int:
+        """Episodes whose agent failed. They are in no mean."""
+        return sum(result.outcome == "aborted" for result in self.results)
+
+    @property
+    def num_expired(self) -> int:
+        """Episodes the server reclaimed before they were finished."""
+        return sum(result.outcome == "expired" for result in self.results)
+
+    @property
+    def errors(self) -> Counter[str]:
+        """Why episodes were not finished, and how often."""
+        return Counter(result.error for result in self.results if result.outcome != "finished")
+
+    @property
+    def mean_reward(self) -> float:
+        """Over finished episodes; NaN when there is none."""
+        return _mean([result.reward for result in self.finished if result.reward is not None])
+
+    def mean_metric(self, name: str) -> float:
+        """Over the finished episodes that carry the metric; NaN when none does."""
+        return _mean([result.metrics[name] for result in self.finished if name in result.metrics])
+
+
+@dataclass(frozen=True)
+class TrainReport(_Report):
+    """What `train` did: the steps, and this client's episodes."""
+
+    steps: tuple[Step, ...]
+    seconds: float
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Mean reward of each batch, over the episodes of all clients."""
+        return tuple(step.metrics.get("reward/mean", math.nan) for step in self.steps)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
+            f"{self.num_aborted} aborted, {self.num_expired} expired"
+        )
+
+
+@dataclass(frozen=True)
+class EvalReport(_Report):
+    """What `evaluate` saw. `results` are in the order of the tasks, repeats of a task together."""
+
+    seconds: float
+
+    @property
+    def policy_versions(self) -> tuple[int, int]:
+        """The lowest and the highest version that began an episode: they differ when the policy learned meanwhile."""
+        versions = [result.policy_version for result in self.results]
+        return min(versions), max(versions)
+
+    def __str__(self) -> str:
+        unfinished = self.num_aborted + self.num_expired
+        return f"mean reward {self.mean_reward:.3f} over {len(self.finished)} episodes, {unfinished} not finished"
+
+
+def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share (Wilson 1927), 95 % by default; (0, 1) when nothing was tried.
+
+    Unlike the normal approximation it stays inside [0, 1] and does not shrink to nothing at 0 or 1.
+    """
+    if trials == 0:
+        return 0.0, 1.0
+    share = successes / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,55 @@
+"""The client's settings: the only place in the client that reads the environment.
+
+`AGENTJET_URL` and `AGENTJET_TOKEN` stand in for arguments that were not given.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from agentjet.errors import ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8400"
+URL_VARIABLE = "AGENTJET_URL"
+TOKEN_VARIABLE = "AGENTJET_TOKEN"
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """Where the server is and how the client introduces itself."""
+
+    url: str
+    token: str
+    client_id: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the server is on this machine: then no proxy of the environment is asked."""
+        return urlsplit(self.url).hostname in LOOPBACK
+
+
+def load_settings(
+    url: str | None = None,
+    token: str | None = None,
+    client_id: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ClientSettings:
+    """Arguments first, then the environment, then the default address.
+
+    Raises `ConfigError` when the address is not an http(s) URL.
+    """
+    address = (url or environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/")
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{address!r} is not a server's address: expected something like {DEFAULT_URL}")
+    return ClientSettings(
+        url=address,
+        token=token if token is not None else environ.get(TOKEN_VARIABLE, ""),
+        client_id=client_id or f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
+    )

@@ -1,0 +1,138 @@
+"""`Swarm`: the client of one server for synchronous code. It holds no logic: `AsyncSwarm` does the work, in an event
+loop in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from agentjet.client.asynchronous import AsyncSwarm
+from agentjet.client.connection import Retry
+from agentjet.client.episode import Episode
+from agentjet.client.report import EvalReport, TrainReport
+from agentjet.client.rollout import Agent
+from agentjet.client.threads import LoopThread
+from agentjet.protocol import CheckpointInfo, Event, JobBody, StatusResponse
+from agentjet.types import Mode, Task
+
+
+class Swarm:
+    """A client of one server. May be used from several threads.
+
+    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN; `client_id` names this client to the server and should
+    be left alone unless several processes are one client.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        client_id: str | None = None,
+        retry: Retry | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._swarm = AsyncSwarm(url, token, client_id=client_id, retry=retry, transport=transport)
+        self._loop = LoopThread()
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._swarm.url
+
+    def begin(
+        self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
+    ) -> Episode:
+        """See `AsyncSwarm.begin`."""
+        begun = self._loop.run(self._swarm.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait))
+        return Episode(begun, self._loop.run)
+
+    @contextmanager
+    def episode(
+        self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
+    ) -> Iterator[Episode]:
+        """An episode as a context: leaving it without `finish`, or by an exception, aborts."""
+        with self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait) as episode:
+            yield episode
+
+    def train(
+        self,
+        agent: Agent,
+        tasks: Sequence[Task],
+        *,
+        steps: int,
+        concurrency: int = 32,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> TrainReport:
+        """See `AsyncSwarm.train`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
+        return self._loop.run(
+            self._swarm.train(agent, tasks, steps=steps, concurrency=concurrency, seed=seed, progress=progress)
+        )
+
+    def evaluate(
+        self,
+        agent: Agent,
+        tasks: Sequence[Task],
+        *,
+        repeats: int = 1,
+        concurrency: int = 64,
+        progress: bool = True,
+    ) -> EvalReport:
+        """See `AsyncSwarm.evaluate`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
+        return self._loop.run(
+            self._swarm.evaluate(agent, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+        )
+
+    def status(self) -> StatusResponse:
+        """See `AsyncSwarm.status`."""
+        return self._loop.run(self._swarm.status())
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """See `AsyncSwarm.events`."""
+        return self._loop.iterate(self._swarm.events(after))
+
+    def job(self) -> JobBody:
+        """See `AsyncSwarm.job`."""
+        return self._loop.run(self._swarm.job())
+
+    def set_job(self, job: Mapping[str, Any], *, revision: int) -> JobBody:
+        """See `AsyncSwarm.set_job`."""
+        return self._loop.run(self._swarm.set_job(job, revision=revision))
+
+    def start(self) -> StatusResponse:
+        """See `AsyncSwarm.start`."""
+        return self._loop.run(self._swarm.start())
+
+    def stop(self) -> StatusResponse:
+        """See `AsyncSwarm.stop`."""
+        return self._loop.run(self._swarm.stop())
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """See `AsyncSwarm.checkpoints`."""
+        return self._loop.run(self._swarm.checkpoints())
+
+    def checkpoint(self) -> CheckpointInfo:
+        """See `AsyncSwarm.checkpoint`."""
+        return self._loop.run(self._swarm.checkpoint())
+
+    def export(self) -> CheckpointInfo:
+        """See `AsyncSwarm.export`."""
+        return self._loop.run(self._swarm.export())
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        self._loop.run(self._swarm.close())
+        self._loop.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,163 @@
+"""The commands that look at a server, and `eval`: what they print, what they refuse, and how."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentjet.cli.main import app
+from agentjet.cli.picture import apart, draw_rewards, smooth
+from agentjet.cli.report import write_report
+from agentjet.cli.scoring import Score
+from agentjet.errors import AgentJetError, ConfigError, Unauthorized, Unreachable
+from tests.server.serving import TOKEN, Served
+
+
+def run(*arguments: str) -> str:
+    """What a command prints. Raises what it raises."""
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def at(served: Served) -> list[str]:
+    return ["--url", served.url, "--token", TOKEN]
+
+
+def test_status_for_people_and_for_programs(served: Served) -> None:
+    assert "state        rolling" in run("status", *at(served))
+    assert "step         0" in run("status", *at(served))
+    assert json.loads(run("status", "--json", *at(served)))["group_size"] == 2
+
+
+def test_a_token_may_be_in_a_file(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    run("status", "--url", served.url, "--token-file", str(tmp_path / "token"))
+    with pytest.raises(ConfigError, match=r"--token-file .*missing: No such file"):
+        run("status", "--url", served.url, "--token-file", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="exclude each other"):
+        run("status", *at(served), "--token-file", str(tmp_path / "token"))
+
+
+def test_a_wrong_token_says_where_the_right_one_is(served: Served) -> None:
+    with pytest.raises(Unauthorized, match=r"'token' of its data dir.*AGENTJET_TOKEN"):
+        run("status", "--url", served.url, "--token", "wrong")
+
+
+def test_no_server_is_a_sentence_and_exit_code_2() -> None:
+    with pytest.raises(Unreachable, match="agentjet serve"):
+        run("status", "--url", "http://127.0.0.1:9")
+    ended = subprocess.run(
+        [sys.executable, "-m", "agentjet.cli", "status", "--url", "localhost:9"], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("agentjet: 'localhost:9' is not a server's address")
+
+
+def test_checkpoints_and_export(served: Served, tmp_path: Path) -> None:
+    assert "none yet" in run("checkpoints", *at(served))
+    assert "step_000000" in run("checkpoints", "--create", *at(served))
+    [saved] = json.loads(run("checkpoints", "--json", *at(served)))
+    assert saved["policy_version"] == 0
+    out = tmp_path / "exported"
+    assert f"agentjet eval {out}" in run("export", str(out), *at(served))
+    assert (out / "model.txt").is_file()
+    with pytest.raises(ConfigError, match="exists"):
+        run("export", str(out), *at(served))
+
+
+def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
+    policy = tmp_path / "step_000001" / "policy"
+    policy.mkdir(parents=True)
+    with pytest.raises(AgentJetError, match="not a whole checkpoint"):
+        run("export", str(tmp_path / "out"), "--checkpoint", str(policy.parent))
+    (policy / "config.json").write_text("{}")
+    run("export", str(tmp_path / "out"), "--checkpoint", str(policy.parent))
+    assert (tmp_path / "out" / "config.json").is_file()
+    (policy / "adapter_config.json").write_text("{}")
+    with pytest.raises(AgentJetError, match="LoRA"):
+        run("export", str(tmp_path / "other"), "--checkpoint", str(policy.parent))
+
+
+def test_eval_of_a_running_server(served: Served) -> None:
+    printed = run("eval", served.url, "--token", TOKEN, "--tasks", "10", "--greedy", "--json")
+    score = json.loads(printed)
+    assert (score["success"], score["well_formed"], score["tasks"]) == (0.9, 0.9, 10)
+    assert score["answers"]["47+7"] == "many"
+    low, high = score["success_interval"]
+    assert 0.55 < low < 0.9 < high < 1.0
+    assert {asked.params.temperature for asked in served.run.compute.asked} == {0.0}
+    assert "90.0% of 10 first answers right" in run("eval", served.url, "--token", TOKEN, "--tasks", "10")
+    assert {asked.params.temperature for asked in served.run.compute.asked[10:]} == {1.0}
+
+
+def test_eval_draws_the_same_again_for_the_same_seed(served: Served) -> None:
+    for seed in ("1", "1", "2"):
+        run("eval", served.url, "--token", TOKEN, "--tasks", "5", "--seed", seed, "--concurrency", "1")
+    seeds = [asked.params.seed for asked in served.run.compute.asked]
+    assert seeds[:5] == seeds[5:10] != seeds[10:]
+    assert len(set(seeds)) == 10
+
+
+def test_eval_of_a_folder_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"'./a/b' is neither a folder nor an address"):
+        run("eval", "./a/b")
+
+
+def test_a_demo_never_removes_what_no_demo_made(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="not made by a demo"):
+        run("demo", "--out", str(tmp_path))
+    assert (tmp_path / "server" / "thesis.txt").exists()
+
+
+def test_a_demo_with_a_misspelt_setting_starts_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean job.batch_size\?"):
+        run("demo", "--out", str(tmp_path / "out"), "--set", "job.batchsize=3")
+    assert not (tmp_path / "out").exists()
+
+
+def scored(success: float, answers: dict[str, str]) -> Score:
+    return Score(
+        tasks=1,
+        success=success,
+        success_interval=(0.0, 1.0),
+        well_formed=1.0,
+        well_formed_interval=(0.0, 1.0),
+        answers=answers,
+        policy_version=0,
+        seconds=1.0,
+    )
+
+
+def test_the_report_is_one_file_and_escapes_what_models_say(tmp_path: Path) -> None:
+    before, after = scored(0.0, {"47+7": "<script>alert(1)</script>"}), scored(1.0, {"47+7": "54"})
+    picture, page = tmp_path / "reward.png", tmp_path / "report.html"
+    draw_rewards(picture, [0.1, 0.5, 0.9], before, after)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    result = {"steps": 3, "seconds": 90.0, "timings": {"train": 60.0}, "rewards": [0.1, 0.5, 0.9]}
+    write_report(page, "smollm2-135m", result, before, after, picture)
+    html = page.read_text()
+    assert "<script" not in html and "&lt;script&gt;" in html
+    assert "data:image/png;base64," in html
+    assert "http" not in html
+    assert '<td class="right">54' in html
+
+
+def test_smoothing_is_centred_and_keeps_the_ends() -> None:
+    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert smooth([0.0, 0.0, 5.0, 0.0, 0.0]) == [0.0, 5 / 3, 1.0, 5 / 3, 0.0]
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, 0.0), (0.5, 0.52), (0.52, 0.5), (0.01, 0.7)])
+def test_labels_stay_apart_and_above_the_axis(first: float, second: float) -> None:
+    low, high = apart(first, second)
+    assert abs(high - low) >= 0.05 - 1e-12
+    assert min(low, high) >= min(first, second) - 1e-12 or min(low, high) >= 0.025 - 1e-12
+    assert (high >= low) == (second >= first)

@@ -1,0 +1,198 @@
+"""1. What is retried, for how long, with which key. 2. How refusals become exceptions. 3. Where settings come from."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from agentjet.client import AsyncSwarm, Retry, Swarm
+from agentjet.client.settings import DEFAULT_URL, load_settings
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, RequestError, Unauthorized, Unreachable
+from agentjet.types import Reward
+from tests.client.server import TOKEN, URL, FakeServer
+
+
+@dataclass
+class FakeTime:
+    """A clock that moves only while something sleeps."""
+
+    now: float = 0.0
+    sleeps: list[float] = field(default_factory=list)
+
+    async def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def retry(self) -> Retry:
+        return Retry(sleep=self.sleep, clock=lambda: self.now, jitter=lambda: 1.0)
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    return FakeServer()
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+def connect(server: FakeServer, time: FakeTime | None = None, token: str = TOKEN) -> AsyncSwarm:
+    return AsyncSwarm(URL, token, retry=(time or FakeTime()).retry(), transport=server.transport())
+
+
+def test_a_lost_answer_is_asked_for_again_and_has_one_effect(server: FakeServer, time: FakeTime) -> None:
+    async def scenario() -> None:
+        swarm = connect(server, time)
+        await swarm.status()
+        server.lose_answers = 2
+        episode = await swarm.begin("t")
+        server.lose_answers = 1
+        await episode.finish(Reward(0.5))
+
+    asyncio.run(scenario())
+    assert len(server.episodes) == 1
+    assert server.episodes["ep0"].reward == 0.5
+    assert server.requests["POST episodes"] == 3
+    assert time.sleeps[:2] == [0.1, 0.2]
+
+
+def test_two_begins_are_two_episodes(server: FakeServer) -> None:
+    async def scenario() -> None:
+        swarm = connect(server)
+        assert (await swarm.begin("t")).id != (await swarm.begin("t")).id
+
+    asyncio.run(scenario())
+
+
+def test_an_episode_begun_for_a_client_that_no_longer_waits_is_given_back(server: FakeServer) -> None:
+    async def scenario() -> None:
+        server.hold_answers = asyncio.Event()
+        begin = asyncio.create_task(connect(server).begin("t"))
+        while not server.episodes:
+            await asyncio.sleep(0)
+        server.hold_answers = None
+        begin.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begin
+
+    asyncio.run(scenario())
+    assert server.by_status() == {"aborted": 1}
+
+
+def test_a_server_never_reached_is_given_up_soon_with_the_address_and_the_way_out(
+    server: FakeServer, time: FakeTime
+) -> None:
+    server.be_down = 10_000
+    with pytest.raises(Unreachable, match=r"http://127.0.0.1:8400 .*agentjet serve"):
+        asyncio.run(connect(server, time).status())
+    assert time.now <= 3.0
+
+
+def test_a_server_that_was_there_is_waited_for_through_a_restart(server: FakeServer, time: FakeTime) -> None:
+    async def scenario() -> None:
+        swarm = connect(server, time)
+        await swarm.status()
+        server.be_down = 14
+        await swarm.status()
+
+    asyncio.run(scenario())
+    assert time.now > 60.0
+    assert max(time.sleeps) == 10.0
+
+
+def test_retry_after_is_honoured(server: FakeServer, time: FakeTime) -> None:
+    server.say_later = 2
+    asyncio.run(connect(server, time).status())
+    assert time.sleeps == [7.0, 7.0]
+
+
+def test_begin_waits_for_room_as_long_as_it_is_told(server: FakeServer, time: FakeTime) -> None:
+    async def scenario() -> None:
+        swarm = connect(server, time)
+        for group in "ab":
+            await swarm.begin("t", group=group)
+        with pytest.raises(Later) as refused:
+            await swarm.begin("t", group="c", wait=5.0)
+        assert refused.value.code == "batch_full"
+
+    asyncio.run(scenario())
+    assert 0 < time.now <= 5.0
+
+
+def test_a_wrong_token_is_refused_at_once_and_told_where_the_token_is(server: FakeServer, time: FakeTime) -> None:
+    with pytest.raises(Unauthorized, match=r"in the file 'token'.*AGENTJET_TOKEN") as refused:
+        asyncio.run(connect(server, time, token="wrong").status())
+    assert refused.value.code == "token_invalid"
+    assert not time.sleeps
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), Reward(1.0, metrics={"x": float("nan")}), None, "1.0"])
+def test_a_reward_that_is_no_finite_number_is_never_sent(server: FakeServer, reward: float) -> None:
+    async def scenario() -> None:
+        episode = await connect(server).begin("t")
+        with pytest.raises(InvalidRequest, match=r"reward|metrics") as refused:
+            await episode.finish(reward)
+        assert refused.value.status == 422
+        assert episode.status == "live"
+
+    asyncio.run(scenario())
+    assert server.requests["POST finish"] == 0
+
+
+def test_an_answer_that_is_no_problem_body_still_becomes_an_error() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(500, text="<html>oops</html>"))
+    swarm = AsyncSwarm(URL, TOKEN, transport=transport)
+    with pytest.raises(RequestError, match="oops") as failed:
+        asyncio.run(swarm.status())
+    assert (failed.value.status, failed.value.code) == (500, "server_error")
+
+
+def test_leaving_an_episode_without_a_reward_aborts_it() -> None:
+    server = FakeServer(batch_size=3)
+    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+        with swarm.episode("a"):
+            pass
+        with pytest.raises(RuntimeError, match="broken tool"), swarm.episode("b"):
+            raise RuntimeError("broken tool")
+        with swarm.episode("c") as episode:
+            assert episode.finish(1).status == "finished"
+        with pytest.raises(Conflict):
+            episode.finish(0.0)
+    assert [view.status for view in server.episodes.values()] == ["aborted", "aborted", "finished"]
+    assert server.episodes["ep1"].reason == "RuntimeError: broken tool"
+
+
+def test_events_are_taken_up_where_they_broke_off(server: FakeServer, time: FakeTime) -> None:
+    async def scenario() -> list[int]:
+        for number in range(5):
+            server.emit("state", {"state": "rolling", "n": number})
+        server.drop_streams_after = 2
+        seen: list[int] = []
+        async for event in connect(server, time).events(after=1):
+            seen.append(event.seq)
+            if event.seq == 5:
+                break
+        return seen
+
+    assert asyncio.run(scenario()) == [2, 3, 4, 5]
+    assert server.requests["GET events"] == 2
+
+
+def test_arguments_come_before_the_environment() -> None:
+    environ = {"AGENTJET_URL": "http://box:1/", "AGENTJET_TOKEN": "from-env"}
+    assert load_settings(environ=environ).url == "http://box:1"
+    assert load_settings(environ=environ).token == "from-env"
+    assert not load_settings(environ=environ).is_loopback
+    assert load_settings("http://localhost:2", "given", environ=environ).token == "given"
+    assert load_settings(environ={}).url == DEFAULT_URL
+    assert load_settings(environ={}).client_id != load_settings(environ={}).client_id
+
+
+def test_an_address_without_scheme_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'localhost:8400'.*http://"):
+        load_settings("localhost:8400", environ={})
