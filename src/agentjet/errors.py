@@ -97,9 +97,7 @@ class Later(RequestError):
     status = 429
     code = "later"
 
-    def __init__(
-        self, message: str, *, retry_after: float, code: str | None = None, status: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, retry_after: float, code: str | None = None, status: int | None = None) -> None:
         super().__init__(message, code=code, status=status)
         self.retry_after = retry_after
 

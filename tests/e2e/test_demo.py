@@ -1,0 +1,130 @@
+"""`agentjet demo` and `agentjet eval` on a tiny model: real processes from end to end.
+
+Pinned here:
+1. the demo writes what it promises, and `result.json` has the agreed keys;
+2. the exported folder loads in `transformers` and answers, one at a time, what the server's policy answers, greedy and
+sampled; 3. Ctrl-C ends it with exit code 130 and leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import PATIENCE, Server, environment, is_running
+from tests.tiny import make_model
+
+pytestmark = pytest.mark.e2e
+
+AGREED = {
+    "seed",
+    "steps",
+    "seconds",
+    "tasks",
+    "base_success",
+    "final_success",
+    "episodes",
+    "aborted",
+    "multi_turn_share",
+}
+PLAIN = ["--set", "model.threads=1", "--set", "model.dtype=float32", "--set", "model.device=cpu"]
+SMALL = [*PLAIN, "--set", "job.batch_size=2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "agentjet.cli", *arguments]
+
+
+def evaluate(target: str, *arguments: str) -> dict[str, Any]:
+    ended = subprocess.run(
+        command("eval", target, "--json", "--tasks", "8", "--concurrency", "1", *arguments),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == 0, ended.stderr
+    answers: dict[str, Any] = json.loads(ended.stdout)["answers"]
+    return answers
+
+
+def test_demo_and_the_model_it_exports(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = subprocess.run(
+        command(
+            "demo", "--model", str(model), "--steps", "2", "--tasks", "10", "--seed", "3", "--out", str(out), *SMALL
+        ),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads((out / "result.json").read_text())
+    assert result.keys() >= AGREED
+    assert (result["seed"], result["steps"], result["tasks"], result["aborted"]) == (3, 2, 10, 0)
+    assert result["episodes"] >= 2 * 2 * 8
+    assert 0 < result["multi_turn_share"] <= 1
+    assert len(result["rewards"]) == 2 and all(map(math.isfinite, result["rewards"]))
+    assert (out / "reward.png").stat().st_size > 10_000
+    assert "data:image/png" in (out / "report.html").read_text()
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoModelForCausalLM.from_pretrained(out / "model").num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(out / "model").chat_template
+
+    with Server(model, out / "server", job__max_steps=2) as server:
+        assert server.get("/status")["policy_version"] == 2
+        for how in (["--greedy"], ["--seed", "5"]):
+            answers = evaluate(server.url, "--token", server.token, *how)
+            assert evaluate(str(out / "model"), *PLAIN, *how) == answers
+
+
+def test_ctrl_c_ends_the_demo_and_its_server(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "demo.log"
+    with log.open("wb") as output:
+        demo = subprocess.Popen(
+            command("demo", "--model", str(model), "--steps", "5000", "--tasks", "2", "--out", str(tmp_path), *SMALL),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+        )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while "step 1 " not in (text := server_log(tmp_path)):
+            assert demo.poll() is None and time.monotonic() < deadline, text + log.read_text()
+            time.sleep(0.05)
+        [server] = children(demo.pid)
+        [worker] = children(server)
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(PATIENCE) == 130
+    finally:
+        demo.kill()
+    assert not is_running(server) and not is_running(worker)
+    assert "interrupted" in log.read_text()
+    assert list((tmp_path / "server" / "checkpoints").glob("step_*"))
+
+
+def server_log(out: Path) -> str:
+    path = out / "server" / "serve.log"
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children that any thread of `pid` started."""
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for group in found for child in group]

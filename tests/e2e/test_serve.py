@@ -1,0 +1,144 @@
+"""`agentjet serve` from the outside: real processes, a real (tiny) model, OpenAI's SDK, signals.
+
+Pinned here:
+1. it prints its address, where its tokens are and what to type next; it answers and learns;
+2. Ctrl-C saves a checkpoint and leaves no process behind; the same command resumes at that version;
+3. killed outright, it replays the journal to the same weights, bit by bit, and a live episode goes on with its key;
+4. a worker that is killed is replaced, and the agents notice nothing;
+5. what cannot work is refused before the model is loaded, in a sentence that names the setting.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server, environment, is_running, serve_command
+from tests.tiny import make_model, make_tokenizer
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_serve_learn_stop_and_resume(model: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "run"
+    with Server(model, data_dir) as server:
+        assert str(data_dir / "token") in server.output
+        assert (data_dir / "token").stat().st_mode & 0o777 == 0o600
+        episode = server.begin(mode="eval")
+        plain = server.ask(episode, "hello", temperature=0, logprobs=True)
+        assert plain.usage.completion_tokens == len(plain.choices[0].logprobs.content) > 0
+        with server.agent(episode) as client:
+            stream = client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "hello"}], temperature=0, stream=True
+            )
+            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert streamed == plain.choices[0].message.content
+        server.batch()
+        assert "in use by another server" in refused(model, data_dir)
+        [worker] = server.workers()
+        assert server.interrupt() == 0
+        assert not is_running(worker)
+        assert "Checkpoint of policy version 1" in server.output
+    folder = data_dir / "checkpoints" / "step_000001"
+    assert (folder / "policy" / "config.json").exists() and (folder / "state.json").exists()
+    other = make_tokenizer(tmp_path / "other")
+    said = refused(other, data_dir)
+    assert "server.data_dir" in said and str(model) in said and str(other) in said
+    with Server(model, data_dir) as server:
+        assert server.get("/status")["policy_version"] == 1
+        server.batch()
+        assert [event for event in (data_dir / "metrics.jsonl").read_text().splitlines() if '"step": 2' in event]
+
+
+def test_killed_and_started_again_it_has_the_same_weights(model: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "run"
+
+    def exported(server: Server) -> bytes:
+        folder = Path(server.post("/exports")["path"])
+        weights = (folder / "model.safetensors").read_bytes()
+        folder.rename(folder.with_name("compared"))
+        return weights
+
+    with Server(model, data_dir) as server:
+        server.batch()
+        server.batch()
+        before = exported(server)
+        episode = server.begin()
+        first = server.ask(episode, "hello")
+        [worker] = server.workers()
+        server.kill()
+    with Server(model, data_dir) as server:
+        assert not is_running(worker), "the worker ended with its gateway"
+        assert server.get("/status")["policy_version"] == 2
+        (data_dir / "exports" / "compared").rename(data_dir / "exports" / "before")
+        assert exported(server) == before
+        # The port is another one; the key is the same.
+        history: list[Any] = [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "and now?"},
+        ]
+        with server.agent({**episode, "base_url": server.url + "/v1"}) as client:
+            second = client.chat.completions.create(model="policy", messages=history)
+        # Of its first answer not a token is read again differently.
+        grown = second.usage.prompt_tokens - first.usage.prompt_tokens - first.usage.completion_tokens
+        assert 0 < grown < 30
+        assert server.post(f"/episodes/{episode['episode_id']}/finish", reward=1)["num_calls"] == 2
+
+
+def test_a_worker_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> None:
+    with Server(model, tmp_path / "run") as server:
+        server.batch()
+        episode = server.begin(mode="eval")
+        [worker] = server.workers()
+        answers: list[Any] = []
+        asking = threading.Thread(target=lambda: answers.append(server.ask(episode, "hello", max_tokens=400)))
+        asking.start()
+        server.until(lambda: server.get("/status")["calls_active"] == 1)
+        os.kill(worker, signal.SIGKILL)
+        asking.join(60)
+        assert answers and answers[0].system_fingerprint == "policy-1"
+        assert server.workers() != [worker]
+        assert server.get("/status")["policy_version"] == 1
+        server.batch()
+
+
+def refused(model: Path | str, data_dir: Path, *options: str, **settings: Any) -> str:
+    """What a server that cannot begin says before it ends with exit code 2."""
+    done = subprocess.run(
+        serve_command(model, data_dir, *options, **settings), capture_output=True, env=environment(), timeout=120
+    )
+    said = done.stderr.decode()
+    assert done.returncode == 2, said
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_port_in_use(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(model, tmp_path / "run", "--port", str(port))
+    assert f"server.port = {port}" in said and "--port 0" in said
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    said = refused(tmp_path / "nowhere", tmp_path / "run")
+    assert "model.name" in said and "nowhere" in said
+
+
+def test_settings_that_cannot_be(model: Path, tmp_path: Path) -> None:
+    assert "job.batch_size" in refused(model, tmp_path / "run", "--set", "job.bach_size=3")
+    assert "group_size = 1" in refused(model, tmp_path / "run", job__group_size=1)
+    assert "nothing but loopback" in refused(model, tmp_path / "run", "--host", "0.0.0.0")

@@ -1,0 +1,151 @@
+"""1. The split: nothing held out is trained on, swapped operands included. 2. The rewards. 3. The shipped settings
+load. 4. The agent against a scripted model: two turns, feedback, what it sends back. 5. The example script runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from agentjet.cli.arithmetic import SETTINGS, FirstAnswer, agent, held_out_tasks, training_tasks
+from agentjet.cli.arithmetic.agent import is_number, score
+from agentjet.client import AsyncEpisode, Episode
+from agentjet.config import load_config
+from agentjet.protocol import BeginRequest, BeginResponse
+from agentjet.types import Task
+
+
+def test_held_out_sums_are_never_trained_on_either_way_round() -> None:
+    held_out = {frozenset(task.payload) for task in held_out_tasks()}
+    assert len(held_out) == len(held_out_tasks()) == 500
+    assert held_out.isdisjoint({frozenset(task.payload) for task in training_tasks()})
+    assert len({task.id for task in training_tasks()}) == len(training_tasks())
+    assert held_out_tasks(10) == held_out_tasks()[:10]
+
+
+@pytest.mark.parametrize("count", [0, 501])
+def test_there_are_500_held_out_sums(count: int) -> None:
+    with pytest.raises(ValueError, match="between 1 and 500"):
+        held_out_tasks(count)
+
+
+def test_a_better_answer_never_earns_less() -> None:
+    ladder = ["I do not know", "about 7", "The answer is 42.", "999", "40", "42"]
+    scores = [score(answer, 42) for answer in ladder]
+    assert scores == sorted(scores)
+    assert scores[0] == 0.0 and scores[-1] == 1.0
+    assert scores[-2] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "formed"), [("7", True), (" 42\n", True), ("1000", False), ("4 2", False), ("", False), ("٤", False)]
+)
+def test_well_formed_is_a_number_and_nothing_else(answer: str, formed: bool) -> None:
+    assert is_number(answer) == formed
+
+
+def test_the_shipped_settings_load() -> None:
+    config = load_config(SETTINGS, environ={})
+    assert config.job.max_steps > 0
+    assert config.model.name == "smollm2-135m"
+
+
+@dataclass
+class ScriptedModel:
+    """An OpenAI-compatible server that says what its script says and keeps what it was asked."""
+
+    script: Sequence[str]
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    def episode(self, task: Task) -> Episode:
+        begun = BeginResponse(
+            episode_id="ep1",
+            base_url=f"{self.url}/v1",
+            api_key="the-key",
+            model="policy",
+            policy_version=0,
+            lease_seconds=60,
+            expires_at=0,
+        )
+        asynchronous = AsyncEpisode(None, begun, BeginRequest(task_id=task.id))  # type: ignore[arg-type]
+        return Episode(asynchronous, drive=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def model() -> Iterator[ScriptedModel]:
+    model = ScriptedModel(script=[])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.headers["Authorization"] == "Bearer the-key"
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            model.asked.append(body)
+            message = {"role": "assistant", "content": model.script[len(model.asked) - 1]}
+            choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+            answer = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+            payload = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    model.url = f"http://127.0.0.1:{server.server_port}"
+    yield model
+    server.shutdown()
+    server.server_close()
+
+
+TASK = Task("3+4", payload=(3, 4))
+
+
+def test_a_right_first_answer_ends_the_episode(model: ScriptedModel) -> None:
+    model.script = [" 7\n"]
+    reward = agent(TASK, model.episode(TASK))
+    assert (reward.value, reward.metrics["turns"]) == (1.0, 1.0)
+    assert model.asked[0]["model"] == "policy"
+    assert [message["role"] for message in model.asked[0]["messages"]] == ["user"]
+
+
+@pytest.mark.parametrize(("first", "feedback"), [("8", "wrong"), (" The sum is 7.", "not just a number")])
+def test_another_answer_gets_feedback_and_a_second_try_worth_less(
+    model: ScriptedModel, first: str, feedback: str
+) -> None:
+    model.script = [first, "7"]
+    reward = agent(TASK, model.episode(TASK))
+    assert 0 < reward.value < 1
+    assert reward.metrics["turns"] == 2.0
+    again = model.asked[1]["messages"]
+    assert [message["role"] for message in again] == ["user", "assistant", "user"]
+    assert again[1]["content"] == first  # exactly what the model said, or its tokens could not be recognised
+    assert feedback in again[2]["content"]
+
+
+def test_the_evaluation_counts_the_first_answer_only(model: ScriptedModel) -> None:
+    model.script = ["8", "seven", "7"]
+    examiner = FirstAnswer(temperature=0.0, seed=3)
+    rewards = [examiner(TASK, model.episode(TASK)) for _ in model.script]
+    assert [reward.value for reward in rewards] == [0.0, 0.0, 1.0]
+    assert [reward.metrics["well_formed"] for reward in rewards] == [1.0, 0.0, 1.0]
+    assert examiner.answers == {"3+4": "7"}
+    assert {(body["temperature"], body["seed"]) for body in model.asked} == {(0.0, model.asked[0]["seed"])}
+
+
+def test_the_example_is_the_same_agent() -> None:
+    script = Path(__file__).parents[2] / "examples" / "arithmetic" / "agent.py"
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(script.read_text(), str(script), "exec"), names)
+    assert names["agent"] is agent
+    assert callable(names["main"])

@@ -1,0 +1,203 @@
+"""The table of `docs/architecture.md`, enforced: who may import whom, and what never meets torch.
+
+1. A room imports only the rooms its row names; every file stands in a room.
+2. A library is imported only where the row names it, `lazy` ones only inside functions.
+3. Importing the light rooms loads neither torch nor transformers, and the client loads nothing of the server's. This is
+   asked of a fresh interpreter, since parsing cannot see what a library drags in.
+4. No file is longer than 500 lines, and nothing is called utils.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "agentjet"
+MAX_LINES = 500
+VAGUE = {"utils", "util", "helpers", "misc", "common"}
+
+
+@dataclass(frozen=True)
+class Room:
+    """`ours` are rooms or single modules, `libraries` third-party packages, `lazy` those only inside functions."""
+
+    ours: frozenset[str]
+    libraries: frozenset[str] = frozenset()
+    lazy: frozenset[str] = frozenset()
+
+
+def room(ours: str, libraries: str = "", lazy: str = "") -> Room:
+    return Room(frozenset(ours.split()), frozenset(libraries.split()), frozenset(lazy.split()))
+
+
+VOCABULARY = "errors types"
+ROOMS = {
+    "errors": room(""),
+    "types": room(""),
+    "config": room(VOCABULARY, "pydantic pydantic_core"),
+    "protocol": room(VOCABULARY, "pydantic"),
+    "timeline": room(VOCABULARY, "numpy"),
+    "rendering": room(f"{VOCABULARY} config", "jinja2 tokenizers"),
+    "algorithms": room(f"{VOCABULARY} config", "numpy", lazy="torch"),
+    "swarm": room(f"{VOCABULARY} config protocol timeline algorithms.advantages", "numpy"),
+    "compute": room(
+        f"{VOCABULARY} config timeline rendering algorithms",
+        "gguf msgpack numpy peft safetensors torch transformers",
+    ),
+    "gateway": room(
+        f"{VOCABULARY} config protocol timeline rendering swarm algorithms.advantages compute.protocol", "numpy"
+    ),
+    "server": room(f"{VOCABULARY} config protocol gateway", "fastapi itsdangerous pydantic starlette uvicorn"),
+    "client": room(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
+    "research": room(f"{VOCABULARY} config client", "jinja2 matplotlib numpy optuna scipy", lazy="httpx"),
+    "__init__": room(f"{VOCABULARY} client"),
+}
+COMMAND_LINE = room(" ".join(ROOMS), "httpx jinja2 matplotlib numpy openai pydantic rich typer uvicorn")
+LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "server", "swarm", "cli.main")]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, with the line and whether it stands inside a function (or is for the type checker only)."""
+
+    module: str
+    line: int
+    lazy: bool
+
+
+def source_files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The first part of the path inside the package: a folder's name or a module's."""
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> list[Import]:
+    found: list[Import] = []
+
+    def visit(node: ast.AST, lazy: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            inside = lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                inside = True
+            found.extend(Import(module, child.lineno, inside) for module in imported_modules(child, path))
+            visit(child, inside)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), lazy=False)
+    return found
+
+
+def imported_modules(node: ast.AST, path: Path) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{path}:{node.lineno}: write agentjet.<room>, so that the direction can be read"
+        yield from (defining_module(node.module or "", alias.name) for alias in node.names)
+
+
+def defining_module(module: str, name: str) -> str:
+    """Where `from module import name` leads: to a submodule, through a package's re-export, or to the module itself."""
+    if module.split(".")[0] != "agentjet":
+        return module
+    folder = SOURCE.joinpath(*module.split(".")[1:])
+    if (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists():
+        return f"{module}.{name}"
+    package = folder / "__init__.py"
+    if package.exists():
+        for node in ast.parse(package.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
+                own = (node.module or "").startswith(f"{module}.")  # what it hands on from another room is its own word
+                return node.module if own and node.module else module
+    return module
+
+
+def violations(name: str, path: Path) -> Iterator[str]:
+    """What the file at `path` may not import as a part of room `name`."""
+    rules = COMMAND_LINE if name == "cli" else ROOMS[name]
+    for found in imports(path):
+        where = f"{name}/{path.name}:{found.line} imports {found.module}"
+        top, *rest = found.module.split(".")
+        if top == "agentjet":
+            target = ".".join(rest)
+            own = not rest or rest[0] == name
+            if not own and not any(target == allowed or target.startswith(f"{allowed}.") for allowed in rules.ours):
+                yield f"{where}: {name} may import {sorted(rules.ours)}"
+        elif top not in sys.stdlib_module_names | rules.libraries:
+            if top not in rules.lazy:
+                yield f"{where}: {name} may use {sorted(rules.libraries | rules.lazy)}"
+            elif not found.lazy:
+                yield f"{where}: in {name} only inside functions"
+
+
+def test_every_file_stands_in_a_room() -> None:
+    assert {room_of(path) for path in source_files()} <= {*ROOMS, "cli"}
+
+
+def test_rooms_import_only_what_their_row_names() -> None:
+    problems = [problem for path in source_files() for problem in violations(room_of(path), path)]
+    assert not problems, "\n".join(problems)
+
+
+def test_arrows_point_up_the_table() -> None:
+    order = list(ROOMS)
+    for name, rules in ROOMS.items():
+        above = {allowed.split(".")[0] for allowed in rules.ours}
+        assert all(order.index(other) < order.index(name) for other in above), name
+
+
+@pytest.mark.parametrize(
+    ("room_name", "line", "problem"),
+    [
+        ("timeline", "import torch", "may use"),
+        ("client", "import rich.progress", "only inside functions"),
+        ("swarm", "from agentjet.algorithms import losses", "may import"),
+        ("gateway", "from agentjet.compute.embedded import EmbeddedCompute", "may import"),
+        ("gateway", "from agentjet.compute import Compute", None),
+        ("client", "def f():\n    import rich", None),
+        ("server", "from agentjet.server import auth", None),
+    ],
+)
+def test_the_rule_itself(room_name: str, line: str, problem: str | None, tmp_path: Path) -> None:
+    """Planted imports are found, and allowed ones are not."""
+    planted = tmp_path / "planted.py"
+    planted.write_text(line)
+    found = list(violations(room_name, planted))
+    assert (len(found) == 1 and problem in found[0]) if problem else not found
+
+
+def loaded_by(module: str) -> set[str]:
+    """Top-level packages in a fresh interpreter after importing `module`."""
+    program = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["agentjet", *LIGHT, "agentjet.compute.embedded"])
+def test_light_rooms_load_no_torch(module: str) -> None:
+    assert not loaded_by(module) & {"torch", "transformers", "peft"}
+
+
+@pytest.mark.parametrize("module", ["agentjet", "agentjet.client", "agentjet.cli.main"])
+def test_client_loads_nothing_of_the_servers(module: str) -> None:
+    """`pip install agentjet` without an extra must be able to import these."""
+    servers = {"fastapi", "jinja2", "matplotlib", "msgpack", "numpy", "openai", "starlette", "tokenizers", "uvicorn"}
+    assert not loaded_by(module) & servers
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "bench", "examples"])
+def test_files_fit_in_the_head(folder: str) -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert {str(path): n for path, n in lengths.items() if n > MAX_LINES} == {}
+    assert [
+        str(path) for path in lengths if VAGUE & {part.lower() for part in path.relative_to(ROOT).with_suffix("").parts}
+    ] == []

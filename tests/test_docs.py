@@ -1,0 +1,167 @@
+"""What the documents say is true.
+
+1. Every `agentjet ...` command in them parses, with its options; every `make ...` target exists.
+2. Python snippets compile, what they import exists, and what they call on a swarm or episode takes those arguments.
+3. `docs/settings.md` is what `make docs` would write; every setting has a meaning; settings named in prose exist.
+4. Links lead somewhere; the table of rooms is the one that is enforced; the tree in the README is the tree.
+5. (e2e) The README's agent trains a tiny model, word for word.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from agentjet import Episode, Swarm
+from agentjet.cli.child import ChildServer
+from agentjet.cli.main import app
+from agentjet.config import setting_names, settings_table
+from agentjet.config.table import sections, settings
+from tests.test_architecture import ROOMS
+from tests.tiny import make_model
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+README = ROOT / "README.md"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of a page in a language; "" is none."""
+    return [text for written, text in FENCE.findall(page.read_text(encoding="utf-8")) if written == language]
+
+
+def inline(page: Path) -> list[str]:
+    """The inline code of a page, outside its code blocks."""
+    return re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def commands(page: Path, program: str) -> Iterator[list[str]]:
+    """The arguments of every command of `program` in a page's shell blocks and inline code."""
+    lines = [line for language in ("bash", "") for block in blocks(page, language) for line in block.splitlines()]
+    for line in [*lines, *inline(page)]:
+        if re.match(rf"(\S*/)?{program} ", line):
+            yield shlex.split(line, comments=True)[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_parse(page: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    for name, *arguments in commands(page, "agentjet"):
+        if name == "--help":
+            continue
+        assert name in group.commands, f"agentjet {name}"
+        if "--help" not in arguments:
+            group.commands[name].make_context(name, arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_make_targets_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target, *_ in commands(page, "make"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    assert ["test"] in list(commands(README, "make"))
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == "make test"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_snippets_are_true(page: Path) -> None:
+    for snippet in blocks(page, "python"):
+        tree = ast.parse(snippet, str(page))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    importlib.import_module(alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module or "")
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+            elif isinstance(node, ast.Call):
+                check_call(node)
+
+
+def check_call(node: ast.Call) -> None:
+    """A method called on a name that always means the same thing in our pages exists and takes these arguments."""
+    kinds: dict[str, type] = {"swarm": Swarm, "episode": Episode}
+    if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        kind = kinds.get(node.func.value.id)
+        if kind is not None:
+            method = getattr(kind, node.func.attr)
+            keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg}
+            inspect.signature(method).bind(None, *node.args, **keywords)
+
+
+def test_settings_page_is_current() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page.startswith("# Settings\n")
+    assert page.endswith(settings_table()), "run `make docs`"
+
+
+def test_every_setting_has_a_meaning() -> None:
+    for prefix, section in sections():
+        assert section.__doc__, prefix
+        assert [name for name, field in settings(section) if not field.description] == [], prefix
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_settings_named_in_prose_exist(page: Path) -> None:
+    known = {*setting_names(), *(name for name, _ in sections())}
+    tops = {name.split(".")[0] for name in known}
+    named = [code for code in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", code) and code.split(".")[0] in tops]
+    assert [name for name in named if name not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_table_of_rooms_is_the_enforced_one() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Rooms")[1]
+    rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ?([^|]*?) ?\|$", text, re.MULTILINE))
+    assert rows.pop("cli") == "everything"
+    enforced = {name: set(rules.ours) for name, rules in ROOMS.items() if (ROOT / "src" / "agentjet" / name).is_dir()}
+    written = {name: set(filter(None, imports.split(", "))) for name, imports in rows.items()}
+    assert written == {**enforced, "errors": set(), "types": set()}
+
+
+def test_tree_in_the_readme_is_the_tree() -> None:
+    [tree] = [block for block in blocks(README, "") if block.startswith("src/agentjet/")]
+    rooms = {name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()}
+    folders = {path.parent.name for path in (ROOT / "src" / "agentjet").glob("*/__init__.py")}
+    assert rooms == {*folders, "errors.py", "types.py"}
+    assert [name for name in re.findall(r"^(\w+)/", tree, re.MULTILINE) if not (ROOT / name).is_dir()] == []
+
+
+@pytest.mark.e2e
+def test_readmes_agent_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the address, the number of batches and how much is evaluated are replaced."""
+    snippet = blocks(README, "python")[0]
+    model = make_model(tmp_path / "model")
+    file = tmp_path / "settings.toml"
+    file.write_text("[job]\nmax_tokens = 8\n", encoding="utf-8")
+    overrides = [f"model.name='{model}'", "model.threads=1", "model.dtype='float32'"]
+    with ChildServer(file, overrides, tmp_path / "data") as server:
+        server.connect().close()
+        monkeypatch.setenv("AGENTJET_TOKEN", (server.data_dir / "token").read_text().strip())
+        names: dict[str, Any] = {}
+        for written, here in (("http://127.0.0.1:8400", server.url), ("steps=20", "steps=1"), ("[:50]", "[:2]")):
+            assert written in snippet
+            snippet = snippet.replace(written, here)
+        exec(compile(snippet, str(README), "exec"), names)
+    report = names["report"]
+    assert len(report.steps) == 1
+    assert (len(report.finished), report.num_aborted) == (64, 0), report.errors
