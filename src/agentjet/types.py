@@ -75,6 +75,7 @@ class Conversation:
 class SamplingParams:
     """How one completion is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing.
 
+    At most `piece_tokens` tokens are delivered at a time: 1 for whoever reads along, more where only the end counts.
     The reported log-probabilities are those of the distribution sampled from, after temperature and truncation.
     A given (`seed`, prompt, weights) samples the same tokens whatever else runs, up to rounding of batched arithmetic.
     """
@@ -84,6 +85,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    piece_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)

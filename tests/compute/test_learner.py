@@ -111,6 +111,24 @@ def test_the_forests_gradient_is_that_of_one_row_per_call(tiny_folder: Path, alg
     assert float((ours - baseline).norm() / baseline.norm()) < 1e-9
 
 
+def test_branches_without_advantage_are_not_computed_and_change_nothing(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder)
+    rows = sampled_rows(policy)
+    flat = [
+        Row(r.tokens, r.logprobs, r.versions, r.advantage if r.sequence < 4 else 0.0, 1.0, r.sequence) for r in rows
+    ]
+    in_double(policy)
+    for algorithm in (ALGORITHMS[0], AlgorithmConfig(loss="gspo", aggregation="sequence_mean")):
+        computed = gradients(policy, [build_forest(flat)], algorithm)
+        whole = gradients(policy, [build_forest(flat)], algorithm.model_copy(update={"kl_coef": 1e-300}))
+        assert float((computed - whole).norm() / whole.norm()) < 1e-9
+    learner = Learner(policy)
+    forest = build_forest(flat)
+    assert learner.learn(forest, job(), 0)["forest/tokens_computed"] < 0.6 * forest.num_nodes
+    quiet = [Row(r.tokens, r.logprobs, r.versions, 0.0, 1.0, r.sequence) for r in rows]
+    assert learner.learn(build_forest(quiet), job(), 1)["forest/tokens_computed"] == 0
+
+
 def test_micro_batches_change_nothing(tiny_folder: Path) -> None:
     policy = make_policy(tiny_folder)
     forest = build_forest(sampled_rows(policy))

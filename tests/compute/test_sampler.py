@@ -50,7 +50,7 @@ def test_reported_logprobs_are_those_of_the_distribution_sampled_from(policy: Po
 def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     params = SamplingParams(max_tokens=1, temperature=0.5)
-    draws = [pick(logits, [params], [u])[0][0] for u in np.linspace(0, 1, 4001)[:-1]]
+    draws = [pick(logits, [0], [params], [u])[0][0] for u in np.linspace(0, 1, 4001)[:-1]]
     expected = (logits[0] / 0.5).softmax(-1)
     assert np.bincount(draws, minlength=4) / len(draws) == pytest.approx(expected.numpy(), abs=1e-3)
 
@@ -60,14 +60,17 @@ def test_truncation_keeps_the_right_tokens_and_renormalises() -> None:
     assert truncate(logits, 2, 1.0).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
     assert truncate(logits, 0, 0.79).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
     assert truncate(logits, 0, 0.81).softmax(-1)[3] == 0
-    chosen, logprobs = pick(logits[None], [SamplingParams(max_tokens=1, top_k=2)], [0.99])
+    chosen, logprobs = pick(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [0.99])
     assert chosen == [1] and logprobs[0] == pytest.approx(np.log(0.375), abs=1e-6)
 
 
 def test_greedy_takes_the_most_likely_and_a_neighbour_does_not_notice() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
-    chosen, _ = pick(logits, [SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1)], [0.0, 0.0])
-    assert chosen == [1, 0]
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    greedy, warm, cold = (SamplingParams(max_tokens=1, temperature=t) for t in (0.0, 1.0, 0.5))
+    chosen, logprobs = pick(logits, [0, 0, 0], [greedy, warm, cold], [0.0, 0.0, 0.0])
+    assert chosen == [1, 0, 0]
+    assert logprobs[1] == pytest.approx(float(logits[0].log_softmax(-1)[0]), abs=1e-6)
+    assert logprobs[2] == pytest.approx(float((logits[0] / 0.5).log_softmax(-1)[0]), abs=1e-6)
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(policy: Policy) -> None:
@@ -92,6 +95,41 @@ def test_shared_prefixes_and_continuations_change_nothing(policy: Policy) -> Non
     assert second[9][0] == fresh[9][0]
     assert second[9][1] == pytest.approx(fresh[9][1], abs=1e-5)
     assert first[0][1] == pytest.approx(reference_logprobs(policy, prompt, first[0][0], 1.0), abs=1e-4)
+
+
+def test_each_token_in_context_is_computed_once_between_repeats_too(policy: Policy) -> None:
+    policy.end_tokens = frozenset()
+    sampler = Sampler(policy, 64, 16384)
+    prompts = [np.concatenate([tokens(1, 20), tokens(g, 10)]) for g in range(3)]
+    requests = {
+        g * 8 + i: (prompts[g], SamplingParams(max_tokens=7, temperature=0.05, seed=i))
+        for g in range(3)
+        for i in range(8)
+    }
+    out = run(sampler, requests)
+    # The last sampled token is never computed: nothing follows it.
+    contexts = {
+        tuple(np.concatenate([prompt, out[id][0]])[: n + 1])
+        for id, (prompt, _) in requests.items()
+        for n in range(len(prompt) + 6)
+    }
+    assert sampler.num_computed == len(contexts)
+    assert len(contexts) < 0.5 * sum(len(prompt) + 6 for prompt, _ in requests.values())
+    for id, (prompt, params) in requests.items():
+        alone = run(Sampler(policy, 1, 4096), {id: (prompt, params)})[id]
+        assert out[id][0] == alone[0]
+        assert out[id][1] == pytest.approx(alone[1], abs=1e-4)
+
+
+def test_completions_that_part_without_room_wait_for_it(policy: Policy) -> None:
+    policy.end_tokens = frozenset()
+    crowded = Sampler(policy, 64, 768)  # three rows for eight completions that part at once
+    requests = {i: (tokens(7, 30), SamplingParams(max_tokens=9, temperature=2.0, seed=i)) for i in range(8)}
+    out = run(crowded, requests)
+    roomy = run(Sampler(policy, 64, 16384), requests)
+    for i in requests:
+        assert out[i][0] == roomy[i][0]
+        assert out[i][1] == pytest.approx(roomy[i][1], abs=1e-4)
 
 
 def test_long_and_short_requests_run_side_by_side(policy: Policy) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentjet.cli.arithmetic import SETTINGS, FirstAnswer, agent, held_out_tasks, training_tasks
-from agentjet.cli.arithmetic.agent import is_number, score
+from agentjet.cli.arithmetic.agent import is_equation, is_right
 from agentjet.client import AsyncEpisode, Episode
 from agentjet.config import load_config
 from agentjet.protocol import BeginRequest, BeginResponse
@@ -35,19 +35,22 @@ def test_there_are_500_held_out_sums(count: int) -> None:
         held_out_tasks(count)
 
 
-def test_a_better_answer_never_earns_less() -> None:
-    ladder = ["I do not know", "about 7", "The answer is 42.", "999", "40", "42"]
-    scores = [score(answer, 42) for answer in ladder]
-    assert scores == sorted(scores)
-    assert scores[0] == 0.0 and scores[-1] == 1.0
-    assert scores[-2] < 1.0
-
-
 @pytest.mark.parametrize(
-    ("answer", "formed"), [("7", True), (" 42\n", True), ("1000", False), ("4 2", False), ("", False), ("٤", False)]
+    ("answer", "formed", "right"),
+    [
+        ("3 + 4 = 7", True, True),
+        (" 3 + 4 = 7\n", True, True),
+        ("3 + 4 = 8", True, False),
+        ("4 + 3 = 7", False, False),
+        ("3 + 4 = 7.", False, False),
+        ("3 + 4 = 1234", False, False),
+        ("3 + 4 = ٧", False, False),
+        ("7", False, False),
+        ("", False, False),
+    ],
 )
-def test_well_formed_is_a_number_and_nothing_else(answer: str, formed: bool) -> None:
-    assert is_number(answer) == formed
+def test_an_answer_is_the_equation_and_nothing_else(answer: str, formed: bool, right: bool) -> None:
+    assert (is_equation(answer, 3, 4), is_right(answer, 3, 4)) == (formed, right)
 
 
 def test_the_shipped_settings_load() -> None:
@@ -111,35 +114,36 @@ def model() -> Iterator[ScriptedModel]:
 TASK = Task("3+4", payload=(3, 4))
 
 
-def test_a_right_first_answer_ends_the_episode(model: ScriptedModel) -> None:
-    model.script = [" 7\n"]
+@pytest.mark.parametrize(("answer", "value"), [(" 3 + 4 = 7\n", 1.0), ("The sum is 7.", 0.0)])
+def test_a_right_answer_and_anything_but_an_equation_end_the_episode(
+    model: ScriptedModel, answer: str, value: float
+) -> None:
+    model.script = [answer]
     reward = agent(TASK, model.episode(TASK))
-    assert (reward.value, reward.metrics["turns"]) == (1.0, 1.0)
+    assert (reward.value, reward.metrics["turns"]) == (value, 1.0)
     assert model.asked[0]["model"] == "policy"
     assert [message["role"] for message in model.asked[0]["messages"]] == ["user"]
 
 
-@pytest.mark.parametrize(("first", "feedback"), [("8", "wrong"), (" The sum is 7.", "not just a number")])
-def test_another_answer_gets_feedback_and_a_second_try_worth_less(
-    model: ScriptedModel, first: str, feedback: str
-) -> None:
-    model.script = [first, "7"]
+def test_a_wrong_sum_gets_feedback_and_a_second_try_worth_less(model: ScriptedModel) -> None:
+    first = " 3 + 4 = 8"
+    model.script = [first, "3 + 4 = 7"]
     reward = agent(TASK, model.episode(TASK))
     assert 0 < reward.value < 1
     assert reward.metrics["turns"] == 2.0
     again = model.asked[1]["messages"]
     assert [message["role"] for message in again] == ["user", "assistant", "user"]
     assert again[1]["content"] == first  # exactly what the model said, or its tokens could not be recognised
-    assert feedback in again[2]["content"]
+    assert "wrong" in again[2]["content"]
 
 
 def test_the_evaluation_counts_the_first_answer_only(model: ScriptedModel) -> None:
-    model.script = ["8", "seven", "7"]
+    model.script = ["3 + 4 = 8", "seven", "3 + 4 = 7"]
     examiner = FirstAnswer(temperature=0.0, seed=3)
     rewards = [examiner(TASK, model.episode(TASK)) for _ in model.script]
     assert [reward.value for reward in rewards] == [0.0, 0.0, 1.0]
     assert [reward.metrics["well_formed"] for reward in rewards] == [1.0, 0.0, 1.0]
-    assert examiner.answers == {"3+4": "7"}
+    assert examiner.answers == {"3+4": "3 + 4 = 7"}
     assert {(body["temperature"], body["seed"]) for body in model.asked} == {(0.0, model.asked[0]["seed"])}
 
 

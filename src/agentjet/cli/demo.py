@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from agentjet.client import Swarm, TrainReport
 
 DEFAULT_OUT = Path("agentjet-demo")
-CONCURRENCY = 64
+CONCURRENCY = 128
 """Held-out sums asked at the same time."""
 
 

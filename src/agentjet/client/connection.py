@@ -81,7 +81,7 @@ class Connection:
             base_url=settings.url,
             headers={"Authorization": f"Bearer {settings.token}"} if settings.token else {},
             timeout=retry.timeout,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
             # Reading the system's certificates takes 20 ms, which plain http does not need.
             verify=settings.url.startswith("https"),
             trust_env=not settings.is_loopback,

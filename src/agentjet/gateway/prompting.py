@@ -41,9 +41,9 @@ def prepare(
     bodies: dict[int, bytes] = {}
     for i, call in tree.recognise(conversation).items():
         if history == "as_sampled":
-            bodies[i] = renderer.generation_tail + renderer.encode_tokens(call.completion)
+            bodies[i] = renderer.generation_tail + tree.encoded_completion(call.id)
         elif not call.response.reasoning:
-            bodies[i] = renderer.encode_tokens(call.completion)
+            bodies[i] = tree.encoded_completion(call.id)
     match = tree.match(renderer.render(conversation, sampled=bodies))
     suffix = renderer.tokenize(match.suffix)
     return Prompt(

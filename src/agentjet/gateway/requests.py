@@ -10,6 +10,8 @@ from agentjet.errors import InvalidRequest
 from agentjet.types import Call, Conversation, FinishReason, Mode, SamplingParams
 
 MAX_CHOICES = 64
+PIECE_TOKENS = 64
+"""Tokens the worker sends at a time where nobody reads along and no stop string waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ def sampling_params(request: CallRequest, job: JobConfig, mode: Mode) -> Samplin
         top_p=request.top_p,
         top_k=request.top_k,
         seed=request.seed or 0,
+        piece_tokens=1 if request.stream or request.stop else PIECE_TOKENS,
     )
 
 

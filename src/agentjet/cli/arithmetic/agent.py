@@ -1,7 +1,7 @@
 """An agent that adds two numbers, written with OpenAI's SDK.
 
-It asks the model. If the answer is wrong, or not just a number, it says so and asks once more. What it returns is the
-reward; that is all AgentJet needs to know of it.
+It asks the model for an equation. An equation with a wrong sum gets feedback and a second try; anything else ends the
+episode. What it returns is the reward; that is all AgentJet needs to know of it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from openai.types.chat import ChatCompletionMessageParam
 from agentjet.client import Episode
 from agentjet.types import Reward, Task
 
-QUESTION = "What is {a} + {b}? Reply with only the number."
-NOT_A_NUMBER = "That is not just a number. What is {a} + {b}? Reply with only the number."
-WRONG = "That is wrong. What is {a} + {b}? Reply with only the number."
+QUESTION = "What is {a} + {b}? Reply with only the equation."
+FEEDBACK = "That is wrong. Try again."
+SECOND_TRY = 0.3
+"""What a right answer is worth at the second try; at the first it is worth 1."""
 MAX_TOKENS = 12
-SECOND_TRY = 0.5
-"""What an answer is worth at the second try, compared with the first."""
 
 # A new client costs 17 ms, a copy of one for another episode nothing. The server is on this machine: no proxy is asked.
 OPENAI = openai.OpenAI(
@@ -35,32 +34,21 @@ def agent(task: Task, episode: Episode) -> Reward:
     a, b = task.payload
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION.format(a=a, b=b)}]
     first = ask(episode, messages)
-    if is_right(first, a + b):
-        return Reward(1.0, metrics={"turns": 1.0})
-    feedback = WRONG if is_number(first) else NOT_A_NUMBER
-    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": feedback.format(a=a, b=b)}]
+    if is_right(first, a, b) or not is_equation(first, a, b):
+        return Reward(float(is_right(first, a, b)), metrics={"turns": 1.0})
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": FEEDBACK}]
     second = ask(episode, messages)
-    return Reward(max(score(first, a + b), SECOND_TRY * score(second, a + b)), metrics={"turns": 2.0})
+    return Reward(SECOND_TRY * is_right(second, a, b), metrics={"turns": 2.0})
 
 
-def score(answer: str, total: int) -> float:
-    """1 for the sum; less for another number, the less the further off; next to nothing for anything else."""
-    if is_right(answer, total):
-        return 1.0
-    if is_number(answer):
-        return 0.2 + 0.3 * max(0.0, 1 - abs(int(answer) - total) / 20)
-    numbers = re.findall(r"\d+", answer)
-    return 0.15 if str(total) in numbers else 0.05 if numbers else 0.0
+def is_right(answer: str, a: int, b: int) -> bool:
+    """Whether an answer is the right equation and nothing else."""
+    return answer.strip() == f"{a} + {b} = {a + b}"
 
 
-def is_right(answer: str, total: int) -> bool:
-    """Whether an answer is the sum and nothing else."""
-    return answer.strip() == str(total)
-
-
-def is_number(answer: str) -> bool:
-    """Whether an answer is well formed: a number of at most three digits and nothing else."""
-    return re.fullmatch(r"[0-9]{1,3}", answer.strip()) is not None
+def is_equation(answer: str, a: int, b: int) -> bool:
+    """Whether an answer is well formed: an equation for this sum, right or wrong, and nothing else."""
+    return re.fullmatch(rf"{a} \+ {b} = [0-9]{{1,3}}", answer.strip()) is not None
 
 
 def ask(
@@ -92,7 +80,7 @@ class FirstAnswer:
         """By task id."""
 
     def __call__(self, task: Task, episode: Episode) -> Reward:
-        """1 or 0; the metric `well_formed` is 1 where the answer was just a number."""
+        """1 or 0; the metric `well_formed` is 1 where the answer was an equation for the sum."""
         a, b = task.payload
         answer = ask(
             episode,
@@ -101,4 +89,4 @@ class FirstAnswer:
             seed=zlib.crc32(f"{self.seed}/{task.id}".encode()),
         )
         self.answers[task.id] = answer
-        return Reward(float(is_right(answer, a + b)), metrics={"well_formed": float(is_number(answer))})
+        return Reward(float(is_right(answer, a, b)), metrics={"well_formed": float(is_equation(answer, a, b))})

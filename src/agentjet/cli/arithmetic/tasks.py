@@ -11,7 +11,7 @@ import random
 
 from agentjet.types import Task
 
-OPERANDS = range(50)
+OPERANDS = range(40)
 NUM_HELD_OUT = 500
 SPLIT_SEED = 1234
 

@@ -182,9 +182,9 @@ class EmbeddedCompute:
     def _dispatch(self, frame: frames.Frame) -> None:
         if "tokens" in frame:
             version = frame["version"]
-            for id, token, logprob, reason in frame["tokens"]:
+            for id, tokens, logprobs, reason in frame["tokens"]:
                 if (queue := self._streams.get(id)) is not None:
-                    queue.put_nowait(Sampled((token,), (logprob,), version, reason))
+                    queue.put_nowait(Sampled(tuple(tokens), tuple(logprobs), version, reason))
             return
         id = frame["id"]
         error = _ERRORS.get(frame["error"], ComputeError)(frame["message"]) if "error" in frame else None

@@ -21,7 +21,7 @@ GROWTH = 4
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's place. `tokens[:filled]` have their keys and values stored."""
+    """One sequence's place. `tokens[:filled]` have their keys and values stored; `users` completions share it."""
 
     arena: Arena
     index: int
@@ -30,6 +30,7 @@ class Row:
     filled: int = 0
     active: bool = True
     last_used: int = 0
+    users: int = 0
 
     def set_tokens(self, tokens: NDArray[np.int32]) -> None:
         self.tokens[: len(tokens)] = tokens
@@ -96,13 +97,23 @@ class Cache:
                 return None
             row = taken
             if source is not None and shared:
-                row.arena.keys[:, row.index, :, :shared] = source.arena.keys[:, source.index, :, :shared]
-                row.arena.values[:, row.index, :, :shared] = source.arena.values[:, source.index, :, :shared]
+                self._copy_keys(source, row, shared)
         row.set_tokens(prompt)
         row.filled = shared
         row.active = True
         row.last_used = self._clock
         return row
+
+    def branch(self, row: Row) -> Row | None:
+        """Another row with the same tokens and keys, for a completion that goes on differently; None: no room now."""
+        twin = self._take_row(row.arena.capacity, keep=row)
+        if twin is None:
+            return None
+        self._copy_keys(row, twin, row.filled)
+        twin.set_tokens(row.tokens[: row.length])
+        twin.filled = row.filled
+        twin.last_used = self._clock
+        return twin
 
     def release(self, row: Row) -> None:
         """The sequence ended; its keys stay as a prefix until the room is needed."""
@@ -118,6 +129,10 @@ class Cache:
                     arena.rows[i] = None
                 elif row is not None:
                     row.filled = 0
+
+    def _copy_keys(self, source: Row, target: Row, count: int) -> None:
+        target.arena.keys[:, target.index, :, :count] = source.arena.keys[:, source.index, :, :count]
+        target.arena.values[:, target.index, :, :count] = source.arena.values[:, source.index, :, :count]
 
     def _capacity_for(self, length: int) -> int:
         capacity = FIRST_CAPACITY

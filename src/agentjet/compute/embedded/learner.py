@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,6 @@ class _Part:
     """
 
     forest: Forest
-    targets: NDArray[np.int64]
     weight: NDArray[np.float32]
     sequence_log_ratio: NDArray[np.float32] | None = None
     reference: Tensor | None = None
@@ -81,6 +81,7 @@ class Learner:
                 num_steps += 1
         return {
             **totals.metrics(),
+            "forest/tokens_computed": float(totals.num_nodes),
             "optim/lr": self._optimizer.param_groups[0]["lr"],
             "optim/steps": float(num_steps),
             "time/learn": time.perf_counter() - started,
@@ -101,28 +102,41 @@ class Learner:
         algorithm = job.algorithm
         parts = self._parts(forest, job)
         if algorithm.loss == "gspo":
-            self._add_sequence_ratios(forest, parts)
+            self._add_sequence_ratios(parts)
         if algorithm.kl_coef:
             for part in parts:
                 part.reference = self._reference_logprobs(part.forest)
+        computed = sum(part.forest.num_targets for part in parts)
         for part in parts:
-            self._accumulate(part, algorithm, totals, normalise=forest.num_targets)
+            self._accumulate(part, algorithm, totals, normalise=computed)
+        totals.num_nodes += sum(part.forest.num_nodes for part in parts)
         totals.grad_norms.append(self._apply(job.optimizer))
 
     def _parts(self, forest: Forest, job: JobConfig) -> list[_Part]:
-        """Micro-batches within the token budget, each token with its weight in the mini-batch's loss."""
-        weight = weights(forest.sequence, forest.num_sequences, job.algorithm)
-        return [_Part(piece, targets, weight[targets]) for piece, targets in split(forest, job.micro_batch_tokens)]
+        """Micro-batches within the token budget, each token with its weight in the mini-batch's loss.
 
-    def _add_sequence_ratios(self, forest: Forest, parts: list[_Part]) -> None:
+        A token with advantage 0 adds nothing to the loss when there is no KL term: where all members of a group earned
+        the same, its branches are not computed at all. Weights still count every token.
+        """
+        weight = weights(forest.sequence, forest.num_sequences, job.algorithm)
+        matters = np.full(forest.num_targets, True) if job.algorithm.kl_coef else forest.advantage != 0
+        if not matters.any():
+            return []
+        forest, weight = select(forest, matters), weight[matters]
+        return [_Part(piece, weight[targets]) for piece, targets in split(forest, job.micro_batch_tokens)]
+
+    def _add_sequence_ratios(self, parts: list[_Part]) -> None:
         """GSPO's sequence means of logp - old need every token of a sequence, in whatever micro-batches they lie."""
-        ratio = np.empty(forest.num_targets, np.float64)
+        sums: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         for part in parts:
-            ratio[part.targets] = self.logprobs(part.forest).double().cpu().numpy() - part.forest.logprob
-        _, inverse = np.unique(forest.sequence, return_inverse=True)
-        mean = np.bincount(inverse, ratio) / np.bincount(inverse)
+            ratios = self.logprobs(part.forest).double().cpu().numpy() - part.forest.logprob
+            for sequence, ratio in zip(part.forest.sequence.tolist(), ratios.tolist(), strict=True):
+                sums[sequence] += ratio
+                counts[sequence] += 1
         for part in parts:
-            part.sequence_log_ratio = mean[inverse[part.targets]].astype(np.float32)
+            means = [sums[sequence] / counts[sequence] for sequence in part.forest.sequence.tolist()]
+            part.sequence_log_ratio = np.array(means, np.float32)
 
     def logprobs(self, forest: Forest) -> Tensor:
         """Log-probabilities [M] of the forest's targets, without gradient."""
@@ -210,6 +224,9 @@ class Learner:
         """
         masters = list(self._masters.values())
         limit = optimizer.max_grad_norm or math.inf
+        for master in masters:  # a batch without any signal still moves by its momentum, as if zeros had been computed
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
         norm = float(torch.nn.utils.clip_grad_norm_(masters, limit))
         if math.isfinite(norm):
             self._optimizer.step()
@@ -259,11 +276,12 @@ def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
 
 
 class _Totals:
-    """Sums of per-token metrics over a batch, reported as means over tokens and optimiser steps."""
+    """Sums of per-token metrics over a batch, reported as means over the tokens computed and the optimiser steps."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self.grad_norms: list[float] = []
+        self.num_nodes = 0
 
     def add(self, name: str, values: Tensor, normalise: int) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / normalise

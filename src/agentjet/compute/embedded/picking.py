@@ -1,6 +1,6 @@
-"""Choosing the next token: temperature, truncation, one seeded uniform number a row.
+"""Choosing the next token: temperature, truncation, one seeded uniform number a completion.
 
-Shapes: R rows, V vocabulary.
+Shapes: C completions, R rows of logits, V vocabulary. Completions that share a row share its softmax, too.
 """
 
 from __future__ import annotations
@@ -13,30 +13,49 @@ from torch import Tensor
 from agentjet.types import SamplingParams
 
 
-def pick(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Sample a token a row from `logits` [R, V]; returns tokens and their log-probabilities.
+def pick(
+    logits: Tensor, of: Sequence[int], params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Sample one token for each of C completions; `of[c]` is the row of `logits` [R, V] that completion c samples from.
 
-    The log-probability is that of the distribution sampled from (after temperature and truncation). A greedy row
-    (temperature 0) reports the model's own, at temperature 1, since a certain choice has none worth reporting.
+    Returns tokens and log-probabilities: those of the distribution sampled from, after temperature and truncation. A
+    greedy completion (temperature 0) reports the model's own, at temperature 1, since a certain choice has none worth
+    reporting.
     """
-    logits = logits.float()
-    temperatures = [p.temperature or 1.0 for p in params]
+    shapes = [(row, p.temperature, p.top_k, p.top_p) for row, p in zip(of, params, strict=True)]
+    distinct = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
+    tempered = _tempered(logits, list(distinct))
+    normaliser = tempered.logsumexp(-1, keepdim=True)
+    cumulative = (tempered - normaliser).exp_().cumsum_(-1)
+    tokens, logprobs = [], []
+    greedy = tempered.argmax(-1).tolist() if any(p.temperature == 0 for p in params) else []
+    totals = cumulative[:, -1].tolist()
+    for shape, p, uniform in zip(shapes, params, uniforms, strict=True):
+        i = distinct[shape]
+        if p.temperature == 0:
+            tokens.append(greedy[i])
+        else:
+            # The last entry is 1 up to rounding; scaling by it keeps the threshold below it, so a token of
+            # probability 0 is never hit.
+            found = int(torch.searchsorted(cumulative[i], uniform * totals[i], right=True))
+            tokens.append(min(found, logits.shape[-1] - 1))
+        logprobs.append((i, tokens[-1]))
+    index = torch.tensor(logprobs, device=logits.device)
+    chosen = tempered[index[:, 0], index[:, 1]] - normaliser[index[:, 0], 0]
+    return tokens, chosen.tolist()
+
+
+def _tempered(logits: Tensor, shapes: Sequence[tuple[int, float, int, float]]) -> Tensor:
+    """Logits [D, V] of the distinct distributions, in float32, after temperature and truncation."""
+    rows = torch.tensor([row for row, *_ in shapes], device=logits.device)
+    tempered = logits.index_select(0, rows).float()
+    temperatures = [temperature or 1.0 for _, temperature, _, _ in shapes]
     if any(t != 1.0 for t in temperatures):
-        logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-    for i, p in enumerate(params):
-        if p.temperature > 0 and (p.top_k or p.top_p < 1):
-            logits[i] = truncate(logits[i], p.top_k, p.top_p)
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    cumulative = (logits - normaliser).exp_().cumsum_(-1)
-    # The last entry is 1 up to rounding; scaling by it keeps the threshold below it, so a token of probability 0 is
-    # never hit.
-    thresholds = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)[:, None] * cumulative[:, -1:]
-    chosen = torch.searchsorted(cumulative, thresholds, right=True).clamp_(max=logits.shape[-1] - 1)
-    greedy = [i for i, p in enumerate(params) if p.temperature == 0]
-    if greedy:
-        chosen[greedy] = logits[greedy].argmax(-1, keepdim=True)
-    logprobs = logits.gather(-1, chosen) - normaliser
-    return chosen[:, 0].tolist(), logprobs[:, 0].tolist()
+        tempered /= torch.tensor(temperatures, device=logits.device)[:, None]
+    for i, (_, temperature, top_k, top_p) in enumerate(shapes):
+        if temperature > 0 and (top_k or top_p < 1):
+            tempered[i] = truncate(tempered[i], top_k, top_p)
+    return tempered
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:

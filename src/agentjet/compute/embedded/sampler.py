@@ -1,13 +1,15 @@
-"""Continuous batching: every step computes waiting prompts and one new token for every running completion.
+"""Continuous batching in which every token-in-context is computed once, also between completions.
 
-A request is independent of the others: its own parameters, its own random numbers, its own end. `step` is called by
-the worker's
-loop; nothing here blocks or runs in a thread. After the weights change call `invalidate`: running
-completions go on under the new weights, from keys computed again, and their later tokens say so.
+Completions of the same prompt share one row of the cache and one place in the batch for as long as they have sampled
+the same tokens; where they part, the row branches. A request is otherwise independent of the others: its own
+parameters, its own random numbers, its own end. `step` is called by the worker's loop; nothing here blocks or runs in
+a thread. After the weights change call `invalidate`: running completions go on under the new weights, from keys
+computed again.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -23,7 +25,7 @@ from agentjet.compute.embedded.picking import pick
 from agentjet.errors import OutOfCache
 from agentjet.types import FinishReason, SamplingParams
 
-PREFILL_TOKENS = 2048
+PROMPT_TOKENS = 2048
 """Prompt tokens computed in one step, so that running completions never wait long for somebody's long prompt."""
 SPARSE = 1.5
 """An arena is read in place while its span is at most this many times its running rows, gathered beyond."""
@@ -31,17 +33,19 @@ SPARSE = 1.5
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """A request on its way."""
+    """A request on its way. `tokens` is its prompt, or all it has when it lost its place and waits for another."""
 
     id: int
-    prompt: np.ndarray
+    tokens: np.ndarray
+    length: int
+    """Of the prompt and the longest completion."""
     params: SamplingParams
     uniforms: np.random.Generator
     row: Row | None = None
     num_sampled: int = 0
 
     @property
-    def started(self) -> Row:
+    def place(self) -> Row:
         assert self.row is not None
         return self.row
 
@@ -66,6 +70,8 @@ class Sampler:
     _cache: Cache = field(init=False)
     _waiting: deque[Completion] = field(default_factory=deque)
     _running: dict[int, Completion] = field(default_factory=dict)
+    num_computed: int = 0
+    """Tokens computed since the start."""
 
     def __post_init__(self) -> None:
         shape = self.policy.shape
@@ -99,13 +105,13 @@ class Sampler:
                 f"{len(prompt)} prompt tokens + max_tokens = {params.max_tokens} exceed what the sampler can hold "
                 f"(context {self.policy.card.context_length}, sampler.cache_tokens = {self.cache_tokens})"
             )
-        self._waiting.append(Completion(id, prompt, params, np.random.default_rng(params.seed)))
+        self._waiting.append(Completion(id, prompt, length, params, np.random.default_rng(params.seed)))
 
     def cancel(self, id: int) -> None:
         """Forget a request; unknown ids are ignored, since it may just have ended."""
         running = self._running.pop(id, None)
         if running is not None:
-            self._cache.release(running.started)
+            self._leave(running)
         else:
             self._waiting = deque(c for c in self._waiting if c.id != id)
 
@@ -115,124 +121,170 @@ class Sampler:
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
-        """Admit, compute prompts, sample one token for every completion whose prompt is computed."""
+        """One forward pass: the tokens that rows still miss, and one sampled token for every completion that has all.
+
+        A row that was sampled from misses one token, a new prompt what no other row holds of it. Long prompts are
+        spread over several steps, so that running completions never wait long for somebody else's.
+        """
         self._admit()
-        self._prefill()
-        ready = [c for c in self._running.values() if c.started.filled == c.started.length - 1]
-        return self._decode(ready) if ready else []
+        users: dict[int, list[Completion]] = {}
+        for c in self._running.values():
+            users.setdefault(id(c.place), []).append(c)
+        if not users:
+            return []
+        rows = [completions[0].place for completions in users.values()]
+        spans = _spans(rows)
+        hidden = self._forward(spans)
+        ready: list[tuple[int, list[Completion]]] = []
+        last = -1
+        for row, count in spans:
+            last += count
+            row.filled += count
+            if row.filled == row.length:
+                ready.append((last, users[id(row)]))
+        if not ready:
+            return []
+        return self._sample(hidden[[index for index, _ in ready]], [completions for _, completions in ready])
 
     def _admit(self) -> None:
+        if not self._waiting:
+            return
+        same = {c.place.tokens[: c.place.length].tobytes(): c.place for c in self._running.values()}
         deferred: deque[Completion] = deque()
         while self._waiting and len(self._running) < self.max_concurrent:
             completion = self._waiting.popleft()
-            completion.row = self._cache.acquire(
-                completion.prompt, len(completion.prompt) + completion.params.max_tokens
-            )
-            if completion.row is None:
+            row = same.get(completion.tokens.tobytes())
+            if row is None or row.arena.capacity < completion.length:
+                row = self._cache.acquire(completion.tokens, completion.length)
+            if row is None:
                 deferred.append(completion)
-            else:
-                self._running[completion.id] = completion
+                continue
+            same[completion.tokens.tobytes()] = row
+            self._join(completion, row)
         self._waiting = deferred + self._waiting
 
-    def _prefill(self) -> None:
-        """Compute up to `PREFILL_TOKENS` prompt tokens, all but each prompt's last, in order of arrival."""
-        budget = PREFILL_TOKENS
-        spans: list[tuple[Row, int]] = []
-        for completion in self._running.values():
-            row = completion.started
-            missing = min(row.length - 1 - row.filled, budget)
-            if missing > 0:
-                spans.append((row, missing))
-                budget -= missing
-        if not spans:
-            return
-        tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
-        positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
-        self._forward(tokens, positions, _PrefillPlan(spans, self.policy.device))
-        for row, n in spans:
-            row.filled += n
+    def _join(self, completion: Completion, row: Row) -> None:
+        row.users += 1
+        completion.row = row
+        self._running[completion.id] = completion
 
-    def _decode(self, completions: list[Completion]) -> list[NewToken]:
-        by_arena: dict[int, list[Completion]] = {}
-        for c in completions:
-            by_arena.setdefault(c.started.arena.capacity, []).append(c)
-        ordered = [c for group in by_arena.values() for c in group]
-        rows = [c.started for c in ordered]
-        tokens = np.array([row.tokens[row.filled] for row in rows])
-        positions = np.array([row.filled for row in rows])
-        plan = _DecodePlan([[c.started for c in group] for group in by_arena.values()], self.policy.device)
-        hidden = self._forward(tokens, positions, plan)
+    def _leave(self, completion: Completion) -> None:
+        row = completion.place
+        row.users -= 1
+        if not row.users:
+            self._cache.release(row)
+
+    def _sample(self, hidden: Tensor, shared: list[list[Completion]]) -> list[NewToken]:
+        """One token for each completion; `shared` holds the completions of each row of `hidden`."""
+        everyone = [c for completions in shared for c in completions]
+        of = [i for i, completions in enumerate(shared) for _ in completions]
         chosen, logprobs = pick(
-            self.policy.head(hidden), [c.params for c in ordered], [c.uniforms.random() for c in ordered]
+            self.policy.head(hidden), of, [c.params for c in everyone], [c.uniforms.random() for c in everyone]
         )
-        new = []
-        for c, token, logprob in zip(ordered, chosen, logprobs, strict=True):
-            row = c.started
-            row.filled += 1
+        new: list[NewToken] = []
+        goes_on: dict[int, dict[int, list[Completion]]] = {}
+        for c, token, logprob in zip(everyone, chosen, logprobs, strict=True):
             c.num_sampled += 1
-            reason: FinishReason | None = None
-            if token in self.policy.end_tokens:
-                reason = "stop"
-            elif c.num_sampled == c.params.max_tokens:
-                reason = "length"
+            reason = self._finish_reason(c, token)
+            new.append(NewToken(c.id, token, logprob, reason))
             if reason is None:
-                row.append(token)
+                goes_on.setdefault(id(c.place), {}).setdefault(token, []).append(c)
             else:
                 del self._running[c.id]
-                self._cache.release(row)
-            new.append(NewToken(c.id, token, logprob, reason))
+                self._leave(c)
+        for by_token in goes_on.values():
+            self._branch(next(iter(by_token.values()))[0].place, by_token)
         return new
 
-    def _forward(self, tokens: np.ndarray, positions: np.ndarray, plan: _PrefillPlan | _DecodePlan) -> Tensor:
+    def _finish_reason(self, completion: Completion, token: int) -> FinishReason | None:
+        if token in self.policy.end_tokens:
+            return "stop"
+        return "length" if completion.num_sampled == completion.params.max_tokens else None
+
+    def _branch(self, row: Row, by_token: dict[int, list[Completion]]) -> None:
+        """Let a row's completions go on with the tokens they sampled: the first token stays, the others part."""
+        for token, completions in list(by_token.items())[1:]:
+            twin = self._cache.branch(row)
+            for c in completions:
+                self._leave(c)
+                if twin is not None:
+                    self._join(c, twin)
+                else:  # no room: wait for a place with all tokens so far
+                    del self._running[c.id]
+                    c.row, c.tokens = None, np.append(row.tokens[: row.length], np.int32(token))
+                    self._waiting.appendleft(c)
+            if twin is not None:
+                twin.append(token)
+        row.append(next(iter(by_token)))
+
+    def _forward(self, spans: list[tuple[Row, int]]) -> Tensor:
+        """Compute the next tokens of each row and store their keys; hidden states of all of them, in order."""
         device = self.policy.device
+        tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
+        positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
+        self.num_computed += len(tokens)
         return flat_forward(
             self.policy.decoder,
             torch.as_tensor(tokens, dtype=torch.long, device=device),
             torch.as_tensor(positions, dtype=torch.long, device=device),
-            plan,
+            _StepPlan(spans, device),
         )
 
 
-class _PrefillPlan:
-    """Each span's tokens attend to their own row's past and, causally, to themselves."""
+def _spans(rows: list[Row]) -> list[tuple[Row, int]]:
+    """How many tokens of each row a step computes: rows that miss one token first, by arena, then prompts in order of
+    arrival, up to `PROMPT_TOKENS` in all."""
+    singles = sorted((row for row in rows if row.length - row.filled == 1), key=lambda row: row.arena.capacity)
+    spans = [(row, 1) for row in singles]
+    budget = PROMPT_TOKENS
+    for row in rows:
+        count = min(row.length - row.filled, budget)
+        if row.length - row.filled > 1 and count:
+            spans.append((row, count))
+            budget -= count
+    return spans
+
+
+class _StepPlan:
+    """Attention of one step. Single tokens attend by arena, each to its own row's past; a longer span attends to its
+    row's past and, causally, to itself."""
 
     def __init__(self, spans: list[tuple[Row, int]], device: torch.device) -> None:
-        self._spans = spans
-        self._masks = [causal_tail_mask(n, row.filled + n, device) for row, n in spans]
+        singles = [row for row, n in spans if n == 1]
+        by_arena = itertools.groupby(singles, key=lambda row: row.arena.capacity)
+        self._parts: list[_ArenaRows | _Span] = [_ArenaRows(list(rows), device) for _, rows in by_arena]
+        self._parts += [_Span(row, n, device) for row, n in spans if n > 1]
+        self._sizes = [part.num_tokens for part in self._parts]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        out = torch.empty_like(query)
-        start = 0
-        for (row, n), mask in zip(self._spans, self._masks, strict=True):
-            end, total = start + n, row.filled + n
-            keys, values = row.arena.keys[layer, row.index], row.arena.values[layer, row.index]
-            keys[:, row.filled : total] = key[start:end].transpose(0, 1)
-            values[:, row.filled : total] = value[start:end].transpose(0, 1)
-            heads, kv_heads = query.shape[1], key.shape[1]
-            attended = F.scaled_dot_product_attention(
-                group_queries(query[start:end], kv_heads)[None],
-                keys[None, :, :total],
-                values[None, :, :total],
-                attn_mask=mask.repeat(heads // kv_heads, 1),
-                scale=scale,
-            )
-            out[start:end] = ungroup_queries(attended[0], heads)
-            start = end
-        return out
+        """See `AttentionPlan`."""
+        queries, keys, values = (torch.split(tensor, self._sizes) for tensor in (query, key, value))
+        parts = zip(self._parts, queries, keys, values, strict=True)
+        return torch.cat([part.attend(layer, q, k, v, scale) for part, q, k, v in parts])
 
 
-class _DecodePlan:
-    """One token a row; the rows of an arena attend together, each up to its own length."""
+class _Span:
+    """Several tokens of one row."""
 
-    def __init__(self, groups: list[list[Row]], device: torch.device) -> None:
-        self._groups = [_ArenaRows(rows, device) for rows in groups]
+    def __init__(self, row: Row, count: int, device: torch.device) -> None:
+        self.num_tokens = count
+        self._arena, self._index = row.arena, row.index
+        self._start, self._stop = row.filled, row.filled + count
+        self._mask = causal_tail_mask(count, self._stop, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        sizes = [g.num_rows for g in self._groups]
-        parts, keys, values = (torch.split(tensor, sizes) for tensor in (query, key, value))
-        return torch.cat(
-            [g.attend(layer, q, k, v, scale) for g, q, k, v in zip(self._groups, parts, keys, values, strict=True)]
+        keys, values = self._arena.keys[layer, self._index], self._arena.values[layer, self._index]
+        keys[:, self._start : self._stop] = key.transpose(0, 1)
+        values[:, self._start : self._stop] = value.transpose(0, 1)
+        heads, kv_heads = query.shape[1], key.shape[1]
+        out = F.scaled_dot_product_attention(
+            group_queries(query, kv_heads)[None],
+            keys[None, :, : self._stop],
+            values[None, :, : self._stop],
+            attn_mask=self._mask.repeat(heads // kv_heads, 1),
+            scale=scale,
         )
+        return ungroup_queries(out[0], heads)
 
 
 class _ArenaRows:
@@ -240,16 +292,16 @@ class _ArenaRows:
 
     def __init__(self, rows: list[Row], device: torch.device) -> None:
         self._arena: Arena = rows[0].arena
-        self.num_rows = len(rows)
+        self.num_tokens = len(rows)
         indices = [row.index for row in rows]
         lengths = [row.filled + 1 for row in rows]
         self._index = torch.tensor(indices, device=device)
         self._last = torch.tensor([row.filled for row in rows], device=device)
         self._longest = max(lengths)
         low, high = min(indices), max(indices) + 1
-        self._span = slice(low, high) if high - low <= SPARSE * self.num_rows else None
-        visible = torch.ones(high - low if self._span else self.num_rows, dtype=torch.long, device=device)
-        self._slots = self._index - low if self._span else torch.arange(self.num_rows, device=device)
+        self._span = slice(low, high) if high - low <= SPARSE * self.num_tokens else None
+        visible = torch.ones(high - low if self._span else self.num_tokens, dtype=torch.long, device=device)
+        self._slots = self._index - low if self._span else torch.arange(self.num_tokens, device=device)
         visible[self._slots] = torch.tensor(lengths, device=device)
         self._mask = (torch.arange(self._longest, device=device)[None, :] < visible[:, None])[:, None, None, :]
 

@@ -15,6 +15,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,10 +30,23 @@ from agentjet.compute.embedded.sampler import Sampler
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.forest import Forest
-from agentjet.types import SamplingParams
+from agentjet.types import FinishReason, SamplingParams
 
+ARRIVAL_GAP_SECONDS = 0.004
+"""After a request, how long the sampler waits for another one before its next step ..."""
+ARRIVALS_SECONDS = 0.05
+"""... and for how long in all."""
 _BY_ID = ("sample", "cancel")
 """Verbs that concern one completion and are answered by its tokens."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Piece:
+    """Tokens of a completion on their way to being delivered, `size` at a time."""
+
+    size: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
 
 
 class Worker:
@@ -45,6 +59,7 @@ class Worker:
         self._activity = "loading"
         self._version = 0
         self._metrics: dict[int, dict[str, float]] = {}
+        self._pieces: dict[int, _Piece] = {}
         self.policy: Policy
         self.sampler: Sampler
         self.learner: Learner
@@ -60,17 +75,35 @@ class Worker:
 
     def run(self) -> None:
         """The main loop; returns when asked to close."""
+        arrivals_end = 0.0
         while True:
-            wait = not hasattr(self, "sampler") or self.sampler.is_idle
-            self._activity = "idle" if wait else "sampling"
-            try:
-                frame = self._inbox.get() if wait else self._inbox.get_nowait()
-            except queue.Empty:
+            frame = self._next_frame(arrivals_end)
+            if frame is None:
                 self._sample_step()
+                arrivals_end = 0.0
                 continue
             if frame["op"] == "close":
                 return
             self._carry_out(frame)
+            if frame["op"] == "sample":
+                arrivals_end = arrivals_end or time.monotonic() + ARRIVALS_SECONDS
+
+    def _next_frame(self, arrivals_end: float) -> frames.Frame | None:
+        """The next verb; None when it is time for a step of the sampler.
+
+        A step costs nearly the same for one request as for fifty, and requests come in flocks: after one has come,
+        others are waited for, for a moment.
+        """
+        if not hasattr(self, "sampler") or self.sampler.is_idle:
+            self._activity = "idle"
+            return self._inbox.get()
+        self._activity = "sampling"
+        try:
+            if time.monotonic() < arrivals_end:
+                return self._inbox.get(timeout=ARRIVAL_GAP_SECONDS)
+            return self._inbox.get_nowait()
+        except queue.Empty:
+            return None
 
     def _carry_out(self, frame: frames.Frame) -> None:
         """One verb. The boundary where a failure becomes an answer; a failed `learn` may have half changed the
@@ -104,15 +137,39 @@ class Worker:
         prompt = np.frombuffer(tokens, np.int32)
         if not len(prompt) or prompt.min() < 0 or prompt.max() >= self.policy.vocabulary:
             raise ComputeError(f"a prompt needs token ids between 0 and {self.policy.vocabulary - 1}")
-        self.sampler.submit(id, prompt, SamplingParams(**params))
+        chosen = SamplingParams(**params)
+        self.sampler.submit(id, prompt, chosen)
+        self._pieces[id] = _Piece(chosen.piece_tokens)
 
     def _cancel(self, id: int) -> None:
         self.sampler.cancel(id)
+        self._pieces.pop(id, None)
 
     def _sample_step(self) -> None:
-        new = self.sampler.step()
-        if new:
-            self._send({"tokens": [(t.id, t.token, t.logprob, t.finish_reason) for t in new], "version": self._version})
+        complete = []
+        for new in self.sampler.step():
+            piece = self._pieces[new.id]
+            piece.tokens.append(new.token)
+            piece.logprobs.append(new.logprob)
+            if new.finish_reason is not None or len(piece.tokens) >= piece.size:
+                complete.append((new.id, piece, new.finish_reason))
+        self._deliver(complete)
+
+    def _deliver(self, complete: list[tuple[int, _Piece, FinishReason | None]]) -> None:
+        if complete:
+            tokens = [(id, piece.tokens, piece.logprobs, reason) for id, piece, reason in complete]
+            self._send({"tokens": tokens, "version": self._version})
+        for id, piece, reason in complete:
+            if reason is None:
+                self._pieces[id] = _Piece(piece.size)
+            else:
+                del self._pieces[id]
+
+    def _change_version(self, version: int) -> None:
+        """New weights: what the old ones sampled is delivered under their version, and their keys are forgotten."""
+        self._deliver([(id, piece, None) for id, piece in self._pieces.items() if piece.tokens])
+        self._version = version
+        self.sampler.invalidate()
 
     def _learn(self, batch_id: int, forest: dict[str, Any], job: dict[str, Any]) -> dict[str, float]:
         if batch_id < self._version:
@@ -123,9 +180,8 @@ class Worker:
             )
         self._activity = "learning"
         metrics = self.learner.learn(Forest.from_wire(forest), JobConfig.model_validate(job), self._version)
-        self._version += 1
         self._metrics = {batch_id: metrics}
-        self.sampler.invalidate()
+        self._change_version(batch_id + 1)
         return metrics
 
     def _save(self, path: str) -> None:
@@ -140,9 +196,8 @@ class Worker:
     def _load(self, path: str) -> int:
         self._activity = "loading"
         state = checkpoint.load(Path(path), self.policy, self.learner)
-        self._version = int(state["policy_version"])
+        self._change_version(int(state["policy_version"]))
         self._metrics = {self._version - 1: state["metrics"]}
-        self.sampler.invalidate()
         return self._version
 
     def _export(self, path: str) -> None:
@@ -180,6 +235,8 @@ def main() -> None:
     worker = Worker(output)
     threading.Thread(target=worker.read_forever, args=(sys.stdin.buffer,), daemon=True).start()
     worker.run()
+    sys.stderr.flush()
+    os._exit(0)  # the reader thread still holds standard input, which an orderly end of the interpreter would wait for
 
 
 if __name__ == "__main__":
