@@ -60,10 +60,9 @@ def gradients(
     policy: Policy, forests: list[Forest], algorithm: AlgorithmConfig, *, micro_batch_tokens: int = 100_000
 ) -> torch.Tensor:
     """The flat gradient of one mini-batch given as forests whose targets together are the batch."""
-    learner = Learner(policy, keep_reference=True)
-    assert learner._initial is not None
-    for value in learner._initial.values():
-        value.add_(0.05)  # a reference that differs
+    learner = Learner(policy)
+    reference = policy.original_weights()
+    learner._reference = {name: value.to(policy.dtype) + 0.05 for name, value in reference.items()}  # one that differs
     captured: list[torch.Tensor] = []
 
     def capture(optimizer: OptimizerConfig) -> float:
@@ -204,7 +203,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1),
     )
     policy = make_policy(tiny_folder, dtype=dtype, rank=rank)
-    learner = Learner(policy, keep_reference=True)
+    learner = Learner(policy)
     batches = [build_forest(sampled_rows(policy, seed=s)) for s in range(4)]
     for version, forest in enumerate(batches):
         if version == 2:
@@ -213,7 +212,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
     undisturbed = {name: p.detach().clone() for name, p in policy.trainable().items()}
 
     revived = make_policy(tiny_folder, dtype=dtype, rank=rank)
-    second = Learner(revived, keep_reference=True)
+    second = Learner(revived)
     state = checkpoint.load(tmp_path / "step_000002", revived, second)
     for version in range(state["policy_version"], 4):
         second.learn(batches[version], settings, version)

@@ -269,6 +269,12 @@ async def test_a_model_that_cannot_be_had_stops_the_start(tmp_path: Path) -> Non
             pass
 
 
+async def test_completions_longer_than_the_models_context_stop_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job\.max_tokens = 1000000 leaves no room for a prompt"):
+        async with running(tmp_path / "d", job={"max_tokens": 1_000_000}):
+            pass
+
+
 async def test_stop_and_start(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         await run.batch()

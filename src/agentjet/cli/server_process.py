@@ -24,6 +24,7 @@ from agentjet.config import ServeConfig, ServerConfig, server_token
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
+from agentjet.types import Conversation, Message
 
 GRACE_SECONDS = 5
 """How long open connections may take to end at the stop, once the engine has stopped."""
@@ -92,6 +93,10 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
         f"Ready: {card.num_parameters / 1e6:.0f}M parameters on {card.device} in {card.dtype}, "
         f"context {card.context_length}, policy version {gateway.swarm.policy_version}."
     )
+    renderer = gateway.engine.renderer
+    assert renderer is not None
+    prompt = renderer.text(renderer.tokenize(renderer.render(Conversation((Message("user", "Hello"),)))))
+    _say(f"The model's own chat template makes of the message 'Hello': {prompt!r}")
     _say(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
     _say(
         "Next, in another terminal:\n"

@@ -237,6 +237,11 @@ class Engine:
 
     async def _start_worker(self) -> None:
         card = await self._compute.start()
+        if self._swarm.job.max_tokens >= card.context_length:
+            raise ConfigError(
+                f"job.max_tokens = {self._swarm.job.max_tokens} leaves no room for a prompt in the "
+                f"{card.context_length} tokens of context of {card.name!r}: lower it"
+            )
         if self.renderer is None or card != self.card:
             self.renderer = await asyncio.to_thread(Renderer, card)
         self.card = card

@@ -25,7 +25,6 @@ from agentjet.compute.embedded.attention import flat_forward
 from agentjet.compute.embedded.model import Policy
 from agentjet.compute.embedded.tree_attention import ForestPlan
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.errors import ComputeError
 from agentjet.timeline.forest import Forest, select, split
 
 HEAD_POSITIONS = 512
@@ -47,7 +46,7 @@ class _Part:
 class Learner:
     """Owns the masters and the optimiser of one policy."""
 
-    def __init__(self, policy: Policy, *, keep_reference: bool = False) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._params = policy.trainable()
         self._masters = {
@@ -55,16 +54,7 @@ class Learner:
             for name, p in self._params.items()
         }
         self._optimizer = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=True)
-        self._initial: dict[str, Tensor] | None = None
-        if keep_reference:
-            self.keep_reference()
-
-    def keep_reference(self) -> None:
-        """Remember the present weights as the reference of the KL penalty. Adapters need no copy: switched off, they
-        are it.
-        """
-        if not self.policy.has_adapters and self._initial is None:
-            self._initial = {name: p.detach().clone() for name, p in self._params.items()}
+        self._reference: dict[str, Tensor] | None = None
 
     def learn(self, forest: Forest, job: JobConfig, version: int) -> dict[str, float]:
         """One batch: `epochs` x `mini_batches` optimiser steps; returns metrics. `version` counts batches learned
@@ -148,11 +138,11 @@ class Learner:
         if self.policy.has_adapters:
             with self.policy.adapters_off():
                 return self.logprobs(forest)
-        if self._initial is None:
-            raise ComputeError("algorithm.kl_coef > 0 needs the reference weights, which were not kept from the start")
+        if self._reference is None:
+            self._reference = self.policy.original_weights()
         swapped = {name: p.data for name, p in self._params.items()}
         for name, p in self._params.items():
-            p.data = self._initial[name]
+            p.data = self._reference[name]
         try:
             return self.logprobs(forest)
         finally:
@@ -247,11 +237,10 @@ class Learner:
             )
 
     def state(self) -> dict[str, Any]:
-        """Masters, moments and reference as tensors: what `restore` needs for a bit-equal continuation."""
+        """Masters and moments as tensors: what `restore` needs for a bit-equal continuation."""
         return {
             "masters": {name: m.detach() for name, m in self._masters.items()},
             "optimizer": self._optimizer.state_dict(),
-            "initial": self._initial,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -261,7 +250,6 @@ class Learner:
                 master.copy_(state["masters"][name])
                 self._params[name].copy_(master)
         self._optimizer.load_state_dict(state["optimizer"])
-        self._initial = state["initial"]
 
 
 def learning_rate(optimizer: OptimizerConfig, version: int) -> float:

@@ -52,8 +52,10 @@ class Shape:
 class Policy:
     """The model with its adapters. Sampler and learner share this one copy of the weights."""
 
-    def __init__(self, model: nn.Module, card: ModelCard) -> None:
+    def __init__(self, model: nn.Module, card: ModelCard, folder: str) -> None:
+        """`folder` is the folder or hub id that the weights came from."""
         self.model = model
+        self._folder = folder
         self.card = card
         base: Any = cast(Any, model).get_base_model() if hasattr(model, "peft_config") else model
         self.decoder: nn.Module = base.get_decoder()
@@ -92,6 +94,11 @@ class Policy:
         """Parameters that learn, by name, each tied weight once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def original_weights(self) -> dict[str, Tensor]:
+        """The trainable weights as they were at version 0, read again: the reference of a KL penalty."""
+        original: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=self.dtype)
+        return {name: p.detach().to(self.device) for name, p in original.named_parameters()}
+
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
         """The reference policy of a LoRA run: the same weights without the adapters."""
@@ -129,7 +136,7 @@ def load_policy(config: ModelConfig) -> Policy:
     card = _card(config, folder, hf_config, model, device, dtype)
     if config.lora.rank:
         model = _with_adapters(model, config.lora)
-    policy = Policy(model, card)
+    policy = Policy(model, card, folder)
     _check_plan_agrees(config.name, policy)
     return policy
 

@@ -27,22 +27,29 @@ def pick(
     tempered = _tempered(logits, list(distinct))
     normaliser = tempered.logsumexp(-1, keepdim=True)
     cumulative = (tempered - normaliser).exp_().cumsum_(-1)
-    tokens, logprobs = [], []
-    greedy = tempered.argmax(-1).tolist() if any(p.temperature == 0 for p in params) else []
-    totals = cumulative[:, -1].tolist()
-    for shape, p, uniform in zip(shapes, params, uniforms, strict=True):
-        i = distinct[shape]
-        if p.temperature == 0:
-            tokens.append(greedy[i])
-        else:
-            # The last entry is 1 up to rounding; scaling by it keeps the threshold below it, so a token of
-            # probability 0 is never hit.
-            found = int(torch.searchsorted(cumulative[i], uniform * totals[i], right=True))
-            tokens.append(min(found, logits.shape[-1] - 1))
-        logprobs.append((i, tokens[-1]))
-    index = torch.tensor(logprobs, device=logits.device)
-    chosen = tempered[index[:, 0], index[:, 1]] - normaliser[index[:, 0], 0]
-    return tokens, chosen.tolist()
+    rows = torch.tensor([distinct[shape] for shape in shapes], device=logits.device)
+    chosen = _first_above(cumulative, rows, torch.tensor(uniforms, dtype=torch.float32, device=logits.device))
+    if any(p.temperature == 0 for p in params):
+        greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
+        chosen = torch.where(greedy, tempered.argmax(-1)[rows], chosen)
+    return chosen.tolist(), (tempered[rows, chosen] - normaliser[rows, 0]).tolist()
+
+
+def _first_above(cumulative: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
+    """First index [C] at which `cumulative[rows]` exceeds the uniforms, by bisection, without copying shared rows.
+
+    The last entry of a row is 1 up to rounding; scaling by it keeps the threshold below it, so that a token of
+    probability 0 is never hit.
+    """
+    last = cumulative.shape[-1] - 1
+    thresholds = uniforms * cumulative[rows, last]
+    low, high = torch.zeros_like(rows), torch.full_like(rows, last)
+    for _ in range(last.bit_length()):
+        middle = (low + high) // 2
+        above = cumulative[rows, middle] > thresholds
+        high = torch.where(above, middle, high)
+        low = torch.where(above, low, (middle + 1).clamp(max=last))
+    return low
 
 
 def _tempered(logits: Tensor, shapes: Sequence[tuple[int, float, int, float]]) -> Tensor:

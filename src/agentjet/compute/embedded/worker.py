@@ -130,7 +130,7 @@ class Worker:
         settings = ServeConfig.model_validate(config)
         self.policy = load_policy(settings.model)
         self.sampler = Sampler(self.policy, settings.sampler.max_concurrent, settings.sampler.cache_tokens)
-        self.learner = Learner(self.policy, keep_reference=settings.job.algorithm.kl_coef > 0)
+        self.learner = Learner(self.policy)
         return dataclasses.asdict(self.policy.card)
 
     def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
