@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from agentjet.cli.arithmetic import held_out_tasks
 from agentjet.client.threads import LoopThread
 from tests.fakes import saying
 from tests.server.serving import Served, serving
 
+TOO_HARD = held_out_tasks(10)[3]
+
 
 def adds(prompt: str) -> str:
-    """The last sum asked for, except that 47 + 7 is too hard."""
+    """The last sum asked for, except that one of the first held-out sums is too hard."""
     a, b = map(int, re.findall(r"What is (\d+) \+ (\d+)", prompt)[-1])
-    return "many" if (a, b) == (47, 7) else str(a + b)
+    return "many" if (a, b) == TOO_HARD.payload else f"{a} + {b} = {a + b}"
 
 
 @pytest.fixture

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from agentjet.cli.arithmetic import held_out_tasks
 from agentjet.cli.main import app
 from agentjet.cli.picture import apart, draw_rewards, smooth
 from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
 from agentjet.errors import AgentJetError, ConfigError, Unauthorized, Unreachable
+from tests.cli.conftest import TOO_HARD
 from tests.server.serving import TOKEN, Served
 
 
@@ -88,7 +90,7 @@ def test_eval_of_a_running_server(served: Served) -> None:
     printed = run("eval", served.url, "--token", TOKEN, "--tasks", "10", "--greedy", "--json")
     score = json.loads(printed)
     assert (score["success"], score["well_formed"], score["tasks"]) == (0.9, 0.9, 10)
-    assert score["answers"]["47+7"] == "many"
+    assert score["answers"][TOO_HARD.id] == "many"
     low, high = score["success_interval"]
     assert 0.55 < low < 0.9 < high < 1.0
     assert {asked.params.temperature for asked in served.run.compute.asked} == {0.0}
@@ -136,8 +138,12 @@ def scored(success: float, answers: dict[str, str]) -> Score:
     )
 
 
+HARD = held_out_tasks(1)[0]
+RIGHT = f"{HARD.payload[0]} + {HARD.payload[1]} = {sum(HARD.payload)}"
+
+
 def test_the_report_is_one_file_and_escapes_what_models_say(tmp_path: Path) -> None:
-    before, after = scored(0.0, {"47+7": "<script>alert(1)</script>"}), scored(1.0, {"47+7": "54"})
+    before, after = scored(0.0, {HARD.id: "<script>alert(1)</script>"}), scored(1.0, {HARD.id: RIGHT})
     picture, page = tmp_path / "reward.png", tmp_path / "report.html"
     draw_rewards(picture, [0.1, 0.5, 0.9], before, after)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -147,7 +153,7 @@ def test_the_report_is_one_file_and_escapes_what_models_say(tmp_path: Path) -> N
     assert "<script" not in html and "&lt;script&gt;" in html
     assert "data:image/png;base64," in html
     assert "http" not in html
-    assert '<td class="right">54' in html
+    assert f'<td class="right">{RIGHT}' in html
 
 
 def test_smoothing_is_centred_and_keeps_the_ends() -> None:

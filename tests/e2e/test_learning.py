@@ -20,7 +20,7 @@ from tests.tiny import make_model
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 14
+STEPS = 24
 SETTINGS = {
     "job__batch_size": 2,
     "job__group_size": 8,
@@ -66,9 +66,9 @@ def test_the_reward_rises_well_outside_noise(tmp_path: Path) -> None:
     start, end = means[:4], means[-4:]
     noise = statistics.stdev(start) + 0.01
     assert statistics.mean(end) > statistics.mean(start) + 5 * noise, means
-    assert statistics.mean(end) > 0.5, means
+    assert statistics.mean(end) > 3 * statistics.mean(start), means
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     means = train(tmp_path, shuffled=True)
-    assert statistics.mean(means[-4:]) < statistics.mean(means[:4]) + 0.15, means
+    assert statistics.mean(means[-4:]) < statistics.mean(means[:4]) + 0.1, means

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.cli.arithmetic import held_out_tasks
+from agentjet.cli.arithmetic.agent import is_right
 from agentjet.cli.scoring import Score
 
 NUM_EXAMPLES = 12
@@ -74,12 +75,12 @@ def write_report(path: Path, model: str, result: Mapping[str, Any], before: Scor
 def _examples(before: Score, after: Score) -> str:
     rows = []
     for task in held_out_tasks(min(NUM_EXAMPLES, after.tasks)):
-        total = str(sum(task.payload))
+        a, b = task.payload
         cells = [
-            f'<td class="right">{escape(answer)}' if answer.strip() == total else f"<td>{escape(answer)}"
+            f'<td class="right">{escape(answer)}' if is_right(answer, a, b) else f"<td>{escape(answer)}"
             for answer in (before.answers[task.id], after.answers[task.id])
         ]
-        rows.append(f"<tr><td>{escape(task.id)} = {total}{''.join(cells)}")
+        rows.append(f"<tr><td>{a} + {b}{''.join(cells)}")
     return "\n".join(rows)
 
 

@@ -115,7 +115,7 @@ class Runner:
         try:
             returned = await self._call(slot.task, episode)
             if episode.status == "live":
-                await episode.finish(checked_reward(returned))
+                await self._finish(slot, episode, checked_reward(returned))
             error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
         except asyncio.CancelledError:
             await _say_goodbye(episode)
@@ -130,6 +130,21 @@ class Runner:
         finally:
             heart.cancel()
         return _result(slot.task, episode, error)
+
+    async def _finish(self, slot: Slot, episode: AsyncEpisode, reward: Reward) -> None:
+        """Hand in the reward. A run may be over, and this cancelled, because this very reward completed its last batch:
+        what was handed in is reported all the same.
+        """
+        finishing = asyncio.ensure_future(episode.finish(reward))
+        try:
+            await asyncio.shield(finishing)
+        except asyncio.CancelledError:
+            await asyncio.wait([finishing], timeout=GOODBYE_SECONDS)
+            if episode.reward is not None:
+                self._report(slot, _result(slot.task, episode, ""), True)
+            elif not finishing.done():
+                finishing.cancel()
+            raise
 
     async def _call(self, task: Task, episode: AsyncEpisode) -> object:
         if self._is_async:
