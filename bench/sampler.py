@@ -107,7 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help="used by the bench itself")
     arguments = parser.parse_args()
     shared = (arguments.model, arguments.threads, arguments.new_tokens)
@@ -116,7 +117,7 @@ def main() -> None:
         return
     grid = Table("workload", *(f"{c} tokens/s" for c in CONTENDERS), "ratio")
     results: dict[str, Any] = {}
-    for workload in WORKLOADS:
+    for workload in arguments.workloads:
         speeds = {}
         for contender in CONTENDERS:
             command = [sys.executable, "-m", "bench.sampler", *sys.argv[1:], "--one", contender, workload]

@@ -77,7 +77,7 @@ def test_demo_and_the_model_it_exports(model: Path, tmp_path: Path) -> None:
     assert result.keys() >= AGREED
     assert (result["seed"], result["steps"], result["tasks"], result["aborted"]) == (3, 2, 10, 0)
     assert result["episodes"] >= 2 * 2 * 8
-    assert 0 < result["multi_turn_share"] <= 1
+    assert 0 <= result["multi_turn_share"] <= 1
     assert len(result["rewards"]) == 2 and all(map(math.isfinite, result["rewards"]))
     assert (out / "reward.png").stat().st_size > 10_000
     assert "data:image/png" in (out / "report.html").read_text()

@@ -134,30 +134,35 @@ class Connection:
             attempt += 1
 
     async def events(self, after: int = 0) -> AsyncGenerator[Event]:
-        """The server's events numbered above `after`, without end; a broken stream is taken up again."""
-        attempt = 0
+        """The server's events numbered above `after`, without end; a broken stream is taken up again for as long as
+        `Retry.patience` allows since the server was last heard of.
+        """
+        retry, attempt = self.retry, 0
+        heard = retry.clock()
         while True:
+            is_open = False
             try:
                 async with self._http.stream(
                     "GET",
                     f"{PREFIX}/events",
                     headers={"Last-Event-ID": str(after), "Accept": "text/event-stream"},
-                    timeout=httpx.Timeout(self.retry.timeout, read=None),
+                    timeout=httpx.Timeout(retry.timeout, read=None),
                 ) as response:
                     if not response.is_success:
                         await response.aread()
                         raise self._error(response)
-                    self._answered = True
+                    self._answered = is_open = True
                     async for event in _parse_events(response):
                         attempt, after = 0, event.seq
                         yield event
+                heard, delay = retry.clock(), retry.delay(attempt)
             except Later as error:
-                await self.retry.sleep(max(error.retry_after, self.retry.delay(attempt)))
+                heard, delay = retry.clock(), max(error.retry_after, retry.delay(attempt))
             except httpx.TransportError as problem:
-                # Patience is counted in sleeps here: each repeat of an unanswered stream fails at once.
-                if self.retry.first_delay * 2.0**attempt > self.retry.patience:
+                heard, delay = retry.clock() if is_open else heard, retry.delay(attempt)
+                if retry.clock() - heard + delay > retry.patience:
                     raise self._unreachable(problem) from problem
-                await self.retry.sleep(self.retry.delay(attempt))
+            await retry.sleep(delay)
             attempt += 1
 
     def _unreachable(self, problem: httpx.TransportError) -> Unreachable:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentjet.types import EngineState, EpisodeStatus, Mode
 
 Name = Annotated[str, Field(max_length=256)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
 
 
