@@ -183,6 +183,40 @@ def test_events_are_taken_up_where_they_broke_off(server: FakeServer, time: Fake
     assert server.requests["GET events"] == 2
 
 
+def test_events_outlive_a_restart_that_drains_first(time: FakeTime) -> None:
+    """Streams that end at once, as of a server that stops, use up no patience; silence does, by the clock."""
+    line = b'id: 1\nevent: state\ndata: {"seq": 1, "kind": "state", "time": 0, "body": {}}\n\n'
+    asked, began = 0, 0.0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal asked, began
+        asked += 1
+        if asked <= 40:
+            return httpx.Response(200, content=b"")
+        if asked == 41:
+            began = time.now
+        if time.now - began < 100:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, content=line)
+
+    async def scenario(transport: httpx.MockTransport) -> None:
+        swarm = AsyncSwarm(URL, TOKEN, retry=time.retry(), transport=transport)
+        async for event in swarm.events():
+            assert event.seq == 1
+            return
+
+    asyncio.run(scenario(httpx.MockTransport(answer)))
+    assert asked > 41
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    silent_since = time.now
+    with pytest.raises(Unreachable):
+        asyncio.run(scenario(httpx.MockTransport(refuse)))
+    assert time.now - silent_since <= time.retry().patience
+
+
 def test_arguments_come_before_the_environment() -> None:
     environ = {"AGENTJET_URL": "http://box:1/", "AGENTJET_TOKEN": "from-env"}
     assert load_settings(environ=environ).url == "http://box:1"
