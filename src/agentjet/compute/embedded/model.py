@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import importlib.util
@@ -109,8 +110,6 @@ class Policy:
         """Write a Hugging Face folder; `merged` folds adapters into the weights, otherwise they stay apart."""
         model: Any = self.model
         if self.has_adapters and merged:
-            import copy
-
             model = copy.deepcopy(model).merge_and_unload()
         model.save_pretrained(path)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
