@@ -13,6 +13,13 @@ Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
 EngineState = Literal["offline", "loading", "rolling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
+Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]
+"""Why a call began a timeline of its own instead of continuing one; empty when it continues one, or is the first.
+
+`template`: the template writes the known history in other words (stripped thinking). `edit`: the agent changed it.
+`tools`: another tool list. `retry`: the same request again, because its answer did not arrive. `role`: another role of
+the episode speaks for the first time. `branch`: a legitimate second continuation (a vote, a sub-agent, best of n).
+"""
 
 ESCAPE = b"\xff"
 """Encoded text is UTF-8 in which a control token is this byte, which no UTF-8 has, and its id in three bytes (big-
@@ -121,6 +128,20 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """What an agent asked, in words, as far as it was new."""
+
+    messages: tuple[Message, ...] = ()
+    """Those that follow the conversation of call `after` and its response; all of them when that is None."""
+    after: str | None = None
+    """The newest call whose response the request sends back: proof that this response arrived."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tools on offer when `after` is None; else they are as they were there."""
+    fingerprint: str = ""
+    """Digest of the whole request: the same request sent again has the same one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One model request of an episode, as the policy really saw it.
 
@@ -144,3 +165,9 @@ class Call:
     prompt_key: str
     """Identity by meaning of the conversation asked (hex digest), from `timeline.conversation_key`."""
     created: float
+    ask: Ask = Ask()
+    fork: Fork = ""
+    retry_of: str | None = None
+    """The call that this one repeats: the agent's SDK sent the same request again because no answer had come."""
+    context: bytes = b""
+    """Digest of prompt + completion as they were when sampled: what is trained must still have it."""

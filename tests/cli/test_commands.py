@@ -7,15 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.arithmetic import held_out_tasks
+from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, described
 from agentjet.cli.main import app
 from agentjet.cli.picture import apart, draw_rewards, smooth
 from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
-from agentjet.errors import AgentJetError, ConfigError, Unauthorized, Unreachable
+from agentjet.client import Swarm
+from agentjet.errors import AgentJetError, ConfigError, NotFound, Unauthorized, Unreachable
+from agentjet.protocol import EpisodeTree
 from tests.cli.conftest import TOO_HARD
 from tests.server.serving import TOKEN, Served
 
@@ -167,3 +171,25 @@ def test_labels_stay_apart_and_above_the_axis(first: float, second: float) -> No
     assert abs(high - low) >= 0.05 - 1e-12
     assert min(low, high) >= min(first, second) - 1e-12 or min(low, high) >= 0.025 - 1e-12
     assert (high >= low) == (second >= first)
+
+
+def test_an_episode_is_shown_by_who_wrote_each_token(served: Served) -> None:
+    with Swarm(served.url, TOKEN) as swarm, swarm.episode("sum") as episode:
+        with openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key) as agent:
+            asked = [{"role": "user", "content": "What is 1 + 2"}]
+            for headers in ({}, {"x-stainless-retry-count": "1"}):
+                agent.chat.completions.create(model="policy", messages=asked, extra_headers=headers)  # type: ignore[arg-type]
+        shown = run("episodes", "show", episode.id, *at(served))
+        assert "new context tokens" in shown
+        assert "1 + 2 = 3<|im_end|>" in shown and "not trained: sent again" in shown
+        assert "call 2; a fork (retry)" in shown or "a fork (retry) of call 1" in shown
+        calls = json.loads(run("episodes", "show", episode.id, "--json", *at(served)))["calls"]
+        assert [call["orphan"] for call in calls] == ["retry", ""]
+        coloured = described(
+            EpisodeTree.model_validate_json(run("episodes", "show", episode.id, "--json", *at(served)))
+        )
+        assert {span.style for line in coloured for span in line.spans} == {CONTEXT, SAMPLED, ORPHAN}
+        episode.finish(1.0)
+    assert f"{episode.id}  finished  sum" in run("episodes", "list", *at(served))
+    with pytest.raises(NotFound, match="no episode 'nope'"):
+        run("episodes", "show", "nope", *at(served))

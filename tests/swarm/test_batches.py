@@ -9,7 +9,9 @@ import pytest
 
 from agentjet.errors import CheckpointError
 from agentjet.swarm import Batch
+from agentjet.swarm.rows import pack_ints
 from agentjet.timeline.forest import Forest
+from agentjet.timeline.identity import context_digest
 from tests.swarm.world import World
 
 Make = Callable[..., World]
@@ -105,6 +107,10 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "batch/sampled_tokens": 4.0,
         "batch/staleness_max": 0.0,
         "agent/tools": 3.0,
+        "episode/timelines": 1.0,
+        "forest/orphans": 0.0,
+        "forest/orphan_tokens": 0.0,
+        "forest/drift": 0.0,
         "forest/tokens": 6.0,
         "forest/tree_token_ratio": 13 / 6,
         "groups/dropped": 0,
@@ -194,3 +200,47 @@ def test_tokens_logprobs_and_messages_survive_exactly(world: World) -> None:
     tree = world.swarm.tree(episode.id, "")
     assert tree.tokens(call.id) == (1, 2, 7, 8, 2**31 - 1)
     assert np.array_equal(found.logprobs, call.logprobs)
+
+
+def test_what_nobody_heard_is_counted_and_not_trained(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    good, bad = world.begin(), world.begin()
+    lost = world.call(good, 7)
+    world.call(good, 8, retry_of=lost.id, fork="retry")
+    silent = world.call(bad, 9)
+    world.call(bad, 5)
+    world.swarm.undelivered(bad.id, [silent.id])
+    assert world.swarm.orphans(good.id) == {lost.id: "retry"}
+    world.reopen()
+    world.finish(good, 1.0)
+    world.finish(bad, 0.0)
+    world.swarm.undelivered(good.id, [lost.id])  # too late to change what is trained
+    batch = world.swarm.compose()
+    forest = world.swarm.forest(batch)
+    assert sorted(forest.tokens[forest.node].tolist()) == [5, 8]
+    metrics = world.swarm.learned(batch, {})
+    assert (metrics["forest/orphans"], metrics["forest/orphan_tokens"], metrics["forest/forks_retry"]) == (2, 2, 1)
+    assert metrics["episode/timelines"] == 1.0 and metrics["forest/drift"] == 0
+
+
+def test_a_batch_that_nobody_heard_is_learned_as_nothing(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    for reward in (0.0, 1.0):
+        episode = world.begin()
+        world.swarm.undelivered(episode.id, [world.call(episode, 7).id])
+        world.finish(episode, reward)
+    forest = world.swarm.forest(world.swarm.compose())
+    assert (forest.num_nodes, forest.num_targets, forest.num_sequences) == (0, 0, 0)
+
+
+def test_tokens_that_are_not_as_they_were_sampled_are_left_out(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    episodes = [world.begin(), world.begin()]
+    for episode, reward in zip(episodes, (0.0, 1.0), strict=True):
+        world.call(episode, 7, context=context_digest([1, 2, 7]))
+        world.finish(episode, reward)
+    world.journal._db.execute("UPDATE calls SET suffix = ? WHERE episode_id = ?", (pack_ints([1, 3]), episodes[0].id))
+    batch = world.swarm.compose()
+    forest = world.swarm.forest(batch)
+    assert forest.tokens.tolist() == [1, 2, 7]
+    assert world.swarm.learned(batch, {})["forest/drift"] == 1

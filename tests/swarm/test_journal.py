@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,25 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         Journal.open(path)
     first.close()
     Journal.open(path).close()
+
+
+def test_an_older_schema_is_brought_forward(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    episode = world.begin()
+    call = world.call(episode, 7)
+    world.close()
+    with closing(sqlite3.connect(world.path)) as db, db:  # as schema 1 had it
+        for column in ("ask", "fork", "retry_of", "context"):
+            db.execute(f"ALTER TABLE calls DROP COLUMN {column}")
+        db.execute("DROP TABLE undelivered")
+        db.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
+    world.open()
+    assert world.swarm.tree(episode.id, "").calls == (call,)
+    world.call(episode, 8, parent=call, kept=3)
+    assert world.swarm.orphans(episode.id) == {}
+    world.reopen()
+    assert len(world.swarm.tree(episode.id, "").calls) == 2
+    world.close()
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,13 @@ class World:
     def abort(self, episode: Episode, reason: str = "", *, key: str | None = None) -> Episode:
         return self.swarm.abort(episode.id, AbortRequest(reason=reason), idempotency_key=key)
 
-    def call(self, episode: Episode, *tokens: int, parent: Call | None = None, kept: int = 0, role: str = "") -> Call:
+    def call(self, episode: Episode, *tokens: int, parent: Call | None = None, kept: int = 0, **changes: Any) -> Call:
         """Record a call: prompt (1, 2) or what `parent` keeps and then 3, answer `tokens`."""
         self.num_calls += 1
         call = Call(
             id=f"{episode.id}.{self.num_calls}",
             episode_id=episode.id,
-            role=role,
+            role="",
             parent=parent.id if parent else None,
             kept=kept,
             suffix=(3,) if parent else (1, 2),
@@ -68,6 +69,7 @@ class World:
             prompt_key="prompt",
             created=self.now,
         )
+        call = replace(call, **changes)
         self.swarm.record_call(call, [b"p"] * len(call.suffix), [f"é{token}".encode() for token in tokens])
         return call
 

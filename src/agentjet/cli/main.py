@@ -8,6 +8,7 @@ import typer
 
 from agentjet.cli.checkpoints import checkpoints
 from agentjet.cli.demo import demo
+from agentjet.cli.episodes import app as episodes
 from agentjet.cli.eval import evaluate
 from agentjet.cli.export import export
 from agentjet.cli.serve import serve
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(status)
 app.command()(watch)
+app.add_typer(episodes, name="episodes")
 app.command()(checkpoints)
 app.command()(export)
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 
@@ -21,7 +22,16 @@ from agentjet.client.report import EpisodeResult, EvalReport, Step, TrainReport
 from agentjet.client.rollout import Agent, Runner, Slot, first_to_end, training_slots
 from agentjet.client.settings import load_settings
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
-from agentjet.protocol import BeginRequest, BeginResponse, CheckpointInfo, Event, JobBody, StatusResponse
+from agentjet.protocol import (
+    BeginRequest,
+    BeginResponse,
+    CheckpointInfo,
+    EpisodeList,
+    EpisodeTree,
+    Event,
+    JobBody,
+    StatusResponse,
+)
 from agentjet.types import Mode, Task
 
 SERVER_WAIT = 20.0
@@ -183,6 +193,15 @@ class AsyncSwarm:
                     raise Conflict(f"the engine failed: {event.body['reason']}", code="engine_failed")
 
     # ---- the server -----------------------------------------------------------------------------------------------
+
+    async def episodes(self, limit: int = 20) -> EpisodeList:
+        """The newest episodes, newest first."""
+        return EpisodeList.model_validate(await self._connection.request("GET", f"/episodes?limit={limit}"))
+
+    async def episode_tree(self, episode_id: str) -> EpisodeTree:
+        """An episode with every call, token by token. Raises `NotFound`."""
+        path = f"/episodes/{quote(episode_id, safe='')}"
+        return EpisodeTree.model_validate(await self._connection.request("GET", path))
 
     async def status(self) -> StatusResponse:
         """What the server is doing."""

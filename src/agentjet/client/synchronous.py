@@ -16,7 +16,7 @@ from agentjet.client.episode import Episode
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent
 from agentjet.client.threads import LoopThread
-from agentjet.protocol import CheckpointInfo, Event, JobBody, StatusResponse
+from agentjet.protocol import CheckpointInfo, EpisodeList, EpisodeTree, Event, JobBody, StatusResponse
 from agentjet.types import Mode, Task
 
 
@@ -87,6 +87,14 @@ class Swarm:
         return self._loop.run(
             self._swarm.evaluate(agent, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
         )
+
+    def episodes(self, limit: int = 20) -> EpisodeList:
+        """See `AsyncSwarm.episodes`."""
+        return self._loop.run(self._swarm.episodes(limit))
+
+    def episode_tree(self, episode_id: str) -> EpisodeTree:
+        """See `AsyncSwarm.episode_tree`."""
+        return self._loop.run(self._swarm.episode_tree(episode_id))
 
     def status(self) -> StatusResponse:
         """See `AsyncSwarm.status`."""

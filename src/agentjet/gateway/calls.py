@@ -4,6 +4,7 @@ agent.
 * A call is recorded, in memory and on disk, before its last chunk is given out. One that is closed earlier (its
   client left) is sampled no further and leaves no trace: an answer that nobody heard is not trained on.
 * Sampling runs in a task of its own: a slow reader delays neither the sampler nor a batch.
+* A request sent again as a retry says which recorded answer did not arrive: see `retries`.
 * A worker that dies under a call is not noticed by the agent, unless part of the answer was given out already.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,8 +24,10 @@ from agentjet.gateway.answer import Answer
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.prompting import Prompt, prepare
 from agentjet.gateway.requests import CallChunk, CallRequest, sampling_params, seeded
+from agentjet.gateway.retries import Retries
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
+from agentjet.timeline.identity import context_digest
 from agentjet.types import Call, ModelCard, SamplingParams
 
 RESAMPLE_DELAY = 0.05
@@ -38,7 +41,7 @@ class Model(Protocol):
     renderer: Renderer | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Order:
     """A call under way, common to its choices."""
 
@@ -50,6 +53,8 @@ class _Order:
     renderer: Renderer
     tool_format: str
     deadline: float
+    repeats: list[str] | None = None
+    """Calls that this one repeats, for the choices not yet recorded; None until the first is."""
 
 
 Outbox = asyncio.Queue[CallChunk | BaseException]
@@ -76,6 +81,7 @@ class CallPath:
         self._call_timeout = call_timeout
         self._clock = clock
         self._under_way: dict[str, list[Outbox]] = {}
+        self._retries = Retries()
 
     @property
     def active(self) -> int:
@@ -88,6 +94,14 @@ class CallPath:
             outbox.put_nowait(
                 Conflict(f"Episode {episode_id} ended while it was answered.", code="episode_ended_meanwhile")
             )
+        self._retries.forget(episode_id)
+
+    def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
+        """The answer did not reach the agent; `call_ids` are what was recorded of it."""
+        if call_ids:
+            self._swarm.undelivered(episode_id, call_ids)
+        else:
+            self._retries.unanswered(episode_id, role, request.fingerprint)
 
     async def run(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
         """The chunks of an answer. See `Gateway.call`."""
@@ -124,7 +138,10 @@ class CallPath:
                 pass
         card, renderer = self._model.card, self._model.renderer
         assert card is not None and renderer is not None, "the gate opens for a worker that is up"
-        prompt = prepare(renderer, self._swarm.tree(episode.id, role), request.conversation, job.history)
+        tree = self._swarm.tree(episode.id, role)
+        prompt = prepare(renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint)
+        if not tree.calls and episode.num_calls:
+            prompt = replace(prompt, fork="role")
         room = card.context_length - len(prompt.tokens)
         if room < 1:
             raise InvalidRequest(
@@ -212,6 +229,7 @@ class CallPath:
         """Write the call down, then say so. Raises `Conflict` when the episode ended meanwhile."""
         message, reasoning, text = answer.message()
         completion = tuple(answer.tokens)
+        retry_of = self._repeated(order)
         call = Call(
             id=call_id,
             episode_id=order.episode.id,
@@ -227,6 +245,17 @@ class CallPath:
             response=message,
             prompt_key=order.prompt.key,
             created=self._clock(),
+            ask=order.prompt.ask,
+            fork="retry" if retry_of is not None else order.prompt.fork,
+            retry_of=retry_of,
+            context=context_digest([*order.prompt.tokens, *completion]),
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
         return CallChunk(index, text, reasoning, answer.new_tokens(), call, len(order.prompt.tokens))
+
+    def _repeated(self, order: _Order) -> str | None:
+        """The call whose place the next choice takes. Looked up as late as this: the first try may have ended since."""
+        if order.repeats is None:
+            tree = self._swarm.tree(order.episode.id, order.role)
+            order.repeats = self._retries.earlier(order.episode.id, order.role, order.request, tree)
+        return order.repeats.pop() if order.repeats else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from agentjet import __version__
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, ServeConfig, parse_job
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
+from agentjet.gateway import inspection
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.calls import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore
@@ -28,6 +29,7 @@ from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
     CheckpointInfo,
+    EpisodeTree,
     Event,
     FinishRequest,
     JobBody,
@@ -152,6 +154,14 @@ class Gateway:
         with `Later`.
         """
         return self._calls.run(episode_id, role, request)
+
+    def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
+        """The answer to `request` did not reach its agent; `call_ids` name what was recorded of it."""
+        self._calls.undelivered(episode_id, role, request, call_ids)
+
+    def episode_tree(self, episode_id: str) -> EpisodeTree:
+        """An episode opened up. Raises `NotFound`."""
+        return inspection.tree(self.swarm, self.engine.renderer, episode_id)
 
     # ---- the job
     # ------------------------------------------------------------------------------------------------------

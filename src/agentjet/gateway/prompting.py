@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentjet.rendering import Renderer
-from agentjet.timeline import ConversationTree, conversation_key
-from agentjet.types import Conversation
+from agentjet.timeline import ConversationTree, conversation_key, forks
+from agentjet.types import Ask, Conversation, Fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,17 @@ class Prompt:
     pieces: tuple[bytes, ...]
     key: str
     """Identity by meaning of the conversation."""
+    ask: Ask
+    fork: Fork
 
 
 def prepare(
-    renderer: Renderer, tree: ConversationTree, conversation: Conversation, history: Literal["template", "as_sampled"]
+    renderer: Renderer,
+    tree: ConversationTree,
+    conversation: Conversation,
+    history: Literal["template", "as_sampled"],
+    *,
+    fingerprint: str = "",
 ) -> Prompt:
     """Render `conversation` and find its longest known beginning in `tree`.
 
@@ -38,8 +45,9 @@ def prepare(
 
     Raises `InvalidRequest` when the template refuses the conversation.
     """
+    known = tree.recognise(conversation)
     bodies: dict[int, bytes] = {}
-    for i, call in tree.recognise(conversation).items():
+    for i, call in known.items():
         if history == "as_sampled":
             bodies[i] = renderer.generation_tail + tree.encoded_completion(call.id)
         elif not call.response.reasoning:
@@ -53,4 +61,6 @@ def prepare(
         suffix=suffix,
         pieces=tuple(renderer.pieces(suffix)),
         key=conversation_key(conversation),
+        ask=forks.ask(conversation, known, fingerprint),
+        fork=forks.cause(tree, conversation, known, match),
     )

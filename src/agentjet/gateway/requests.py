@@ -31,6 +31,10 @@ class CallRequest:
 
     Without it only the last chunk of each choice comes, so a dead worker is never noticed.
     """
+    fingerprint: str = ""
+    """Names the request as it was sent: sent again, it has the same one."""
+    retry: bool = False
+    """The agent's SDK says that it sends this request again, or may do so under the same `fingerprint`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentjet.types import EngineState, EpisodeStatus, Mode
+from agentjet.types import EngineState, EpisodeStatus, FinishReason, Fork, Mode
 
 Name = Annotated[str, Field(max_length=256)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
@@ -82,6 +82,50 @@ class EpisodeView(Response):
     reason: str = ""
     trained_in: int | None = None
     """The batch that trained it, once it was."""
+
+
+class CallView(Response):
+    """A call of an episode. `tokens`, `texts`, `mask`, `logprobs` and `versions` run in parallel: first the context
+    that was new, then what was sampled. Before them come the first `kept` tokens of call `parent`.
+    """
+
+    call_id: str
+    role: str
+    parent: str | None
+    kept: int
+    fork: Fork
+    """Why it began a timeline of its own."""
+    retry_of: str | None
+    orphan: str
+    """Why it is not trained: `retry`, `undelivered`; empty when it is."""
+    after: str | None
+    """The call whose response `messages` follow; they are the whole conversation when it is null."""
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    response: dict[str, Any]
+    tokens: list[int]
+    texts: list[str]
+    """Token by token, for people; empty before the model was loaded once."""
+    mask: list[int]
+    """1 where a token is trained."""
+    logprobs: list[float | None]
+    versions: list[int | None]
+    """The policy version that sampled each token; null for context."""
+    temperature: float
+    finish_reason: FinishReason
+    created: float
+
+
+class EpisodeTree(EpisodeView):
+    """An episode with its calls; none once a durable checkpoint covers its batch."""
+
+    calls: list[CallView]
+
+
+class EpisodeList(Response):
+    """Episodes, newest first."""
+
+    episodes: list[EpisodeView]
 
 
 class Event(Response):

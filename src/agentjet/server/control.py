@@ -10,12 +10,14 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import StreamingResponse
 
 from agentjet.errors import CheckpointError, RequestError
-from agentjet.gateway import Episode
+from agentjet.gateway.inspection import view
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
     BeginResponse,
     CheckpointInfo,
+    EpisodeList,
+    EpisodeTree,
     EpisodeView,
     Event,
     FinishRequest,
@@ -63,16 +65,22 @@ async def begin_episode(
     )
 
 
+@router.get("/episodes", dependencies=client)
+async def list_episodes(wired: Wired, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> EpisodeList:
+    """The newest episodes, newest first."""
+    return EpisodeList(episodes=[view(episode) for episode in wired.gateway.swarm.recent_episodes(limit)])
+
+
 @router.get("/episodes/{episode_id}", dependencies=of_episode, responses=_problems(404))
-async def get_episode(episode_id: str, wired: Wired) -> EpisodeView:
-    """An episode as the server sees it."""
-    return _view(wired.gateway.swarm.episode(episode_id))
+async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
+    """An episode with every call: messages, tokens, who wrote them, log-probabilities and versions."""
+    return wired.gateway.episode_tree(episode_id)
 
 
 @router.post("/episodes/{episode_id}/heartbeat", dependencies=of_episode, responses=_problems(404, 409, 503))
 async def heartbeat(episode_id: str, wired: Wired) -> EpisodeView:
     """Renew an episode's lease."""
-    return _view(await wired.gateway.heartbeat(episode_id))
+    return view(await wired.gateway.heartbeat(episode_id))
 
 
 @router.post("/episodes/{episode_id}/finish", dependencies=of_episode, responses=_problems(404, 409, 503))
@@ -80,7 +88,7 @@ async def finish_episode(
     episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:
     """End an episode with its reward. Twice gives the same answer twice."""
-    return _view(await wired.gateway.finish(episode_id, body, idempotency_key=idempotency_key))
+    return view(await wired.gateway.finish(episode_id, body, idempotency_key=idempotency_key))
 
 
 @router.post("/episodes/{episode_id}/abort", dependencies=of_episode, responses=_problems(404, 409, 503))
@@ -88,7 +96,7 @@ async def abort_episode(
     episode_id: str, wired: Wired, body: AbortRequest | None = None, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:
     """End an episode that failed; it is never scored."""
-    return _view(await wired.gateway.abort(episode_id, body or AbortRequest(), idempotency_key=idempotency_key))
+    return view(await wired.gateway.abort(episode_id, body or AbortRequest(), idempotency_key=idempotency_key))
 
 
 @router.get("/status", dependencies=client)
@@ -168,23 +176,6 @@ async def _written(work: Awaitable[CheckpointInfo]) -> CheckpointInfo:
         return await work
     except (CheckpointError, OSError) as error:
         raise RequestError(str(error), code="checkpoint_failed", status=507) from error
-
-
-def _view(episode: Episode) -> EpisodeView:
-    return EpisodeView(
-        episode_id=episode.id,
-        status=episode.status,
-        mode=episode.mode,
-        task_id=episode.task_id,
-        task_set=episode.task_set,
-        group=episode.group,
-        client_id=episode.client_id,
-        policy_version=episode.policy_version,
-        num_calls=episode.num_calls,
-        reward=episode.reward,
-        reason=episode.reason or episode.dropped,
-        trained_in=episode.trained_in,
-    )
 
 
 async def _sse(events: AsyncGenerator[Event | None]) -> AsyncGenerator[str]:

@@ -5,11 +5,14 @@ The latter are for agents that can set a URL but no key.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
@@ -20,7 +23,7 @@ from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
 from agentjet.server.dialects import chat
 from agentjet.server.dialects.chat_bodies import ChatBody, ChatCompletion
-from agentjet.server.disconnect import until_disconnect
+from agentjet.server.disconnect import ClientGone, until_disconnect
 from agentjet.server.problems import OpenAIError, openai_error
 from agentjet.server.wiring import Token, Wired, Wiring
 
@@ -109,17 +112,53 @@ async def _chat(body: ChatBody, request: Request, wired: Wiring, key: str, role:
     gateway = wired.gateway
     episode_id = wired.keys.episode(key)
     role = chat.role_of(body.model, gateway.model_name, role)
-    call = chat.to_request(body)
+    call = replace(chat.to_request(body), **await _sent(request))
     created = int(time.time())
-    chunks = gateway.call(episode_id, role, call)
+    delivery = _Delivery(partial(gateway.undelivered, episode_id, role, call))
+    chunks = delivery.noting(gateway.call(episode_id, role, call))
     if not call.stream:
-        return await until_disconnect(request, _whole(chunks, body, gateway.model_name, created))
+        with delivery:
+            answer = await until_disconnect(request, _whole(chunks, body, gateway.model_name, created))
+            if await request.is_disconnected():
+                raise ClientGone
+            return answer
     # What is wrong with a request shows before the first chunk, while the status can still say so.
-    first = await until_disconnect(request, _first(chunks))
+    with delivery:
+        first = await until_disconnect(request, _first(chunks))
     events = chat.to_events(_with(first, chunks), body, gateway.model_name, created, f"chatcmpl-{uuid.uuid4().hex}")
     return StreamingResponse(
-        _sse(chunks, events), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        _sse(chunks, events, delivery), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
     )
+
+
+async def _sent(request: Request) -> dict[str, Any]:
+    """What tells a request that is sent again: its bytes, and how the SDKs mark a retry."""
+    key = request.headers.get("idempotency-key", "")
+    count = request.headers.get("x-stainless-retry-count", "0")
+    digest = hashlib.blake2b(await request.body(), digest_size=16, key=hashlib.sha256(key.encode()).digest())
+    return {"fingerprint": digest.hexdigest(), "retry": bool(key) or (count.isdecimal() and int(count) > 0)}
+
+
+class _Delivery:
+    """Within it an answer is given out; leaving it by an exception, or being closed, means that it did not arrive."""
+
+    def __init__(self, undelivered: Callable[[list[str]], None]) -> None:
+        self._undelivered = undelivered
+        self._recorded: list[str] = []
+
+    async def noting(self, chunks: AsyncGenerator[CallChunk]) -> AsyncGenerator[CallChunk]:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.call is not None:
+                    self._recorded.append(chunk.call.id)
+                yield chunk
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._undelivered(self._recorded)
 
 
 async def _whole(chunks: AsyncGenerator[CallChunk], body: ChatBody, model: str, created: int) -> ChatCompletion:
@@ -137,12 +176,15 @@ async def _with(first: CallChunk, rest: AsyncGenerator[CallChunk]) -> AsyncGener
         yield chunk
 
 
-async def _sse(chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[str]:
+async def _sse(
+    chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[dict[str, Any]], delivery: _Delivery
+) -> AsyncGenerator[str]:
     """The stream as text. Leaving it, by its end or a disconnect, closes the call; an error becomes its last event."""
     async with aclosing(chunks):
         try:
-            async for event in events:
-                yield chat.sse(event)
+            with delivery:
+                async for event in events:
+                    yield chat.sse(event)
             yield chat.DONE
         except RequestError as error:
             yield chat.sse(openai_error(error))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -11,8 +13,12 @@ from agentjet.algorithms.advantages import ADVANTAGES
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode
 from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.forks import OrphanReason, orphans
+from agentjet.timeline.identity import context_digest
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call
+
+log = logging.getLogger(__name__)
 
 
 def load_trees(journal: Journal, episode_id: str) -> dict[str, ConversationTree]:
@@ -23,19 +29,50 @@ def load_trees(journal: Journal, episode_id: str) -> dict[str, ConversationTree]
     return trees
 
 
-def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> Forest:
-    """One row per call with sampled tokens, merged. A sequence is what one episode and one role produced."""
+def find_orphans(journal: Journal, episode_id: str, trees: Mapping[str, ConversationTree]) -> dict[str, OrphanReason]:
+    """The calls of an episode that nobody heard, over all its roles."""
+    return orphans([call for tree in trees.values() for call in tree.calls], journal.undelivered(episode_id))
+
+
+def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tuple[Forest, dict[str, float]]:
+    """One row per call with sampled tokens, merged; and what the trees look like, as metrics.
+
+    A sequence is what one episode and one role produced. Orphans are left out, and so would be a call whose tokens are
+    not those that were sampled (`forest/drift`, always 0 unless the journal is damaged).
+    """
     rows: list[Row] = []
+    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "drift"), 0))
     num_sequences = 0
     for group in batch.groups:
         members = [episodes[episode_id] for episode_id in group]
         for i, episode in enumerate(members):
-            for role, tree in load_trees(journal, episode.id).items():
+            trees = load_trees(journal, episode.id)
+            unheard = find_orphans(journal, episode.id, trees)
+            for role, tree in trees.items():
+                trained = _trained_calls(tree, unheard, shape)
                 advantage = role_advantages(batch, members, role)[i]
-                fresh = [_row(tree, call, advantage, num_sequences) for call in tree.calls if call.completion]
-                rows += fresh
-                num_sequences += bool(fresh)
-    return build_forest(rows)
+                rows += [_row(tree, call, advantage, num_sequences) for call in trained]
+                num_sequences += bool(trained)
+    timelines = shape.pop("timelines") / len(batch.episode_ids)
+    return build_forest(rows), {"episode/timelines": timelines, **{f"forest/{n}": float(c) for n, c in shape.items()}}
+
+
+def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Counter[str]) -> list[Call]:
+    """The calls of a tree whose sampled tokens are trained; what else there is is counted in `shape`."""
+    trained = []
+    for call in tree.calls:
+        if call.fork:
+            shape[f"forks_{call.fork}"] += 1
+        if call.id in unheard:
+            shape["orphans"] += 1
+            shape["orphan_tokens"] += len(call.completion)
+        elif call.context and call.context != context_digest(tree.tokens(call.id)):
+            shape["drift"] += 1
+            log.error("call %s of episode %s is not as it was sampled: left out", call.id, call.episode_id)
+        elif call.completion:
+            trained.append(call)
+    shape["timelines"] += sum(call.id not in unheard for call in tree.leaves())
+    return trained
 
 
 def role_advantages(batch: Batch, members: Sequence[Episode], role: str) -> list[float]:
@@ -63,7 +100,7 @@ def forest_metrics(batch: Batch, forest: Forest) -> dict[str, float]:
     return {
         "forest/tree_token_ratio": forest.tree_token_ratio,
         "forest/tokens": float(forest.num_nodes),
-        "batch/staleness_max": float(batch.id - int(forest.version.min())),
+        "batch/staleness_max": float(batch.id - int(forest.version.min(initial=batch.id))),
     }
 
 

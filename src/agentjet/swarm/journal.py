@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ from agentjet.swarm.rows import (
     read_episode,
     to_json,
 )
-from agentjet.swarm.schema import SCHEMA, SCHEMA_VERSION
+from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 from agentjet.types import Call
 
 IDEMPOTENCY_SECONDS = 86_400.0
@@ -94,6 +94,12 @@ class Journal:
                 f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'); COMMIT;"
             )
         found = int(self._meta("schema_version", "0"))
+        while found in MIGRATIONS:
+            self._db.executescript(
+                f"BEGIN IMMEDIATE; {MIGRATIONS[found]} "
+                f"UPDATE meta SET value = '{found + 1}' WHERE key = 'schema_version'; COMMIT;"
+            )
+            found += 1
         if found != SCHEMA_VERSION:
             raise ConfigError(
                 f"{self.path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: "
@@ -199,6 +205,12 @@ class Journal:
         row = self._db.execute(f"{SELECT_EPISODES} WHERE e.id = ?", (episode_id,)).fetchone()
         return None if row is None else read_episode(row)
 
+    def recent_episodes(self, limit: int) -> list[Episode]:
+        """The newest ones, newest first."""
+        return [
+            read_episode(row) for row in self._db.execute(f"{SELECT_EPISODES} ORDER BY e.seq DESC LIMIT ?", (limit,))
+        ]
+
     def unsettled_episodes(self) -> list[Episode]:
         """Live ones, and finished training ones that are neither trained nor dropped, in the order they began."""
         rows = self._db.execute(
@@ -240,6 +252,7 @@ class Journal:
             *(pack_ints(call.suffix), pack_ints(call.completion), pack_floats(call.logprobs), pack_ints(call.versions)),
             *(b"".join(pieces), pack_ints([len(piece) for piece in pieces])),
             *(call.temperature, call.finish_reason, to_json(asdict(call.response)), call.prompt_key, call.created),
+            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context),
         )
         self._insert("calls", values)
 
@@ -247,6 +260,19 @@ class Journal:
         """An episode's calls in the order they were recorded, with the encoded pieces of suffix and completion."""
         rows = self._db.execute(f"{SELECT_CALLS} WHERE episode_id = ? ORDER BY seq", (episode_id,))
         return [read_call(row) for row in rows]
+
+    def add_undelivered(self, call_ids: Iterable[str]) -> None:
+        """These answers did not reach their agent."""
+        for call_id in call_ids:
+            self._db.execute("INSERT OR IGNORE INTO undelivered VALUES (?)", (call_id,))
+
+    def undelivered(self, episode_id: str) -> frozenset[str]:
+        """The episode's calls whose answer did not reach the agent, as far as the transport could tell."""
+        rows = self._db.execute(
+            "SELECT call_id FROM undelivered WHERE call_id IN (SELECT id FROM calls WHERE episode_id = ?)",
+            (episode_id,),
+        )
+        return frozenset(row[0] for row in rows)
 
     # ---- groups and batches --------------------------------------------------------------------------------
 
@@ -370,6 +396,7 @@ class Journal:
             "OR (f.episode_id IS NOT NULL AND (e.mode = 'eval' OR g.state = 'dropped')))",
             (policy_version,),
         )
+        self._db.execute("DELETE FROM undelivered WHERE call_id NOT IN (SELECT id FROM calls)")
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
         self._db.execute("DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ?", (EVENTS_KEPT,))
         self._set_meta("durable_version", str(policy_version))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentjet.swarm.records import Episode
-from agentjet.types import Call, Message, ToolCall
+from agentjet.types import Ask, Call, Message, ToolCall
 
 EPISODES_FROM = """
 FROM episodes e
@@ -36,7 +36,7 @@ SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id
 
 SELECT_CALLS = """
 SELECT id, episode_id, role, parent, kept, suffix, completion, logprobs, versions, temperature, finish_reason, response,
-    prompt_key, created, pieces, piece_lengths
+    prompt_key, created, pieces, piece_lengths, ask, fork, retry_of, context
 FROM calls
 """
 
@@ -55,8 +55,6 @@ def read_episode(row: Sequence[Any]) -> Episode:
 def read_call(row: Sequence[Any]) -> RecordedCall:
     """From a row of `SELECT_CALLS`."""
     suffix, completion = unpack_ints(row[5]), unpack_ints(row[6])
-    response = json.loads(row[11])
-    response["tool_calls"] = tuple(ToolCall(**tool_call) for tool_call in response["tool_calls"])
     call = Call(
         id=row[0],
         episode_id=row[1],
@@ -69,9 +67,13 @@ def read_call(row: Sequence[Any]) -> RecordedCall:
         versions=unpack_ints(row[8]),
         temperature=row[9],
         finish_reason=row[10],
-        response=Message(**response),
+        response=_message(json.loads(row[11])),
         prompt_key=row[12],
         created=row[13],
+        ask=_ask(json.loads(row[16])),
+        fork=row[17],
+        retry_of=row[18],
+        context=row[19],
     )
     pieces: list[bytes] = []
     start = 0
@@ -79,6 +81,17 @@ def read_call(row: Sequence[Any]) -> RecordedCall:
         pieces.append(row[14][start : start + length])
         start += length
     return call, tuple(pieces[: len(suffix)]), tuple(pieces[len(suffix) :])
+
+
+def _message(value: Mapping[str, Any]) -> Message:
+    return Message(**{**value, "tool_calls": tuple(ToolCall(**tool_call) for tool_call in value["tool_calls"])})
+
+
+def _ask(value: Mapping[str, Any]) -> Ask:
+    if not value:
+        return Ask()
+    messages, tools = tuple(map(_message, value["messages"])), tuple(value["tools"])
+    return Ask(messages, value["after"], tools, value["fingerprint"])
 
 
 def to_json(value: Mapping[str, Any]) -> str:

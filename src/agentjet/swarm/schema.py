@@ -2,10 +2,12 @@
 
 Token arrays are little-endian blobs: int32 for tokens and versions, float64 for log-probabilities (bit for bit what
 was reported). `pieces` are the encoded bytes of the suffix's and the completion's tokens, joined, with the length of
-each in `piece_lengths` (int32).
+each in `piece_lengths` (int32). `ask` is a JSON object, see `types.Ask`.
+
+A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -54,9 +56,15 @@ CREATE TABLE calls (
     finish_reason TEXT NOT NULL,
     response TEXT NOT NULL,
     prompt_key TEXT NOT NULL,
-    created REAL NOT NULL
+    created REAL NOT NULL,
+    ask TEXT NOT NULL DEFAULT '{}',
+    fork TEXT NOT NULL DEFAULT '',
+    retry_of TEXT,
+    context BLOB NOT NULL DEFAULT x''
 );
 CREATE INDEX calls_of_episode ON calls (episode_id, seq);
+
+CREATE TABLE undelivered (call_id TEXT PRIMARY KEY) WITHOUT ROWID;
 
 CREATE TABLE finishes (
     episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
@@ -120,3 +128,14 @@ CREATE TABLE events (
     body TEXT NOT NULL
 );
 """
+
+MIGRATIONS = {
+    1: """
+    ALTER TABLE calls ADD COLUMN ask TEXT NOT NULL DEFAULT '{}';
+    ALTER TABLE calls ADD COLUMN fork TEXT NOT NULL DEFAULT '';
+    ALTER TABLE calls ADD COLUMN retry_of TEXT;
+    ALTER TABLE calls ADD COLUMN context BLOB NOT NULL DEFAULT x'';
+    CREATE TABLE undelivered (call_id TEXT PRIMARY KEY) WITHOUT ROWID;
+    """,
+}
+"""From each older version to the next."""

@@ -27,6 +27,7 @@ from agentjet.swarm.leases import Leases
 from agentjet.swarm.ledger import Ledger
 from agentjet.swarm.records import Batch, Episode, Group
 from agentjet.timeline.forest import Forest
+from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call
 
@@ -144,6 +145,10 @@ class Swarm:
             raise NotFound(f"There is no episode {episode_id!r} here.", code="episode_not_found")
         return episode
 
+    def recent_episodes(self, limit: int) -> list[Episode]:
+        """The newest episodes, newest first."""
+        return self._journal.recent_episodes(limit)
+
     def expires_at(self, episode: Episode) -> float:
         """When a live episode is reclaimed unless it shows life."""
         return self._leases.expires_at(episode, self.job)
@@ -175,14 +180,31 @@ class Swarm:
             tree.add(call, encoded_suffix, encoded_completion)
         self._leases.touch(episode)
 
+    def undelivered(self, episode_id: str, call_ids: Sequence[str]) -> None:
+        """These recorded answers did not reach their agent: unless it turns out that they did, they train nothing.
+
+        Of an ended episode nothing changes any more: its batch may be composed already.
+        """
+        if self._up_to_date(episode_id).status == "live":
+            with self.transaction():
+                self._journal.add_undelivered(call_ids)
+
     def tree(self, episode_id: str, role: str) -> ConversationTree:
         """What one role of an episode has heard and said; kept in memory while the episode lives."""
         tree = self._ledger.trees.get((episode_id, role))
         if tree is None:
-            tree = batches.load_trees(self._journal, episode_id).get(role) or ConversationTree()
+            tree = self.trees(episode_id).get(role) or ConversationTree()
             if self.episode(episode_id).status == "live":
                 self._ledger.trees[episode_id, role] = tree
         return tree
+
+    def trees(self, episode_id: str) -> dict[str, ConversationTree]:
+        """An episode's conversations by role, as the journal has them; none once a durable checkpoint covers them."""
+        return batches.load_trees(self._journal, episode_id)
+
+    def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
+        """The episode's calls that nobody heard, and how that is known."""
+        return batches.find_orphans(self._journal, episode_id, self.trees(episode_id))
 
     # ---- time ----------------------------------------------------------------------------------------------
 
@@ -240,10 +262,9 @@ class Swarm:
         Raises `CheckpointError` when a durable checkpoint has covered the batch and its tokens were pruned.
         """
         self._check_reach(batch.id)
-        forest = batches.build(
-            self._journal, batch, {episode_id: self.episode(episode_id) for episode_id in batch.episode_ids}
-        )
-        self._forest_metrics = {batch.id: batches.forest_metrics(batch, forest)}
+        members = {episode_id: self.episode(episode_id) for episode_id in batch.episode_ids}
+        forest, counts = batches.build(self._journal, batch, members)
+        self._forest_metrics = {batch.id: {**batches.forest_metrics(batch, forest), **counts}}
         return forest
 
     def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -90,10 +90,11 @@ def build_forest(rows: Sequence[Row]) -> Forest:
     """Merge rows into prefix trees, in O(total tokens).
 
     Sorting the rows as big-endian byte strings puts them in depth-first order; each then adds the nodes after its
-    longest common prefix with the one before.
+    longest common prefix with the one before. Without rows the forest is empty.
     """
     if not rows:
-        raise ValueError("a forest needs at least one row")
+        none, nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return Forest(none, none, none, none, none, nothing, nothing, nothing, none, none, 0, 0)
     order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.astype(">i4").tobytes())
     tokens: list[IntArray] = []
     parents: list[IntArray] = []

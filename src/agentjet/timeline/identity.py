@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentjet.types import Conversation, Message
@@ -34,11 +35,21 @@ def conversation_key(conversation: Conversation) -> str:
 
 def prefix_keys(conversation: Conversation) -> Iterator[str]:
     """Keys of the conversation cut before message 0, 1, ..., and at last of all of it: `len(messages) + 1` of them."""
-    key = _digest(["tools", *conversation.tools])
+    key = tools_key(conversation.tools)
     yield key
     for message in conversation.messages:
         key = _digest([key, message_key(message)])
         yield key
+
+
+def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Hex digest of a tool list."""
+    return _digest(["tools", *tools])
+
+
+def context_digest(tokens: Sequence[int]) -> bytes:
+    """16 bytes that name a sequence of tokens."""
+    return hashlib.blake2b(array("i", tokens).tobytes(), digest_size=16).digest()
 
 
 def _arguments(text: str) -> list[Any]:

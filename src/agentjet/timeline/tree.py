@@ -14,14 +14,15 @@ The work of a match is comparing bytes; a call whose bytes differ is searched by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.timeline.identity import answer_key, prefix_keys
+from agentjet.timeline.identity import answer_key, prefix_keys, tools_key
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation
 
 
@@ -57,6 +58,15 @@ class _Node:
     def prompt_end(self) -> int:
         return len(self.call.suffix)
 
+    @property
+    def length(self) -> int:
+        """Tokens of the whole path."""
+        return self.start + len(self.tokens)
+
+    @property
+    def is_continued(self) -> bool:
+        return any(child.start == self.length for child in self.children)
+
     def reach(self, encoded: bytes, offset: int, limit: int) -> int:
         """Position up to which the segment agrees with `encoded[offset:limit]`."""
         if offset + len(self.encoded) <= limit and encoded.startswith(self.encoded, offset):
@@ -83,6 +93,7 @@ class ConversationTree:
         self._nodes: dict[str, _Node] = {}
         self._roots: list[_Node] = []
         self._answers: dict[tuple[str, str], list[Call]] = {}
+        self._tools: set[str] = set()
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -90,11 +101,26 @@ class ConversationTree:
 
     def leaves(self) -> tuple[Call, ...]:
         """The calls that no later call continues from their very end: each ends a timeline."""
-        return tuple(
-            node.call
-            for node in self._nodes.values()
-            if not any(child.start == node.start + len(node.tokens) for child in node.children)
-        )
+        return tuple(node.call for node in self._nodes.values() if not node.is_continued)
+
+    def num_tokens(self, call_id: str) -> int:
+        """Length of a call's prompt + completion."""
+        return self._nodes[call_id].length
+
+    def is_continued(self, call_id: str) -> bool:
+        """Whether a later call continues this one from its very end."""
+        return self._nodes[call_id].is_continued
+
+    def keeps_all_of(self, call_id: str, match: Match) -> bool:
+        """Whether what `match` keeps begins with a call's whole prompt + completion."""
+        length = self.num_tokens(call_id)
+        if match.parent is None or match.kept < length:
+            return False
+        return match.parent == call_id or _path(self._nodes[match.parent], length) == self.tokens(call_id)
+
+    def has_seen_tools(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a call here was offered these very tools."""
+        return tools_key(tools) in self._tools
 
     def recognise(self, conversation: Conversation) -> dict[int, Call]:
         """The assistant messages that the policy said here in answer to the messages before them: index to call.
@@ -155,11 +181,13 @@ class ConversationTree:
         self._nodes[call.id] = node
         (parent.children if parent else self._roots).append(node)
         self._answers.setdefault((call.prompt_key, answer_key(call.response)), []).append(call)
+        if call.ask.after is None:
+            self._tools.add(tools_key(call.ask.tools))
 
     def tokens(self, call_id: str) -> tuple[int, ...]:
         """Prompt + completion of a call, exactly as the policy saw them."""
         node = self._nodes[call_id]
-        return _path(node, node.start + len(node.tokens))
+        return _path(node, node.length)
 
     def encoded_completion(self, call_id: str) -> bytes:
         """The encoded text of what a call sampled: the body that `Renderer.render` takes."""
@@ -177,7 +205,7 @@ class ConversationTree:
             assert call.kept == 0, "a call without a parent keeps nothing"
             return None
         node: _Node | None = self._nodes[call.parent]
-        assert node is not None and call.kept <= node.start + len(node.tokens), "a call keeps tokens its parent has not"
+        assert node is not None and call.kept <= node.length, "a call keeps tokens its parent has not"
         while node is not None and call.kept <= node.start:
             node = node.parent
         return node

@@ -1,0 +1,111 @@
+"""`agentjet episodes`: which there were, and one of them token by token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentjet.cli.options import Json, Token, TokenFile, Url, connect
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from agentjet.protocol import CallView, EpisodeTree
+
+CONTEXT, SAMPLED, ORPHAN, NOTE = "cyan", "bold green", "strike red", "dim"
+LEGEND = (("the agent and the template", CONTEXT), ("the policy, trained", SAMPLED), ("not trained", ORPHAN))
+
+app = typer.Typer(help="Look at episodes.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_episodes(
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many at most.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """List the newest episodes, newest first."""
+    with connect(url, token, token_file) as swarm:
+        found = swarm.episodes(limit)
+    if as_json:
+        typer.echo(found.model_dump_json(indent=2))
+    elif not found.episodes:
+        typer.echo("none yet")
+    else:
+        for e in found.episodes:
+            reward = "" if e.reward is None else f"reward {e.reward:g}"
+            trained = "" if e.trained_in is None else f"batch {e.trained_in}"
+            typer.echo(
+                f"{e.episode_id}  {e.status:8}  {e.task_id:20.20}  {e.num_calls:3} calls  {reward:12}  {trained}"
+            )
+
+
+@app.command("show")
+def show_episode(
+    episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes list` prints it.")],
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Print an episode's calls, coloured by who wrote each token."""
+    with connect(url, token, token_file) as swarm:
+        tree = swarm.episode_tree(episode_id)
+    if as_json:
+        typer.echo(tree.model_dump_json(indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in described(tree):
+        console.print(line, soft_wrap=True)
+
+
+def described(tree: EpisodeTree) -> list[Text]:
+    """An episode as coloured lines for people."""
+    from rich.text import Text
+
+    facts = [tree.status, f"task {tree.task_id}"]
+    facts += [] if tree.reward is None else [f"reward {tree.reward:g}"]
+    facts += [] if tree.trained_in is None else [f"trained in batch {tree.trained_in}"]
+    facts += [tree.reason] if tree.reason else []
+    lines = [Text(f"{tree.episode_id}: {', '.join(facts)}", "bold")]
+    if not tree.calls:
+        gone = "a checkpoint covers them: they are not kept" if tree.num_calls else "none"
+        return [*lines, Text(f"calls: {gone}", NOTE)]
+    lines.append(Text.assemble("written by ", *((f" {who} ", style) for who, style in LEGEND)))
+    numbers = {call.call_id: i for i, call in enumerate(tree.calls, 1)}
+    for call in tree.calls:
+        lines += [Text(""), Text(_heading(call, numbers), NOTE), _body(call)]
+    return lines
+
+
+def _heading(call: CallView, numbers: dict[str, int]) -> str:
+    sampled = sum(version is not None for version in call.versions)
+    parts = [f"call {numbers[call.call_id]}" + (f" as {call.role!r}" if call.role else "")]
+    if call.parent is not None:
+        how = f"a fork ({call.fork}) of" if call.fork else "continues"
+        parts.append(f"{how} call {numbers[call.parent]}, whose first {call.kept} tokens it keeps")
+    elif call.fork:
+        parts.append(f"a tree of its own ({call.fork})")
+    parts.append(f"{len(call.tokens) - sampled} new context tokens, {sampled} sampled")
+    versions = sorted({version for version in call.versions if version is not None})
+    parts.append(f"policy {', '.join(map(str, versions))}" if versions else "nothing sampled")
+    parts.append(call.finish_reason)
+    if call.orphan:
+        why = "sent again" if call.orphan == "retry" else "not delivered"
+        parts.append(f"not trained: {why}")
+    return "; ".join(parts)
+
+
+def _body(call: CallView) -> Text:
+    from rich.text import Text
+
+    texts = call.texts or [f"<{token}>" for token in call.tokens]
+    body = Text()
+    for text, version in zip(texts, call.versions, strict=True):
+        body.append(text, CONTEXT if version is None else ORPHAN if call.orphan else SAMPLED)
+    return body

@@ -1,0 +1,76 @@
+"""An episode opened up: what was said, in words and in tokens, and what is trained of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from agentjet.protocol import CallView, EpisodeTree, EpisodeView
+from agentjet.rendering import Renderer
+from agentjet.swarm import Episode, Swarm
+from agentjet.types import Call, Message
+
+
+def view(episode: Episode) -> EpisodeView:
+    """An episode as the server sees it."""
+    return EpisodeView(**_facts(episode))
+
+
+def tree(swarm: Swarm, renderer: Renderer | None, episode_id: str) -> EpisodeTree:
+    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer."""
+    episode = swarm.episode(episode_id)
+    unheard = swarm.orphans(episode_id)
+    calls = [
+        _call(call, unheard.get(call.id, ""), renderer)
+        for conversation in swarm.trees(episode_id).values()
+        for call in conversation.calls
+    ]
+    return EpisodeTree(**_facts(episode), calls=calls)
+
+
+def _facts(episode: Episode) -> dict[str, object]:
+    return {
+        "episode_id": episode.id,
+        "status": episode.status,
+        "mode": episode.mode,
+        "task_id": episode.task_id,
+        "task_set": episode.task_set,
+        "group": episode.group,
+        "client_id": episode.client_id,
+        "policy_version": episode.policy_version,
+        "num_calls": episode.num_calls,
+        "reward": episode.reward,
+        "reason": episode.reason or episode.dropped,
+        "trained_in": episode.trained_in,
+    }
+
+
+def _call(call: Call, orphan: str, renderer: Renderer | None) -> CallView:
+    tokens = [*call.suffix, *call.completion]
+    context = [None] * len(call.suffix)
+    return CallView(
+        call_id=call.id,
+        role=call.role,
+        parent=call.parent,
+        kept=call.kept,
+        fork=call.fork,
+        retry_of=call.retry_of,
+        orphan=orphan,
+        after=call.ask.after,
+        messages=[_message(message) for message in call.ask.messages],
+        tools=[json.loads(json.dumps(tool, default=dict)) for tool in call.ask.tools],
+        response=_message(call.response),
+        tokens=tokens,
+        texts=[renderer.token_bytes(t).decode(errors="replace") for t in tokens] if renderer is not None else [],
+        mask=[0] * len(call.suffix) + [0 if orphan else 1] * len(call.completion),
+        logprobs=[*context, *call.logprobs],
+        versions=[*context, *call.versions],
+        temperature=call.temperature,
+        finish_reason=call.finish_reason,
+        created=call.created,
+    )
+
+
+def _message(message: Message) -> dict[str, object]:
+    """A message without what it has not."""
+    return {name: value for name, value in asdict(message).items() if value or name in ("role", "content")}

@@ -1,0 +1,62 @@
+"""Why a conversation tree branches, and which of its calls nobody heard.
+
+A call either continues a timeline from its very end or begins one of its own; `cause` says why. Most branches are
+legitimate and train. The exception are *orphans*: answers that did not reach the agent. A later call that sends an
+answer back proves that it arrived, whatever the transport believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+from agentjet.timeline.tree import ConversationTree, Match
+from agentjet.types import Ask, Call, Conversation, Fork
+
+OrphanReason = Literal["retry", "undelivered"]
+
+
+def ask(conversation: Conversation, known: Mapping[int, Call], fingerprint: str = "") -> Ask:
+    """What is new in a request, given the calls that `ConversationTree.recognise` found in it."""
+    if not known:
+        return Ask(conversation.messages, None, conversation.tools, fingerprint)
+    newest = max(known)
+    return Ask(conversation.messages[newest + 1 :], known[newest].id, (), fingerprint)
+
+
+def cause(tree: ConversationTree, conversation: Conversation, known: Mapping[int, Call], match: Match) -> Fork:
+    """Why a request that matches like this begins a timeline; empty when it continues one or is the tree's first.
+
+    `retry` and `role` are the caller's to know.
+    """
+    if not tree.calls:
+        return ""
+    if match.parent is not None and match.kept == tree.num_tokens(match.parent) and not tree.is_continued(match.parent):
+        return ""
+    if not tree.has_seen_tools(conversation.tools):
+        return "tools"
+    if any(message.role == "assistant" and i not in known for i, message in enumerate(conversation.messages)):
+        return "edit"
+    return "template" if known and not tree.keeps_all_of(known[max(known)].id, match) else "branch"
+
+
+def orphans(calls: Sequence[Call], undelivered: Collection[str]) -> dict[str, OrphanReason]:
+    """The calls that no agent heard, and how that is known. They are counted and never trained.
+
+    Of a request and its retries the answers that were sent back are kept; when none was, the last that was delivered.
+    """
+    heard = {call.ask.after for call in calls}
+    first: dict[str, str] = {}
+    tries: dict[str, list[Call]] = {}
+    for call in calls:
+        first[call.id] = first.get(call.retry_of, call.retry_of) if call.retry_of is not None else call.id
+        tries.setdefault(first[call.id], []).append(call)
+    found: dict[str, OrphanReason] = {}
+    for same in tries.values():
+        kept = {call.id for call in same if call.id in heard}
+        if not kept:
+            kept = {call.id for call in [call for call in same if call.id not in undelivered][-1:]}
+        for call in same:
+            if call.id not in kept:
+                found[call.id] = "undelivered" if call.id in undelivered else "retry"
+    return found

@@ -1,0 +1,165 @@
+"""What was not heard is not trained. Pinned here, over real sockets with OpenAI's SDK:
+
+1. a request sent again as a retry, or under the same Idempotency-Key, supersedes the answer recorded before;
+2. a retry of a request of which nothing was recorded supersedes nothing, not even an equal request's answer;
+3. an answer whose client left before it was sent is undelivered; one that is sent back was delivered after all;
+4. the tree of an episode shows all of it, token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes import saying
+from tests.server.serving import Served, serving
+
+pytestmark = pytest.mark.anyio
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+async def tree(served: Served, episode: dict[str, Any]) -> dict[str, Any]:
+    response = await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def orphans(served: Served, episode: dict[str, Any]) -> list[str]:
+    return [call["orphan"] for call in (await tree(served, episode))["calls"]]
+
+
+async def chat(client: openai.AsyncOpenAI, messages: list[Any] = HELLO, **options: Any) -> dict[str, Any]:
+    answer = await client.chat.completions.create(model="policy", messages=messages, **options)
+    message: dict[str, Any] = answer.choices[0].message.model_dump(exclude_none=True)
+    return message
+
+
+async def test_a_retry_supersedes_the_answer_that_did_not_arrive(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        await chat(client)
+        await chat(client, extra_headers=RETRY)
+        calls = (await tree(served, episode))["calls"]
+        assert [(call["orphan"], call["fork"]) for call in calls] == [("retry", ""), ("", "retry")]
+        assert calls[1]["retry_of"] == calls[0]["call_id"]
+        assert not any(calls[0]["mask"]) and any(calls[1]["mask"])
+
+
+async def test_other_requests_are_not_superseded(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        await chat(client)
+        await chat(client)  # a vote
+        await chat(client, temperature=0.5, extra_headers=RETRY)  # another request's retry, of which nothing came
+        assert await orphans(served, episode) == ["", "", ""]
+
+
+async def test_the_same_idempotency_key_is_a_retry_and_another_is_not(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        for key in ("a", "b", "a"):
+            await chat(client, extra_headers={"Idempotency-Key": key})
+        assert await orphans(served, episode) == ["retry", "", ""]
+
+
+async def test_all_choices_of_a_retried_request_are_superseded(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        await chat(client, n=3)
+        await chat(client, n=3, extra_headers=RETRY)
+        assert await orphans(served, episode) == ["retry"] * 3 + [""] * 3
+
+
+async def test_a_retry_of_what_was_never_answered_leaves_an_equal_vote_alone(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        await chat(client)
+        served.run.compute.may_sample.clear()
+        with pytest.raises(openai.APITimeoutError):
+            await chat(client, timeout=0.2)
+        while served.run.gateway.status().calls_active:
+            await asyncio.sleep(0.01)
+        served.run.compute.may_sample.set()
+        await chat(client, extra_headers=RETRY)
+        assert await orphans(served, episode) == ["", ""]
+
+
+async def test_a_choice_recorded_before_the_client_left_is_not_trained(tmp_path: Path) -> None:
+    replies = iter(["one", "the other one, which takes long"])
+    async with serving(tmp_path / "d", saying(lambda _: next(replies))) as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        asking = asyncio.create_task(chat(client, n=2))
+        while served.run.gateway.swarm.episode(episode["episode_id"]).num_calls < 1:
+            await asyncio.sleep(0.001)
+        served.run.compute.may_sample.clear()
+        asking.cancel()
+        while served.run.gateway.status().calls_active:
+            await asyncio.sleep(0.01)
+        assert await orphans(served, episode) == ["undelivered"]
+
+
+async def test_a_stream_that_ends_early_is_not_heard_unless_it_is_sent_back(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", saying(lambda _: "one")) as served:
+        episode = await served.begin()
+        swarm = served.run.gateway.swarm
+        client = served.openai(episode)
+        await chat(client)
+        [recorded] = swarm.tree(episode["episode_id"], "").calls
+        swarm.undelivered(episode["episode_id"], [recorded.id])
+        assert await orphans(served, episode) == ["undelivered"]
+        await chat(client, [*HELLO, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}])
+        assert await orphans(served, episode) == ["", ""]
+
+
+async def test_a_delivered_stream_is_trained(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        stream = await served.openai(episode).chat.completions.create(model="policy", messages=HELLO, stream=True)
+        assert [chunk async for chunk in stream]
+        assert await orphans(served, episode) == [""]
+
+
+async def test_the_tree_has_messages_tokens_masks_and_versions(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", saying(lambda _: "hi")) as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        said = await chat(client)
+        await chat(client, [*HELLO, said, {"role": "user", "content": "more"}])
+        whole = await tree(served, episode)
+        first, second = whole["calls"]
+        assert whole["status"] == "live" and whole["num_calls"] == 2
+        assert first["messages"] == HELLO and second["messages"] == [{"role": "user", "content": "more"}]
+        assert second["after"] == second["parent"] == first["call_id"]
+        assert "".join(first["texts"]).endswith("assistant\nhi<|im_end|>")
+        assert first["response"] == {"role": "assistant", "content": "hi"}
+        for call in (first, second):
+            assert len({len(call[name]) for name in ("tokens", "texts", "mask", "logprobs", "versions")}) == 1
+            assert [p is not None for p in call["logprobs"]] == [bool(m) for m in call["mask"]]
+            assert {v for v, m in zip(call["versions"], call["mask"], strict=True) if m} == {0}
+        assert second["kept"] == len(first["tokens"])
+
+
+async def test_who_may_see_a_tree(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        mine, other = await served.begin(), await served.begin()
+        async with httpx.AsyncClient(base_url=served.url, verify=False) as http:
+            for key, expected in ((mine["api_key"], 200), (other["api_key"], 403), ("nothing", 401)):
+                path = f"/swarm/v1/episodes/{mine['episode_id']}"
+                response = await http.get(path, headers={"Authorization": f"Bearer {key}"})
+                assert response.status_code == expected, response.text
+        listed = (await served.http.get("/swarm/v1/episodes?limit=1")).json()["episodes"]
+        assert [episode["episode_id"] for episode in listed] == [other["episode_id"]]
+        assert (await served.http.get("/swarm/v1/episodes?limit=0")).status_code == 422
