@@ -21,6 +21,7 @@ from typing import Protocol
 from agentjet.compute import Compute
 from agentjet.errors import ComputeError, Conflict, InvalidRequest, Later, OutOfCache, RequestError, WorkerDied
 from agentjet.gateway.answer import Answer
+from agentjet.gateway.commits import Commits
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.prompting import Prompt, prepare
 from agentjet.gateway.requests import CallChunk, CallRequest, sampling_params, seeded
@@ -66,6 +67,7 @@ class CallPath:
     def __init__(
         self,
         swarm: Swarm,
+        commits: Commits,
         compute: Compute,
         gate: Gate,
         model: Model,
@@ -75,6 +77,7 @@ class CallPath:
     ) -> None:
         """A call is held at most `call_timeout` seconds in all; sampling does not count."""
         self._swarm = swarm
+        self._commits = commits
         self._compute = compute
         self._gate = gate
         self._model = model
@@ -196,7 +199,7 @@ class CallPath:
                             retry_after=5.0,
                         ) from error
                 else:
-                    outbox.put_nowait(self._record(order, index, call_id, params, answer))
+                    outbox.put_nowait(await self._record(order, index, call_id, params, answer))
                     return
             await asyncio.sleep(RESAMPLE_DELAY)
 
@@ -225,7 +228,9 @@ class CallPath:
         except ComputeError as error:
             raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
 
-    def _record(self, order: _Order, index: int, call_id: str, params: SamplingParams, answer: Answer) -> CallChunk:
+    async def _record(
+        self, order: _Order, index: int, call_id: str, params: SamplingParams, answer: Answer
+    ) -> CallChunk:
         """Write the call down, then say so. Raises `Conflict` when the episode ended meanwhile."""
         message, reasoning, text = answer.message()
         completion = tuple(answer.tokens)
@@ -251,6 +256,7 @@ class CallPath:
             context=context_digest([*order.prompt.tokens, *completion]),
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
+        await self._commits.durable()
         return CallChunk(index, text, reasoning, answer.new_tokens(), call, len(order.prompt.tokens))
 
     def _repeated(self, order: _Order) -> str | None:

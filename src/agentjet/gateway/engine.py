@@ -22,6 +22,7 @@ from agentjet.compute import Compute
 from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Later, WorkerDied
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.commits import Commits
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.metrics import MetricsFile, StepTimer
 from agentjet.protocol import CheckpointInfo
@@ -47,6 +48,7 @@ class Engine:
     def __init__(
         self,
         swarm: Swarm,
+        commits: Commits,
         compute: Compute,
         gate: Gate,
         store: CheckpointStore,
@@ -65,6 +67,7 @@ class Engine:
         self.fatal: AgentJetError | None = None
         """What made the engine give up."""
         self._swarm = swarm
+        self._commits = commits
         self._compute = compute
         self._gate = gate
         self._store = store
@@ -282,7 +285,9 @@ class Engine:
 
     async def _step(self) -> None:
         self._enter("learning")
-        await self._learn(self._swarm.pending or self._swarm.compose())
+        batch = self._swarm.pending or self._swarm.compose()
+        await self._commits.durable()
+        await self._learn(batch)
         job, version = self._swarm.job, self._swarm.policy_version
         if (job.checkpoint_every and version % job.checkpoint_every == 0) or version == job.max_steps:
             await self._try_checkpoint()
@@ -294,6 +299,7 @@ class Engine:
         metrics = await self._compute.learn(batch.id, forest, batch.job)
         if batch.id == self._swarm.policy_version:
             merged = self._swarm.learned(batch, {**metrics, **self._timer.metrics(forest.num_targets)})
+            await self._commits.durable()
             self._metrics.append(batch.id + 1, merged)
             self._failures = 0
 

@@ -21,6 +21,7 @@ from agentjet.gateway import inspection
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.calls import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.commits import Commits
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.metrics import MetricsFile
@@ -62,6 +63,7 @@ class Gateway:
         self.began = clock()
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
         self.swarm = Swarm(self._journal, config.job, clock=clock)
+        self._commits = Commits(self.swarm)
         self.changed = Broadcast()
         self.swarm.on_event = self._on_event
         self.last_event = self._journal.last_event()
@@ -70,8 +72,10 @@ class Gateway:
         self._compute = compute
         self._gate = Gate()
         metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
-        self.engine = Engine(self.swarm, compute, self._gate, self.store, metrics, self.changed)
-        self._calls = CallPath(self.swarm, compute, self._gate, self.engine, config.server.call_timeout, clock=clock)
+        self.engine = Engine(self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed)
+        self._calls = CallPath(
+            self.swarm, self._commits, compute, self._gate, self.engine, config.server.call_timeout, clock=clock
+        )
         self._job_revision = 1
         self._reaper: asyncio.Task[None] | None = None
         self.closing = False
@@ -110,6 +114,8 @@ class Gateway:
             self._reaper.cancel()
             await asyncio.wait([self._reaper])
             self._reaper = None
+        if self._journal.has_uncommitted:
+            self.swarm.commit()
         self._journal.close()
 
     async def stop_engine(self) -> None:
@@ -131,7 +137,9 @@ class Gateway:
             if self.engine.state in ("offline", "draining", "failed"):
                 raise self.engine.refusal()
             try:
-                return self.swarm.begin(request, idempotency_key=idempotency_key)
+                episode = self.swarm.begin(request, idempotency_key=idempotency_key)
+                await self._commits.durable()
+                return episode
             except Later as later:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
@@ -139,13 +147,17 @@ class Gateway:
             await self.changed.wait(left)
 
     async def heartbeat(self, episode_id: str) -> Episode:
-        return self.swarm.heartbeat(episode_id)
+        return await self._durably(self.swarm.heartbeat(episode_id))
 
     async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
-        return self.swarm.finish(episode_id, request, idempotency_key=idempotency_key)
+        return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
 
     async def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
-        return self.swarm.abort(episode_id, request, idempotency_key=idempotency_key)
+        return await self._durably(self.swarm.abort(episode_id, request, idempotency_key=idempotency_key))
+
+    async def _durably(self, episode: Episode) -> Episode:
+        await self._commits.durable()
+        return episode
 
     def call(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
         """The chunks of an answer; closing the iterator cancels the sampling, and then nothing is recorded.

@@ -1,7 +1,8 @@
 """`Journal`: the SQLite file that holds every fact that must survive, as a redo log. One writer at a time.
 
-What a transaction wrote is on disk when it ends (`synchronous=FULL`). It stores and finds; what is allowed is
-decided elsewhere. Times are Unix seconds.
+What a transaction wrote is on disk once it is committed (`synchronous=FULL`): when it ends, or, where `commits_itself`
+was switched off, with the next `commit`, so that several share one wait for the disk. It stores and finds; what is
+allowed is decided elsewhere. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Journal:
         self._db = connection
         self._lock = lock
         self._depth = 0
+        self._lost: sqlite3.OperationalError | None = None
+        self.commits_itself = True
+        """Whether every transaction is committed as it ends."""
 
     # ---- the file ------------------------------------------------------------------------------------------
 
@@ -118,9 +122,13 @@ class Journal:
     def in_transaction(self) -> bool:
         return self._depth > 0
 
+    @property
+    def has_uncommitted(self) -> bool:
+        return self._db.in_transaction
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing; nested ones join the outermost, which commits.
+        """All or nothing; nested ones join the outermost. An error undoes it, and nothing that ended before it.
 
         Raises `Later` (503) when the disk refuses the write.
         """
@@ -128,23 +136,47 @@ class Journal:
             yield
             return
         try:
-            self._db.execute("BEGIN IMMEDIATE")
+            if not self._db.in_transaction:
+                self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("SAVEPOINT one")
             self._depth = 1
             yield
-            self._db.execute("COMMIT")
+            self._db.execute("RELEASE one")
+            if self.commits_itself:
+                self._db.execute("COMMIT")
         except BaseException as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            self._undo(error)
             if isinstance(error, sqlite3.OperationalError):
-                raise Later(
-                    f"The journal could not be written ({error}); nothing was recorded.",
-                    code="journal_unavailable",
-                    status=503,
-                    retry_after=5.0,
-                ) from error
+                raise _refused(error) from error
             raise
         finally:
             self._depth = 0
+
+    def commit(self) -> None:
+        """Have on disk what ended transactions wrote. Raises `Later`, and then all of it is undone."""
+        assert not self._depth, "a commit comes between transactions"
+        lost, self._lost = self._lost, None
+        try:
+            if lost is not None:
+                raise lost
+            if self._db.in_transaction:
+                self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise _refused(error) from error
+
+    def _undo(self, error: BaseException) -> None:
+        """Back to before the transaction. A disk that refuses a write may take all that is uncommitted with it: then
+        the next `commit` fails, so that nobody is told that it succeeded.
+        """
+        if self._db.in_transaction and not self.commits_itself:
+            self._db.execute("ROLLBACK TO one")
+            self._db.execute("RELEASE one")
+        elif self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        elif isinstance(error, sqlite3.OperationalError) and not self.commits_itself:
+            self._lost = error
 
     def _meta(self, key: str, default: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
@@ -404,3 +436,12 @@ class Journal:
     def _insert(self, table: str, values: Sequence[Any]) -> int:
         marks = ", ".join("?" * len(values))
         return int(self._db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
+
+
+def _refused(error: sqlite3.OperationalError) -> Later:
+    return Later(
+        f"The journal could not be written ({error}); nothing was recorded.",
+        code="journal_unavailable",
+        status=503,
+        retry_after=5.0,
+    )

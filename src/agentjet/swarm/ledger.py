@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from agentjet.errors import Conflict
+from agentjet.errors import Conflict, Later
 from agentjet.protocol import Event
 from agentjet.protocol.bodies import Request
 from agentjet.swarm.journal import Journal
@@ -24,11 +24,13 @@ COUNTED = ("live", "finished", "aborted", "expired", "trained", "waiting", "drop
 
 
 class Ledger:
-    """Every change happens inside `transaction()`: rows first, then memory. A failed commit rebuilds memory."""
+    """Every change happens inside `transaction()`: rows first, then memory. What fails rebuilds memory."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
         self.journal = journal
         self.on_event: Callable[[Event], None] | None = None
+        self.on_uncommitted: Callable[[], None] = lambda: None
+        """Called when something was written that a `commit` must follow."""
         self._clock = clock
         self._outbox: list[Event] = []
         self.load()
@@ -52,21 +54,40 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Group changes into one commit; nested ones join the outermost. Events go out once they are on disk."""
+        """Several changes as one: all or nothing; nested ones join the outermost. Its events go out once it is
+        committed.
+        """
         outermost = not self.journal.in_transaction
+        kept = len(self._outbox)
         try:
             with self.journal.transaction():
                 yield
         except BaseException:
             if outermost:
-                self._outbox.clear()
+                del self._outbox[kept if self.journal.has_uncommitted else 0 :]
                 self.load()
             raise
         if outermost:
-            outbox, self._outbox = self._outbox, []
-            for event in outbox:
-                if self.on_event is not None:
-                    self.on_event(event)
+            if self.journal.has_uncommitted:
+                self.on_uncommitted()
+            else:
+                self._send_events()
+
+    def commit(self) -> None:
+        """Have on disk what is not yet there. Raises `Later`, and then all of it is undone, in memory, too."""
+        try:
+            self.journal.commit()
+        except Later:
+            self._outbox.clear()
+            self.load()
+            raise
+        self._send_events()
+
+    def _send_events(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        for event in outbox:
+            if self.on_event is not None:
+                self.on_event(event)
 
     def emit(self, kind: str, body: Mapping[str, Any]) -> None:
         """Journal an event; it reaches `on_event` after the commit."""

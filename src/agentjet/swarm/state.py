@@ -1,7 +1,8 @@
 """`Swarm`: the rules of episodes, groups and batches.
 
 Invariants:
-* what was acknowledged is on disk: every change is committed to the journal before the method returns;
+* what was acknowledged is on disk: every change is committed to the journal before the method returns, or, after
+  `commit_together`, by the `commit` that must come before anybody is told;
 * a finished training episode is in exactly one of: waiting, one batch, a group dropped for a named reason;
 * only what the present batch needs is admitted (on-policy);
 * an episode never outlives its lease or `max_episode_seconds`, whether or not anybody called `reap` in time.
@@ -19,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentjet.config import JobConfig
-from agentjet.errors import CheckpointError, Conflict, NotFound
+from agentjet.errors import CheckpointError, Conflict, Later, NotFound
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
 from agentjet.swarm import batches, groups
 from agentjet.swarm.journal import Journal
@@ -172,6 +173,13 @@ class Swarm:
         """
         episode = self._live(call.episode_id)
         tree = self.tree(call.episode_id, call.role)
+        if call.parent is not None and not tree.knows(call.parent):
+            raise Later(
+                "What this call continues was lost with a write that the disk refused.",
+                code="journal_unavailable",
+                status=503,
+                retry_after=1.0,
+            )
         with self.transaction():
             self._journal.add_call(call, encoded_suffix, encoded_completion)
             self._ledger.put(
@@ -397,8 +405,24 @@ class Swarm:
         self._ledger.on_event = listener
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Group several changes into one commit. When it fails nothing of it happened, in memory neither."""
+        """Group several changes into one. When it fails nothing of it happened, in memory neither."""
         return self._ledger.transaction()
+
+    def commit_together(self, on_uncommitted: Callable[[], None]) -> None:
+        """From here on changes are on disk with the next `commit` only, which may serve many at once.
+
+        `on_uncommitted` is called when there is something to commit. Whoever acknowledges a change must commit first.
+        """
+        self._journal.commits_itself = False
+        self._ledger.on_uncommitted = on_uncommitted
+
+    @property
+    def has_uncommitted(self) -> bool:
+        return self._journal.has_uncommitted
+
+    def commit(self) -> None:
+        """Have every change on disk. Raises `Later` when the disk refuses: then nothing since the last happened."""
+        self._ledger.commit()
 
     # ---- inside --------------------------------------------------------------------------------------------
 

@@ -99,6 +99,9 @@ class ConversationTree:
     def calls(self) -> tuple[Call, ...]:
         return tuple(node.call for node in self._nodes.values())
 
+    def knows(self, call_id: str) -> bool:
+        return call_id in self._nodes
+
     def leaves(self) -> tuple[Call, ...]:
         """The calls that no later call continues from their very end: each ends a timeline."""
         return tuple(node.call for node in self._nodes.values() if not node.is_continued)
