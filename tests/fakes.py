@@ -82,6 +82,8 @@ class ScriptedCompute:
         self.fail_save: list[Exception] = []
         self.die_in_learn = 0
         """So many of the next `learn` calls end in the worker's death, after the weights changed."""
+        self.deadly: set[int] = set()
+        """Batches that kill every worker that tries them."""
         self._last: tuple[int, dict[str, float]] | None = None
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -122,6 +124,9 @@ class ScriptedCompute:
         await self._while_alive(self.may_learn.wait())
         if self.fail_learn:
             raise self.fail_learn.pop(0)
+        if batch_id in self.deadly:
+            self.die("out of memory")
+            raise WorkerDied("out of memory")
         if self._last is not None and self._last[0] == batch_id:
             return self._last[1]
         assert batch_id == self.version, f"batch {batch_id} given to version {self.version}"

@@ -245,10 +245,12 @@ async def test_a_batch_that_kills_every_worker_ends_in_failed(tmp_path: Path, mo
             slept.append(seconds)
 
         monkeypatch.setattr(run.gateway.engine, "_sleep", sleep)
-        run.compute.fail_learn = [WorkerDied("out of memory") for _ in range(6)]
         for group in range(2):
             for member in range(2):
                 await run.episode(float(member), task=f"t{group}")
+        await run.until(lambda: run.gateway.swarm.policy_version == 1)
+        run.compute.fail_start = [WorkerDied("out of memory") for _ in range(5)]
+        run.compute.die()
         await run.until(lambda: run.gateway.engine.state == "failed")
         assert slept == [0, 1, 2, 4, 8]
         assert "out of memory" in run.gateway.status().waiting_for
@@ -258,6 +260,25 @@ async def test_a_batch_that_kills_every_worker_ends_in_failed(tmp_path: Path, mo
         await run.gateway.start_engine()
         await run.gateway.ready()
         assert run.gateway.swarm.policy_version == 1, "nothing of the batch was lost"
+
+
+async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        weights = run.compute.weights
+        run.compute.deadly = {1}
+        members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
+        await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
+        await run.until(lambda: run.gateway.engine.state == "rolling")
+        swarm = run.gateway.swarm
+        assert (run.compute.weights, swarm.policy_version, swarm.pending) == (weights, 1, None)
+        assert {swarm.episode(member).dropped for member in members} == {"poisoned"}
+        [event] = [event for event in swarm.events() if event.kind == "batch"]
+        assert event.body["reason"] == "out of memory" and event.body["episodes"] == members
+        run.compute.deadly.clear()
+        await run.batch()
+        assert swarm.last_step["groups/dropped_poisoned"] == 2
+        assert run.gateway.status().episodes["trained"] == 8
 
 
 async def test_a_model_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:

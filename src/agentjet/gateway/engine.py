@@ -5,7 +5,8 @@ Invariants:
 * the policy a call samples from is `swarm.policy_version`: the gate opens only once the worker has caught up with
   the journal;
 * nothing is learned, saved or exported while a call is inside the gate;
-* a failure never loses a batch: it is in the journal before it is learned, and learning is idempotent.
+* a failure never loses a batch: it is in the journal before it is learned, and learning is idempotent. Only a batch
+  that fails `MAX_DEATHS` workers, one after the other, is set aside, counted and shown.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ MAX_FAILURES = 5
 gives up.
 """
 SOUND_SECONDS = 60.0
+MAX_DEATHS = 2
+"""So many workers a batch may fail, or take down with it, before it is set aside."""
 STOP_GRACE_SECONDS = 10.0
 """How long calls being sampled may go on when the engine is stopped."""
 
@@ -81,6 +84,9 @@ class Engine:
         self._stop_task: asyncio.Task[None] | None = None
         self._stopping = False
         self._failures = 0
+        self._trying: int | None = None
+        """The batch a worker is learning."""
+        self._deaths: Counter[int] = Counter()
         self._refuse_calls()
 
     # ---- the switch
@@ -196,6 +202,7 @@ class Engine:
     async def _recover(self, error: Exception, *, lived: float) -> bool:
         """After a failure `lived` seconds after the start: whether another worker is to be started, now."""
         log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied) else error)
+        self._blame(error)
         if self._stopping:
             return False
         self._failures = 1 if lived > SOUND_SECONDS else self._failures + 1
@@ -207,6 +214,18 @@ class Engine:
         await self._compute.close()
         await self._sleep(0.0 if self._failures == 1 else min(30.0, 2.0 ** (self._failures - 2)))
         return True
+
+    def _blame(self, error: Exception) -> None:
+        """Count the failure against the batch being learned, and set aside the pending one when that was too often."""
+        tried, self._trying = self._trying, None
+        if tried is None:
+            return
+        self._deaths[tried] += 1
+        pending = self._swarm.pending
+        if pending is not None and pending.id == tried and self._deaths[tried] >= MAX_DEATHS:
+            del self._deaths[tried]
+            log.error("batch %d failed %d workers: set aside", tried, MAX_DEATHS)
+            self._swarm.set_aside(pending, str(error))
 
     async def _bring_up(self) -> None:
         """Start the worker and take it to where the journal stands."""
@@ -296,7 +315,9 @@ class Engine:
         """Learn a batch, for the first time or again; only the first time is counted."""
         forest = self._swarm.forest(batch)
         self._timer.learn()
+        self._trying = batch.id
         metrics = await self._compute.learn(batch.id, forest, batch.job)
+        self._trying = None
         if batch.id == self._swarm.policy_version:
             merged = self._swarm.learned(batch, {**metrics, **self._timer.metrics(forest.num_targets)})
             await self._commits.durable()

@@ -130,7 +130,7 @@ class EpisodeList(Response):
 
 class Event(Response):
     """One line of `GET /swarm/v1/events` (SSE, `event:` is `kind`, `id:` is `seq`). Kinds: `step`, `state`,
-    `checkpoint`, `episode`, `group`.
+    `checkpoint`, `episode`, `group`, `batch` (one that was set aside).
     """
 
     seq: int

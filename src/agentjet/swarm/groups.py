@@ -77,7 +77,7 @@ def member_lost(ledger: Ledger, episode: Episode, now: float) -> None:
     touched = now if episode.status == "aborted" else group.touched
     ledger.put_group(replace(group, members=members, touched=touched))
     if not members:
-        _drop(ledger, ledger.groups[group.id], "no_members", now)
+        drop(ledger, ledger.groups[group.id], "no_members", now)
 
 
 def patience_ends(ledger: Ledger, job: JobConfig, group: Group, opened: float) -> float | None:
@@ -92,7 +92,7 @@ def close(ledger: Ledger, job: JobConfig, group: Group, now: float) -> None:
     members = [ledger.episodes[member] for member in group.members]
     reason = _reason_to_drop(ledger, job, members)
     if reason:
-        _drop(ledger, group, reason, now)
+        drop(ledger, group, reason, now)
         return
     short = "short" if len(members) < job.group_size else ""
     ledger.put_group(replace(group, state="complete", reason=short, closed=now))
@@ -118,7 +118,8 @@ def _all_equal(members: Sequence[Episode]) -> bool:
     return len(rewards) == 1
 
 
-def _drop(ledger: Ledger, group: Group, reason: str, now: float) -> None:
+def drop(ledger: Ledger, group: Group, reason: str, now: float) -> None:
+    """A group that will not be trained, for a reason that is counted."""
     dropped = replace(group, state="dropped", reason=reason, closed=now, for_batch=ledger.next_batch)
     ledger.put_group(dropped)
     for member in group.members:

@@ -358,6 +358,11 @@ class Journal:
             for position, episode_id in enumerate(members):
                 self._insert("batch_members", (episode_id, batch.id, g, position))
 
+    def remove_batch(self, batch_id: int) -> None:
+        """As if the batch had not been composed; its episodes and groups stay."""
+        for table, column in (("batch_members", "batch_id"), ("batch_groups", "batch_id"), ("batches", "id")):
+            self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (batch_id,))
+
     def batches(self, policy_version: int) -> list[Batch]:
         """Batches from `policy_version` on, in order, learned or not."""
         rows = self._db.execute(

@@ -300,6 +300,21 @@ class Swarm:
             self.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
         return merged
 
+    def set_aside(self, batch: Batch, reason: str) -> None:
+        """Give the pending batch up: its groups are dropped as `poisoned`, counted with the next batch that is learned.
+
+        For a batch that kills every worker that tries it, so that it does not end the training with them.
+        """
+        assert self.pending is not None and batch.id == self.pending.id, "only the pending batch can be set aside"
+        now, members = self._clock(), set(batch.episode_ids)
+        with self.transaction():
+            self._journal.remove_batch(batch.id)
+            self._ledger.pending = None
+            for group in self._journal.unlearned_groups():
+                if members & set(group.members):
+                    groups.drop(self._ledger, group, "poisoned", now)
+            self.emit("batch", {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": sorted(members)})
+
     def checkpointed(self, policy_version: int) -> None:
         """Checkpoints from `policy_version` on are durable: what only earlier ones would replay is pruned.
 
