@@ -260,6 +260,7 @@ async def running(
     script: Script | None = None,
     *,
     job: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
     call_timeout: float = 5.0,
     card: ModelCard | None = None,
     prepare: Callable[[ScriptedCompute], None] = lambda compute: None,
@@ -271,7 +272,7 @@ async def running(
     config = ServeConfig.model_validate(
         {
             "model": {"name": card.name},
-            "server": {"data_dir": data_dir, "call_timeout": call_timeout},
+            "server": {"data_dir": data_dir, "call_timeout": call_timeout, **(server or {})},
             "job": settings,
         }
     )

@@ -7,6 +7,7 @@ where a model is made, so tests of the light rooms stay light.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -19,7 +20,33 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Ids 0, 1, 2, as SmolLM2 has them; then 256 bytes, then the merges."""
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Added tokens that are not special, as Qwen3 has them; the last ids."""
+"""Added tokens that are not special, as Qwen3 has them; the last ids, but for those of `DIALECTS`."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The special tokens that a template writes beyond `SPECIAL`; `ends` end a turn, the usual one first."""
+
+    special: tuple[str, ...] = ()
+    bos: str = "<|endoftext|>"
+    ends: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>")
+
+
+DIALECTS = {
+    "llama3": Dialect(
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+         "<|python_tag|>"),
+        bos="<|begin_of_text|>",
+        ends=("<|eot_id|>", "<|end_of_text|>"),
+    ),
+    "mistral": Dialect(
+        ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]",
+         "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        bos="<s>",
+        ends=("</s>",),
+    ),
+}  # fmt: skip
+"""By template. Tokens of a dialect are in its own tokenizer only, so that nobody else's vocabulary changes."""
 
 MERGES = (
     ("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ġ", "a"), ("i", "n"), ("e", "r"), ("a", "n"), ("o", "n"), ("Ġ", "="),
@@ -34,8 +61,13 @@ def template(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
-def tokenizer() -> Tokenizer:
-    """The byte-level BPE tokenizer of every tiny model."""
+def dialect(template_name: str) -> Dialect:
+    """The special tokens of a template in `tests/templates`."""
+    return DIALECTS.get(template_name, Dialect())
+
+
+def tokenizer(template_name: str = "chatml") -> Tokenizer:
+    """The byte-level BPE tokenizer of every tiny model, with the special tokens of its template."""
     vocab = {token: i for i, token in enumerate(SPECIAL)}
     for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab[char] = len(vocab)
@@ -46,6 +78,8 @@ def tokenizer() -> Tokenizer:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     made.add_tokens([AddedToken(token, normalized=False) for token in MARKERS])
+    special = dialect(template_name).special
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     return made
 
 
@@ -53,11 +87,11 @@ def make_tokenizer(folder: Path | str, template_name: str = "chatml") -> Path:
     """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` into `folder`, which is made."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer().save(str(folder / "tokenizer.json"))
+    tokenizer(template_name).save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|im_end|>",
+        "bos_token": dialect(template_name).bos,
+        "eos_token": dialect(template_name).ends[0],
         "pad_token": "<|endoftext|>",
         "model_max_length": 2048,
     }
@@ -69,14 +103,15 @@ def make_tokenizer(folder: Path | str, template_name: str = "chatml") -> Path:
 def make_card(folder: Path | str, template_name: str = "chatml", *, tool_format: str = "") -> ModelCard:
     """A tokenizer in `folder` and the card a worker would send for a tiny model."""
     path = make_tokenizer(folder, template_name)
+    speaks, ids = dialect(template_name), tokenizer(template_name)
     return ModelCard(
         name="tiny",
         tokenizer_path=str(path),
         chat_template=template(template_name),
         context_length=2048,
-        end_tokens=(SPECIAL.index("<|im_end|>"), SPECIAL.index("<|endoftext|>")),
-        bos_token="<|endoftext|>",
-        eos_token="<|im_end|>",
+        end_tokens=tuple(ids.token_to_id(end) for end in speaks.ends),
+        bos_token=speaks.bos,
+        eos_token=speaks.ends[0],
         tool_format=tool_format,
     )
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.model import Policy, load_policy
+from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.plain_sampler import PlainSampler
+from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.timeline.forest import Row
@@ -33,7 +35,7 @@ def policy(tiny_folder: Path) -> Policy:
 
 
 def run(
-    sampler: Sampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
+    sampler: Sampler | PlainSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
 ) -> dict[int, tuple[list[int], list[float]]]:
     """Submit all, step to the end; tokens and log-probabilities by request."""
     out: dict[int, tuple[list[int], list[float]]] = {id: ([], []) for id in requests}
@@ -50,11 +52,16 @@ def tokens(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(5, 200, length).astype(np.int32)
 
 
+def sampler_of(policy: Policy, max_concurrent: int = 16, cache_tokens: int = 16384) -> Sampler | PlainSampler:
+    """The sampler that the worker would take."""
+    return (Sampler if policy.card.can_branch else PlainSampler)(policy, max_concurrent, cache_tokens)
+
+
 def sampled_rows(
     policy: Policy, *, groups: int = 3, repeats: int = 4, turns: int = 2, temperature: float = 1.0, seed: int = 0
 ) -> list[Row]:
     """Episodes of several turns that share their group's prompt, one row per call, with random advantages."""
-    sampler = Sampler(policy, max_concurrent=16, cache_tokens=16384)
+    sampler = sampler_of(policy)
     rng = np.random.default_rng(seed)
     system = tokens(99, 6)
     histories = {(g, r): np.concatenate([system, tokens(g, 5 + g)]) for g in range(groups) for r in range(repeats)}

@@ -1,7 +1,7 @@
 """Pins of the learner:
 
-1. forest = one row per call, for loss and gradient, for every loss and aggregation, in float64 to 1e-9;
-2. cutting a batch into micro-batches changes nothing; mini-batches hold whole sequences;
+1. every node attends to its path exactly once, however the forest is cut (gradients: `test_gradients.py`);
+2. pieces and selections of a forest keep every target in its context; what has no advantage is not computed;
 3. the sampler's log-probabilities are the learner's (mismatch near zero);
 4. a replay from a checkpoint is equal bit by bit;
 5. a batch whose gradient is not finite changes nothing.
@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 
@@ -19,24 +18,13 @@ import torch
 
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import Learner, learning_rate
-from agentjet.compute.embedded.model import Policy
-from agentjet.compute.embedded.tree_attention import blocks
+from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.tree_attention import cut
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
 from agentjet.errors import CheckpointError
-from agentjet.timeline.forest import Forest, Row, build_forest, select, split
+from agentjet.timeline.forest import Row, build_forest, select, split
+from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
-
-ALGORITHMS = [
-    AlgorithmConfig(
-        loss=loss,
-        aggregation=aggregation,
-        constant=7 if aggregation == "constant" else 0,
-        kl_coef=kl,
-        dual_clip=3.0 if kl else 0,
-    )
-    for loss in ("clip", "gspo", "cispo")
-    for aggregation, kl in (("token_mean", 0.0), ("sequence_mean", 0.1), ("constant", 0.0))
-]
 
 
 def job(algorithm: AlgorithmConfig | None = None, **settings: object) -> JobConfig:
@@ -44,118 +32,51 @@ def job(algorithm: AlgorithmConfig | None = None, **settings: object) -> JobConf
     return JobConfig.model_validate({"algorithm": algorithm or AlgorithmConfig(), "optimizer": optimizer, **settings})
 
 
-def in_double(policy: Policy) -> None:
-    """Float64 throughout: `transformers` computes norms in float32 whatever the weights are, so theirs are replaced."""
-    policy.model.double()
-    for module in policy.model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(_norm, module)
-
-
-def _norm(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return module.weight * hidden * (hidden.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
-
-
-def gradients(
-    policy: Policy, forests: list[Forest], algorithm: AlgorithmConfig, *, micro_batch_tokens: int = 100_000
-) -> torch.Tensor:
-    """The flat gradient of one mini-batch given as forests whose targets together are the batch."""
-    learner = Learner(policy)
-    reference = policy.original_weights()
-    learner._reference = {name: value.to(policy.dtype) + 0.05 for name, value in reference.items()}  # one that differs
-    captured: list[torch.Tensor] = []
-
-    def capture(optimizer: OptimizerConfig) -> float:
-        captured.append(torch.cat([m.grad.flatten() for m in learner._masters.values()]))
-        learner._optimizer.zero_grad()
-        return 1.0
-
-    learner._apply = capture  # type: ignore[method-assign]
-    (forest,) = forests
-    learner.learn(forest, job(algorithm, micro_batch_tokens=micro_batch_tokens), 0)
-    return captured[0]
-
-
-def row_forest(rows: list[Row]) -> Forest:
-    """The baseline: every call a tree of its own, nothing shared."""
-    singles = [build_forest([row]) for row in rows]
-    offsets = np.cumsum([0] + [f.num_nodes for f in singles])
-    return Forest(
-        tokens=np.concatenate([f.tokens for f in singles]),
-        parent=np.concatenate(
-            [np.where(f.parent < 0, -1, f.parent + o) for f, o in zip(singles, offsets, strict=False)]
-        ).astype(np.int32),
-        end=np.concatenate([f.end + o for f, o in zip(singles, offsets, strict=False)]).astype(np.int32),
-        depth=np.concatenate([f.depth for f in singles]),
-        node=np.concatenate([f.node + o for f, o in zip(singles, offsets, strict=False)]).astype(np.int32),
-        advantage=np.concatenate([f.advantage for f in singles]),
-        logprob=np.concatenate([f.logprob for f in singles]),
-        temperature=np.concatenate([f.temperature for f in singles]),
-        version=np.concatenate([f.version for f in singles]),
-        sequence=np.concatenate([f.sequence for f in singles]),
-        num_sequences=len({row.sequence for row in rows}),
-        num_row_tokens=sum(len(row.tokens) for row in rows),
-    )
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a.loss}-{a.aggregation}")
-def test_the_forests_gradient_is_that_of_one_row_per_call(tiny_folder: Path, algorithm: AlgorithmConfig) -> None:
-    policy = make_policy(tiny_folder)
-    rows = sampled_rows(policy, temperature=0.9)
-    in_double(policy)
-    forest = build_forest(rows)
-    assert forest.tree_token_ratio > 2
-    ours = gradients(policy, [forest], algorithm)
-    baseline = gradients(policy, [row_forest(rows)], algorithm)
-    assert float((ours - baseline).norm() / baseline.norm()) < 1e-9
-
-
-def test_branches_without_advantage_are_not_computed_and_change_nothing(tiny_folder: Path) -> None:
-    policy = make_policy(tiny_folder)
-    rows = sampled_rows(policy)
-    flat = [
-        Row(r.tokens, r.logprobs, r.versions, r.advantage if r.sequence < 4 else 0.0, 1.0, r.sequence) for r in rows
-    ]
-    in_double(policy)
-    for algorithm in (ALGORITHMS[0], AlgorithmConfig(loss="gspo", aggregation="sequence_mean")):
-        computed = gradients(policy, [build_forest(flat)], algorithm)
-        whole = gradients(policy, [build_forest(flat)], algorithm.model_copy(update={"kl_coef": 1e-300}))
-        assert float((computed - whole).norm() / whole.norm()) < 1e-9
-    learner = Learner(policy)
-    forest = build_forest(flat)
-    assert learner.learn(forest, job(), 0)["forest/tokens_computed"] < 0.6 * forest.num_nodes
-    quiet = [Row(r.tokens, r.logprobs, r.versions, 0.0, 1.0, r.sequence) for r in rows]
-    assert learner.learn(build_forest(quiet), job(), 1)["forest/tokens_computed"] == 0
-
-
-def test_micro_batches_change_nothing(tiny_folder: Path) -> None:
-    policy = make_policy(tiny_folder)
-    forest = build_forest(sampled_rows(policy))
-    in_double(policy)
-    for algorithm in (ALGORITHMS[0], ALGORITHMS[4]):
-        whole = gradients(policy, [forest], algorithm)
-        cut = gradients(policy, [forest], algorithm, micro_batch_tokens=50)
-        assert float((whole - cut).norm() / whole.norm()) < 1e-9
-
-
-def test_long_runs_and_deep_branches_attend_as_they_should(tiny_folder: Path) -> None:
-    policy = make_policy(tiny_folder)
-    in_double(policy)
+def test_every_node_sees_its_path_exactly_once() -> None:
     trunk = tokens(1, 90)
     rows = []
     for i in range(5):
         branch = np.concatenate([trunk, tokens(10 + i % 2, 40), tokens(20 + i, 30)])
         rows.append(Row(branch, np.full(30, -4.0, np.float32), np.zeros(30, np.int32), 1.0 + i, 1.0, i))
     forest = build_forest(rows)
+    nodes = np.arange(forest.num_nodes)
+    interval = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < forest.end[None, :])
+    for block_tokens, crossing_tokens in ((1, 1), (7, 20), (32, 100), (256, 128), (10_000, 1)):
+        seen = np.zeros_like(interval, int)
+        blocks, crossings = cut(forest, block_tokens, crossing_tokens)
+        for block in blocks:
+            own = slice(block.start, block.stop)
+            seen[own, own] += interval[own, own] if block.branched else np.tri(block.stop - block.start, dtype=int)
+        for crossing in crossings:
+            for start, stop in crossing.runs:
+                seen[crossing.start : crossing.stop, start:stop] += 1
+        assert (seen == interval).all(), (block_tokens, crossing_tokens)
+
+
+def test_long_runs_and_deep_branches_attend_as_they_should(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder)
+    policy.model.double()
+    trunk = tokens(1, 300)
+    rows = []
+    for i in range(6):
+        branch = np.concatenate([trunk, tokens(10 + i % 2, 280), tokens(30 + i, 12), tokens(20 + i, 30)])
+        rows.append(Row(branch, np.full(30, -4.0, np.float32), np.zeros(30, np.int32), 1.0 + i, 1.0, i))
     learner = Learner(policy)
-    assert torch.allclose(learner.logprobs(forest), learner.logprobs(row_forest(rows)), atol=1e-9)
-    for size in (1, 7, 32, 10_000):
-        covered = np.zeros(forest.num_nodes, int)
-        for block in blocks(forest, size):
-            covered[block.start : block.stop] += 1
-            path = block.ancestors
-            assert all(p <= block.start < forest.end[p] for p in path)
-        assert (covered == 1).all()
+    with Double():
+        ours = learner.logprobs(build_forest(rows))
+        assert torch.allclose(ours, torch.cat([row_logprobs(policy, row) for row in rows]), atol=1e-9)
+
+
+def test_what_has_no_advantage_is_not_computed(policy: Policy) -> None:
+    rows = sampled_rows(policy)
+    flat = [
+        Row(r.tokens, r.logprobs, r.versions, r.advantage if r.sequence < 4 else 0.0, 1.0, r.sequence) for r in rows
+    ]
+    forest = build_forest(flat)
+    learner = Learner(policy)
+    assert learner.learn(forest, job(), 0)["forest/tokens_computed"] < 0.6 * forest.num_nodes
+    quiet = [Row(r.tokens, r.logprobs, r.versions, 0.0, 1.0, r.sequence) for r in rows]
+    assert learner.learn(build_forest(quiet), job(), 1)["forest/tokens_computed"] == 0
 
 
 def test_split_and_select_keep_every_target_in_its_context(policy: Policy) -> None:

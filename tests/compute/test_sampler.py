@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.model import Policy
 from agentjet.compute.embedded.picking import pick, truncate
+from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
 from agentjet.errors import OutOfCache
 from agentjet.types import SamplingParams

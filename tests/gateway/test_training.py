@@ -390,3 +390,24 @@ async def _until_none(run, after):  # type: ignore[no-untyped-def]
         if event is None:
             return
         yield event
+
+
+async def test_with_stale_tokens_allowed_calls_go_on_while_the_policy_learns(tmp_path: Path) -> None:
+    job = {"max_staleness": 1, "batch_size": 1}
+    async with running(tmp_path / "d", job=job) as run:
+        run.compute.may_learn.clear()
+        for reward in (0.0, 1.0):
+            await run.episode(reward)
+        await run.until(lambda: run.gateway.engine.state == "learning")
+        late = await run.gateway.begin(BeginRequest(task_id="late", wait=1))
+        call = await run.say(late.id)
+        assert set(call.versions) == {0} and run.gateway.engine.state == "learning"
+        run.compute.may_learn.set()
+        await run.until(lambda: run.gateway.swarm.policy_version == 1)
+        assert set((await run.say(late.id)).versions) == {1}
+        await run.gateway.finish(late.id, FinishRequest(reward=1))
+        await run.gateway.finish(
+            (await run.gateway.begin(BeginRequest(task_id="late", wait=1))).id, FinishRequest(reward=0)
+        )
+        await run.until(lambda: run.gateway.swarm.policy_version == 2)
+        assert run.gateway.swarm.last_step["batch/staleness_max"] == 1

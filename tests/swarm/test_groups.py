@@ -210,3 +210,37 @@ def test_it_says_what_it_waits_for(world: World) -> None:
     world.play("a", 0, 1)
     world.begin("b")
     assert world.swarm.waiting_for() == "rewards: 1 of 2 groups are complete, 1 open, 1 episodes live"
+
+
+def test_it_says_whose_refill_it_waits_for_and_how_long(make_world: Make) -> None:
+    world = make_world(group_size=3)
+    world.play("a", 0, 1, client_id="me")
+    world.now += 10
+    said = world.swarm.waiting_for()
+    assert said.startswith("a refill of group 'a' of client 'me', which has 2 of 3 episodes and closes in 90 s: ")
+    assert "0 of 2 groups are complete" in said
+    world.play("b", 1, client_id="you")
+    world.now += 1
+    assert "group 'a' of client 'me' (and of 1 more), which has 2 of 3 episodes and closes in 89 s" in (
+        world.swarm.waiting_for()
+    )
+    world.begin("b", client_id="you")
+    assert world.swarm.waiting_for().startswith("rewards and a refill of group 'a' of client 'me', which")
+    world.begin("a", client_id="me")
+    assert world.swarm.waiting_for().startswith("rewards: 0 of 2 groups are complete, 2 open, 2 episodes live")
+
+
+def test_a_restart_grants_the_wait_for_a_refill_once_more_and_no_further(make_world: Make) -> None:
+    world = make_world(group_size=3, batch_size=1)
+    world.play("a", 0, 1)
+    touched = world.now
+    world.now += LEASE / 2
+    assert world.reopen().next_deadline() == touched + 1.5 * LEASE
+    for _ in range(5):
+        world.now += LEASE / 4
+        world.reopen().reap()
+        assert not world.swarm.ready()
+        assert (world.swarm.next_deadline() or 0) <= touched + 2 * LEASE
+    world.now = touched + 2 * LEASE
+    world.reopen().reap()
+    assert world.swarm.ready() and world.swarm.groups[0].reason == "short"

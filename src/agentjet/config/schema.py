@@ -111,6 +111,14 @@ class AlgorithmConfig(Section):
     """Divisor of `aggregation = "constant"` (Dr. GRPO), times the number of sequences, so that batch size does not
     matter.
     """
+    correction: Literal["none", "tis", "icepop", "mis"] = "none"
+    """What is done about tokens sampled by older weights: nothing, truncated importance weights, or weights with
+    outliers at 0 that count in the denominators (`icepop`) or do not (`mis`).
+    """
+    correction_low: float = Field(0.5, ge=0)
+    """Ratios below are outliers, for `icepop` and `mis`."""
+    correction_high: float = Field(2.0, gt=0)
+    """Ratios above are cut down to it (`tis`), or are outliers."""
     epochs: int = Field(1, ge=1)
     """Passes over a batch."""
     mini_batches: int = Field(1, ge=1)
@@ -126,6 +134,15 @@ class AlgorithmConfig(Section):
             raise ValueError("aggregation = 'constant' needs constant > 0: the longest completion is the usual choice")
         return self
 
+    @model_validator(mode="after")
+    def _correction_allows_one(self) -> Self:
+        if not self.correction_low < 1 < self.correction_high:
+            raise ValueError(
+                f"correction_low = {self.correction_low} and correction_high = {self.correction_high} must lie on "
+                "either side of 1: equal weights have the ratio 1"
+            )
+        return self
+
 
 class JobConfig(Section):
     """What is trained how: the part of the settings that a client may read and an admin may replace."""
@@ -137,6 +154,16 @@ class JobConfig(Section):
     min_group_size: int = Field(2, ge=1)
     """A group that lost members and is not refilled trains when at least this many finished; else it is dropped and
     counted.
+    """
+    spare_groups: int = Field(0, ge=0)
+    """Groups begun beyond `batch_size`: a batch closes early, without its slowest groups. On-policy those end as
+    surplus, with `max_staleness` they go into the next batch.
+    """
+    spare_episodes: int = Field(0, ge=0)
+    """Episodes begun beyond `group_size` in each group: once enough have finished, the slowest end as surplus."""
+    max_staleness: int = Field(0, ge=0)
+    """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and run on while
+    the policy learns, and `algorithm.correction` makes up for it.
     """
     max_steps: int = Field(0, ge=0)
     """Stop training at this policy version; 0 goes on for ever."""

@@ -4,7 +4,8 @@ newest checkpoint, learns batch after batch, saves checkpoints, and starts over 
 Invariants:
 * the policy a call samples from is `swarm.policy_version`: the gate opens only once the worker has caught up with
   the journal;
-* nothing is learned, saved or exported while a call is inside the gate;
+* nothing is saved or exported while a call is inside the gate, and nothing learned unless `job.max_staleness` is
+  above 0;
 * a failure never loses a batch: it is in the journal before it is learned, and learning is idempotent. Only a batch
   that fails `MAX_DEATHS` workers, one after the other, is set aside, counted and shown.
 """
@@ -289,8 +290,10 @@ class Engine:
             await self._changed.until(lambda: bool(self._stopping or self._errands or swarm.pending or swarm.ready()))
             if self._stopping:
                 return
-            self._gate.hold()
-            await self._gate.drained()
+            # With stale tokens allowed, completions go on across a step: the worker learns between two of their tokens.
+            if self._errands or not swarm.job.max_staleness:
+                self._gate.hold()
+                await self._gate.drained()
             try:
                 await self._run_errands()
                 if swarm.pending or swarm.ready():

@@ -40,18 +40,19 @@ def prepare(
     """Render `conversation` and find its longest known beginning in `tree`.
 
     Assistant turns the policy said here are written with their own bytes, so that other JSON spacing never forks
-    the tree. Those with reasoning are left to the template under `history = "template"`: it may strip the
-    reasoning, and then the tree forks there.
+    the tree. Under `history = "template"` those are left to the template whose reasoning it strips (or the agent did
+    not send back), and those whose generation prompt it does not repeat; the tree forks there.
 
     Raises `InvalidRequest` when the template refuses the conversation.
     """
     known = tree.recognise(conversation)
-    bodies: dict[int, bytes] = {}
-    for i, call in known.items():
-        if history == "as_sampled":
-            bodies[i] = renderer.generation_tail + tree.encoded_completion(call.id)
-        elif not call.response.reasoning:
-            bodies[i] = tree.encoded_completion(call.id)
+    as_sampled = history == "as_sampled"
+    written = frozenset[int]() if as_sampled else renderer.keeps_reasoning(conversation)
+    bodies = {
+        i: renderer.generation_tail + tree.encoded_completion(call.id)
+        for i, call in known.items()
+        if as_sampled or i in written or not (call.response.reasoning or renderer.generation_tail)
+    }
     match = tree.match(renderer.render(conversation, sampled=bodies))
     suffix = renderer.tokenize(match.suffix)
     return Prompt(

@@ -7,20 +7,33 @@
 * text from clients never becomes a control token.
 
 How history is fed. `render(conversation, sampled={i: encoded bytes of a completion})` writes assistant message i as it
-was sampled, so that other JSON spacing or a half character never forks the tree. With `history = "template"` the
-gateway does so for recognised turns without reasoning and lets the template write (or strip) the others; with
-`history = "as_sampled"` it does so for every recognised turn, and puts `generation_tail` in front of each.
+was sampled, right behind the generation prompt, so that other JSON spacing, a half character or a space that the
+template puts around answers never forks the tree. With `history = "template"` the gateway does so for recognised turns
+whose reasoning the template keeps, or that have none, and lets the template write (and strip) the others; with
+`history = "as_sampled"` it does so for every recognised turn. It puts `generation_tail` in front of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.parsing import MARKERS, TOOL_FORMATS, parse_answer
-from agentjet.rendering.template import ChatTemplate, Control, Part, Slot
+from agentjet.rendering.template import ChatTemplate, Control, Part, Slot, Text
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
-from agentjet.types import Conversation, Message, ModelCard
+from agentjet.types import Conversation, Message, ModelCard, ToolCall
+
+_MARK = "\U000f1fff"
+"""Stands around what is looked for in a rendered conversation; private use, so nobody writes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """What a call sampled, and the end token (or nothing) that it was sampled with; templates write their own."""
+
+    encoded: bytes
+    end: bytes
 
 
 class Renderer:
@@ -39,6 +52,13 @@ class Renderer:
         self._reasons = "</think>" in card.chat_template
         self.generation_tail = self._find_generation_tail()
         """Encoded text that the generation prompt adds to the head of an assistant turn (an opening `<think>`, say)."""
+        self._answer_head = self._find_head(Message("assistant"), Message("user", "x")) or b""
+        """The reverse: what the template puts before an answer that the generation prompt has not (Mistral's space)."""
+        call = ToolCall("call00000", "x", "{}")
+        self._call_head = self._find_head(
+            Message("assistant", tool_calls=(call,)), Message("tool", "x", tool_call_id=call.id)
+        )
+        """The same before the name of a first tool call; None where that cannot be told."""
         _, opened, rest = self.generation_tail.rpartition(self._literal("<think>"))
         self._in_reasoning = self._reasons and bool(opened) and self._literal("</think>") not in rest
 
@@ -57,14 +77,41 @@ class Renderer:
                 code="tools_not_supported",
                 param="tools",
             )
-        bodies = {i: self._without_end(body) for i, body in (sampled or {}).items()}
+        bodies = {i: self._body(encoded) for i, encoded in (sampled or {}).items()}
+        if bodies:
+            for slots, call_slots in self._placements(conversation, bodies):
+                try:
+                    return self._encode(self._template.render(conversation, slots=slots, call_slots=call_slots), bodies)
+                except InvalidRequest:
+                    continue
+        return self._encode(self._template.render(conversation), {})
+
+    def _placements(self, conversation: Conversation, bodies: Collection[int]) -> Iterator[tuple[set[int], set[int]]]:
+        """Where the slots may go: in place of each whole message, or, for templates that count tool-call messages
+        apart from answers, inside those.
+        """
+        yield set(bodies), set()
+        calling = {i for i in bodies if conversation.messages[i].tool_calls}
+        if calling and self._call_head is not None:
+            yield set(bodies) - calling, calling
+
+    def keeps_reasoning(self, conversation: Conversation) -> frozenset[int]:
+        """The assistant messages whose reasoning the template writes; of others it may strip it.
+
+        Costs a rendering when there is reasoning at all. Empty when the template refuses the conversation.
+        """
+        marks = {i: f"{_MARK}{i}{_MARK}" for i, message in enumerate(conversation.messages) if message.reasoning}
+        if not marks:
+            return frozenset()
+        messages = tuple(
+            replace(message, reasoning=marks.get(i, "")) for i, message in enumerate(conversation.messages)
+        )
         try:
-            parts = self._template.render(conversation, slots=bodies)
+            parts = self._template.render(replace(conversation, messages=messages))
         except InvalidRequest:
-            if not bodies:
-                raise
-            parts = self._template.render(conversation)
-        return self._encode(parts, bodies)
+            return frozenset()
+        text = "".join(part.text for part in parts if isinstance(part, Text))
+        return frozenset(i for i, mark in marks.items() if mark in text)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Token ids of a piece of encoded text: control tokens where it has escapes, ordinary text elsewhere."""
@@ -108,16 +155,42 @@ class Renderer:
             id_prefix=id_prefix,
         )
 
-    def _encode(self, parts: Sequence[Part], bodies: Mapping[int, bytes]) -> bytes:
-        encoded: list[bytes] = []
+    def _encode(self, parts: Sequence[Part], bodies: Mapping[int, _Body]) -> bytes:
+        encoded = bytearray()
         for before, part, after in zip((None, *parts), parts, (*parts[1:], None), strict=False):
             if isinstance(part, Slot):
-                encoded.append(bodies[part.index])
+                self._cut_head(encoded, part)
+                encoded += bodies[part.index].encoded
             elif isinstance(part, Control):
-                encoded.append(escape(self._control[part.literal].id))
-            else:
-                encoded.append(self._encode_text(self._strip(part.text, before, after)))
-        return b"".join(encoded)
+                if isinstance(before, Slot) and before.in_call:
+                    self._end_of_call(part)
+                encoded += escape(self._control[part.literal].id)
+            elif not (isinstance(before, Slot) and self._replaces(bodies[before.index], before, part.text, after)):
+                encoded += self._encode_text(self._strip(part.text, before, after))
+        return bytes(encoded)
+
+    def _cut_head(self, encoded: bytearray, slot: Slot) -> None:
+        """Take back what the template wrote of the turn beyond the generation prompt: the body has its own."""
+        head = self._call_head if slot.in_call else self._answer_head
+        assert head is not None, "slots are put inside calls only where the head is known"
+        if encoded.endswith(head):
+            del encoded[len(encoded) - len(head) :]
+        elif slot.in_call:
+            raise InvalidRequest("the model's chat template writes this call in another way", code="template_error")
+
+    def _replaces(self, body: _Body, slot: Slot, text: str, after: Part | None) -> bool:
+        """Whether a body takes the place of the text behind its slot: of the rest of a tool call, and of white space
+        before the end token that it was sampled without.
+        """
+        if slot.in_call:
+            self._end_of_call(after)
+            return True
+        return isinstance(after, Control) and self._literal(after.literal) == body.end and not text.strip()
+
+    def _end_of_call(self, part: Part | None) -> None:
+        """Refuse to guess where a tool call ends that the template does not end with an end token."""
+        if not (isinstance(part, Control) and self._control[part.literal].id in self._card.end_tokens):
+            raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
 
     def _strip(self, text: str, before: Part | None, after: Part | None) -> str:
         """White space that a neighbouring control token eats is gone before it is tokenised."""
@@ -137,26 +210,35 @@ class Renderer:
                 param="messages",
             ) from error
 
-    def _without_end(self, body: bytes) -> bytes:
+    def _body(self, encoded: bytes) -> _Body:
         for token_id in self._card.end_tokens:
-            if body.endswith(escape(token_id)):
-                return body[: -len(escape(token_id))]
-        return body
+            end = escape(token_id)
+            if encoded.endswith(end):
+                return _Body(encoded[: -len(end)], end)
+        return _Body(encoded, b"")
 
     def _literal(self, literal: str) -> bytes:
         """A literal in encoded text: a control token where the vocabulary has one."""
         return escape(self._control[literal].id) if literal in self._control else literal.encode()
 
     def _find_generation_tail(self) -> bytes:
-        """Compare the generation prompt with how the template writes an assistant turn that was."""
+        asked, head = self._heads(Message("assistant"), Message("user", "x"))
+        return asked[len(head) :] if head and asked.startswith(head) else b""
+
+    def _find_head(self, answer: Message, then: Message) -> bytes | None:
+        asked, head = self._heads(answer, then)
+        return head[len(asked) :] if asked and head.startswith(asked) else None
+
+    def _heads(self, answer: Message, then: Message) -> tuple[bytes, bytes]:
+        """A question with the generation prompt, and what the template writes of it before the slot of its answer."""
         question = Message("user", "x")
+        slots, call_slots = ((), (1,)) if answer.tool_calls else ((1,), ())
         try:
             asked = self._encode(self._template.render(Conversation((question,))), {})
             answered = self._template.render(
-                Conversation((question, Message("assistant"), question)), slots=(1,), generation_prompt=False
+                Conversation((question, answer, then)), slots=slots, call_slots=call_slots, generation_prompt=False
             )
         except InvalidRequest:
-            return b""
+            return b"", b""
         at = next((i for i, part in enumerate(answered) if isinstance(part, Slot)), 0)
-        head = self._encode(answered[:at], {})
-        return asked[len(head) :] if head and asked.startswith(head) else b""
+        return asked, self._encode(answered[:at], {})

@@ -8,6 +8,7 @@ whole is a control token; the guard is taken out of the rest.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -45,9 +46,12 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of an assistant message's whole body."""
+    """The place of assistant message `index`'s body. `in_call` says it stands for the name of its first tool call only:
+    the body reaches back to where the turn began, and on to the control token that ends it.
+    """
 
     index: int
+    in_call: bool = False
 
 
 Part = Text | Control | Slot
@@ -67,26 +71,37 @@ class ChatTemplate:
         self._knows_tools = "tools" in variables
         self._knows_tool_calls = "tool_calls" in source
         self._knows_developer = "developer" in source
+        self._short_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._control = frozenset(control)
         self._literals = _Literals(control)
 
     def render(
-        self, conversation: Conversation, *, slots: Collection[int] = (), generation_prompt: bool = True
+        self,
+        conversation: Conversation,
+        *,
+        slots: Collection[int] = (),
+        call_slots: Collection[int] = (),
+        generation_prompt: bool = True,
     ) -> list[Part]:
         """The rendered conversation; the bodies of the assistant messages in `slots` are left open, tool calls and all.
 
+        Those in `call_slots` stay messages with tool calls, which is what some templates insist on: only the first
+        call's name is open.
         Raises `InvalidRequest` when the template refuses the conversation, or ignores the tools it brings.
         """
         self._refuse_unknown(conversation, slots)
         guard, slot_mark = _unused_characters(conversation)
         guarded = _Guard(self._literals, guard)
-        messages = [
-            {"role": "assistant", "content": f"{slot_mark}{i}{slot_mark}"}
-            if i in slots
-            else self._plain(message, guarded)
-            for i, message in enumerate(conversation.messages)
-        ]
+        messages: list[dict[str, Any]] = []
+        for i, message in enumerate(conversation.messages):
+            open_slot = f"{slot_mark}{i}{slot_mark}"
+            if i in slots:
+                messages.append({"role": "assistant", "content": open_slot})
+                continue
+            messages.append(self._plain(message, guarded))
+            if i in call_slots:
+                messages[i]["tool_calls"][0]["function"]["name"] = open_slot
         tools = [guarded(dict(tool)) for tool in conversation.tools] or None
         try:
             output = self._template.render(
@@ -96,17 +111,18 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses this conversation: {error}", code="template_error", param="messages"
             ) from error
-        parts = list(self._parts(output, guard, slot_mark))
+        parts = list(self._parts(output, guard, slot_mark, call_slots))
         if any(isinstance(part, Text) and slot_mark in part.text for part in parts):
             raise InvalidRequest("the model's chat template rewrites what fills a slot", code="template_error")
         return parts
 
-    def _parts(self, output: str, guard: str, slot_mark: str) -> Iterator[Part]:
+    def _parts(self, output: str, guard: str, slot_mark: str, call_slots: Collection[int]) -> Iterator[Part]:
         for part in re.split(rf"({self._literals.pattern}|{slot_mark}\d+{slot_mark})", output):
             if part in self._control:
                 yield Control(part)
             elif part.startswith(slot_mark) and part[1:-1].isdigit():
-                yield Slot(int(part[1:-1]))
+                index = int(part[1:-1])
+                yield Slot(index, index in call_slots)
             elif part:
                 yield Text(part.replace(guard, ""))
 
@@ -119,17 +135,23 @@ class ChatTemplate:
         if message.tool_calls:
             plain["tool_calls"] = [
                 {
-                    "id": guarded(call.id),
+                    "id": guarded(self._call_id(call.id)),
                     "type": "function",
                     "function": {"name": guarded(call.name), "arguments": guarded(_json_object(call.arguments))},
                 }
                 for call in message.tool_calls
             ]
         if message.tool_call_id:
-            plain["tool_call_id"] = guarded(message.tool_call_id)
+            plain["tool_call_id"] = guarded(self._call_id(message.tool_call_id))
         if message.name:
             plain["name"] = guarded(message.name)
         return plain
+
+    def _call_id(self, id_: str) -> str:
+        """Mistral's templates refuse ids that are not nine letters or digits; nobody else's are, so they get such."""
+        if not self._short_ids or (len(id_) == 9 and id_.isalnum()):
+            return id_
+        return hashlib.blake2b(id_.encode(errors="surrogatepass")).hexdigest()[:9]
 
     def _refuse_unknown(self, conversation: Conversation, slots: Collection[int]) -> None:
         if not conversation.messages:

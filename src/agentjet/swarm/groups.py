@@ -2,7 +2,7 @@
 
 A group is open until all its `group_size` members finished. A lost member frees its place. One that stays short,
 with nobody live in it, is closed after `lease_seconds` of waiting for a refill: that long an abort may delay a
-batch, but an expired lease adds nothing. Functions on a `Ledger`, inside its transactions.
+batch (once more after a restart), but an expired lease adds nothing. Functions on a `Ledger`, inside its transactions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def trained_out(ledger: Ledger, job: JobConfig) -> bool:
 
 def admit(ledger: Ledger, job: JobConfig, request: BeginRequest, now: float) -> Group:
     """The group a new training episode joins, perhaps a new one. Raises `Later` when the present batch needs none."""
-    if ledger.pending is not None:
+    if ledger.pending is not None and not job.max_staleness:
         raise Later("The worker is learning a batch.", code="not_rolling", retry_after=RETRY_SECONDS)
     if trained_out(ledger, job):
         raise Later(
@@ -44,12 +44,15 @@ def admit(ledger: Ledger, job: JobConfig, request: BeginRequest, now: float) -> 
     name = group_name(request)
     for group in ledger.groups.values():
         if group.state == "open" and (group.client_id, group.name) == (request.client_id, name):
-            if len(group.members) < job.group_size:
+            if len(group.members) < job.group_size + job.spare_episodes:
                 return group
             raise Later(
                 f"Group {name!r} has its {job.group_size} episodes.", code="group_full", retry_after=RETRY_SECONDS
             )
-    if len(ledger.groups) >= job.batch_size:
+    # A group that waits behind whole batches grows older by one version with each: so many may wait that none gets
+    # too old.
+    batches_ahead = job.max_staleness + 1 - (ledger.pending is not None)
+    if len(ledger.groups) >= job.batch_size * batches_ahead + job.spare_groups:
         raise Later(f"The batch has its {job.batch_size} groups.", code="batch_full", retry_after=RETRY_SECONDS)
     return Group(ledger.journal.next_group_id(), request.client_id, name, opened=now, touched=now)
 
@@ -58,14 +61,29 @@ def join(ledger: Ledger, group: Group, episode: Episode) -> None:
     ledger.put_group(replace(group, members=(*group.members, episode.id), touched=episode.begun))
 
 
-def member_finished(ledger: Ledger, job: JobConfig, episode: Episode, now: float) -> None:
-    """Close the group when this was the last one it waited for."""
+def member_finished(ledger: Ledger, episode: Episode, now: float) -> None:
+    """A member's reward is there: a sign that somebody works on the group."""
     group = _group_of(ledger, episode)
-    if group is None:
-        return
-    ledger.put_group(replace(group, touched=now))
-    if len(group.members) >= job.group_size and not _num_live(ledger, group):
-        close(ledger, job, ledger.groups[group.id], now)
+    if group is not None:
+        ledger.put_group(replace(group, touched=now))
+
+
+def satisfied(ledger: Ledger, job: JobConfig, episode: Episode) -> Group | None:
+    """The episode's group when it has all the rewards it needs: whoever is still live in it is surplus."""
+    group = _group_of(ledger, episode)
+    if group is None or len(group.members) - len(live_members(ledger, group)) < job.group_size:
+        return None
+    return group
+
+
+def stale(ledger: Ledger, job: JobConfig) -> list[Group]:
+    """The groups with a token too old for the batch that is being filled."""
+    too_old = ledger.policy_version - job.max_staleness
+    return [
+        group
+        for group in ledger.groups.values()
+        if any(ledger.oldest.get(member, too_old) < too_old for member in group.members)
+    ]
 
 
 def member_lost(ledger: Ledger, episode: Episode, now: float) -> None:
@@ -82,9 +100,31 @@ def member_lost(ledger: Ledger, episode: Episode, now: float) -> None:
 
 def patience_ends(ledger: Ledger, job: JobConfig, group: Group, opened: float) -> float | None:
     """When a short group with nobody live is closed; None while somebody is. `opened`: when this server started."""
-    if group.state != "open" or _num_live(ledger, group):
+    if group.state != "open" or live_members(ledger, group):
         return None
-    return max(group.touched, opened) + job.lease_seconds
+    # Nobody could refill it while the server was down, so a restart grants the wait once more. Once: a server that is
+    # restarted again and again would otherwise never close it, so two leases after the last touch it ends in any case.
+    begun = min(max(group.touched, opened), group.touched + job.lease_seconds)
+    return begun + job.lease_seconds
+
+
+def missing_refills(ledger: Ledger, job: JobConfig, opened: float, now: float) -> str:
+    """In words: the refill that training waits for, and when it no longer does; empty when every open group has
+    somebody live. Of several groups the one that closes first is named.
+    """
+    short = [
+        (ends, group)
+        for group in ledger.groups.values()
+        if (ends := patience_ends(ledger, job, group, opened)) is not None
+    ]
+    if not short:
+        return ""
+    ends, group = min(short, key=lambda one: (one[0], one[1].id))
+    more = f" (and of {len(short) - 1} more)" if len(short) > 1 else ""
+    return (
+        f"a refill of group {group.name!r} of client {group.client_id!r}{more}, "
+        f"which has {len(group.members)} of {job.group_size} episodes and closes in {max(0.0, ends - now):.0f} s"
+    )
 
 
 def close(ledger: Ledger, job: JobConfig, group: Group, now: float) -> None:
@@ -136,5 +176,6 @@ def _group_of(ledger: Ledger, episode: Episode) -> Group | None:
     return None if episode.group_id is None else ledger.groups.get(episode.group_id)
 
 
-def _num_live(ledger: Ledger, group: Group) -> int:
-    return sum(ledger.episodes[member].status == "live" for member in group.members)
+def live_members(ledger: Ledger, group: Group) -> list[Episode]:
+    """The members of a group that are still at work."""
+    return [ledger.episodes[member] for member in group.members if ledger.episodes[member].status == "live"]

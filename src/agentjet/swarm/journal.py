@@ -31,6 +31,7 @@ from agentjet.swarm.rows import (
     read_call,
     read_episode,
     to_json,
+    unpack_ints,
 )
 from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 from agentjet.types import Call
@@ -251,6 +252,19 @@ class Journal:
         )
         return [read_episode(row) for row in rows]
 
+    def oldest_versions(self) -> dict[str, int]:
+        """The policy version of each unsettled episode's oldest token. Within a call versions never fall."""
+        rows = self._db.execute(
+            "SELECT c.episode_id, substr(c.versions, 1, 4) FROM calls c LEFT JOIN batch_members m USING (episode_id) "
+            "LEFT JOIN steps s USING (batch_id) LEFT JOIN aborts a USING (episode_id) "
+            "WHERE s.batch_id IS NULL AND a.episode_id IS NULL AND length(c.versions) > 0"
+        )
+        oldest: dict[str, int] = {}
+        for episode_id, first in rows:
+            version = unpack_ints(first)[0]
+            oldest[episode_id] = min(version, oldest.get(episode_id, version))
+        return oldest
+
     def counts(self) -> dict[str, int]:
         """Episodes by status, and the finished training ones by what became of them."""
         row = self._db.execute(
@@ -271,8 +285,12 @@ class Journal:
         }
 
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
-        """Aborted and expired while the batch was being filled."""
-        rows = self._db.execute("SELECT status, COUNT(*) FROM aborts WHERE for_batch = ? GROUP BY status", (for_batch,))
+        """Aborted and expired while the batch was being filled; apart from them those ended as `surplus` or `stale`."""
+        rows = self._db.execute(
+            "SELECT CASE WHEN reason LIKE 'surplus:%' THEN 'surplus' WHEN reason LIKE 'stale:%' THEN 'stale' "
+            "ELSE status END AS how, COUNT(*) FROM aborts WHERE for_batch = ? GROUP BY how",
+            (for_batch,),
+        )
         return {str(status): int(count) for status, count in rows}
 
     # ---- calls ---------------------------------------------------------------------------------------------

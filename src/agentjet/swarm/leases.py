@@ -36,9 +36,13 @@ class Leases:
 
     def touch(self, episode: Episode) -> None:
         """A sign of life, of a live episode and of its client."""
-        self._last_seen[episode.id] = now = self._clock()
-        self.clients.pop(episode.client_id, None)
-        self.clients[episode.client_id] = now
+        self._last_seen[episode.id] = self._clock()
+        self.saw(episode.client_id)
+
+    def saw(self, client_id: str) -> None:
+        """A sign of life of a client, which may hold no episode."""
+        self.clients.pop(client_id, None)
+        self.clients[client_id] = self._clock()
         if len(self.clients) > MAX_CLIENTS_SHOWN:
             del self.clients[next(iter(self.clients))]
 

@@ -44,6 +44,8 @@ class Ledger:
         batches = journal.batches(self.policy_version)
         self.pending: Batch | None = batches[0] if batches else None
         self.last_step: dict[str, float] = journal.step(self.policy_version - 1)
+        self.oldest: dict[str, int] = journal.oldest_versions()
+        """The policy version of the oldest token of each episode held here."""
         self.trees: dict[tuple[str, str], ConversationTree] = {}
         self._counts: Counter[str] = Counter(journal.counts())
 
@@ -104,6 +106,8 @@ class Ledger:
         self._counts.update(_categories(episode))
         if {"live", "waiting"} & set(_categories(episode)):
             self.episodes[episode.id] = episode
+        else:
+            self.oldest.pop(episode.id, None)
 
     def put_group(self, group: Group) -> None:
         """Write a group; a dropped one leaves memory."""

@@ -4,7 +4,8 @@ Invariants:
 * what was acknowledged is on disk: every change is committed to the journal before the method returns, or, after
   `commit_together`, by the `commit` that must come before anybody is told;
 * a finished training episode is in exactly one of: waiting, one batch, a group dropped for a named reason;
-* only what the present batch needs is admitted (on-policy);
+* only what the present batch needs is admitted, or, with `max_staleness`, as many batches as may wait without
+  growing too old; what did grow too old is dropped and counted;
 * an episode never outlives its lease or `max_episode_seconds`, whether or not anybody called `reap` in time.
 
 It knows no HTTP, never waits, and reads time from the injected clock only.
@@ -23,6 +24,7 @@ from agentjet.config import JobConfig
 from agentjet.errors import CheckpointError, Conflict, Later, NotFound
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
 from agentjet.swarm import batches, groups
+from agentjet.swarm.endings import STALE, SURPLUS, Endings, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.leases import Leases
 from agentjet.swarm.ledger import Ledger
@@ -50,6 +52,7 @@ class Swarm:
         self._clock = clock
         self._ledger = Ledger(journal, clock)
         self._leases = Leases(clock)
+        self._endings = Endings(self._ledger, self._leases)
         self._forest_metrics: dict[int, dict[str, float]] = {}
 
     # ---- episodes ------------------------------------------------------------------------------------------
@@ -85,7 +88,7 @@ class Swarm:
             self._journal.add_episode(episode)
             self._ledger.put(episode)
             self._ledger.remember(scope, idempotency_key, request, episode.id)
-            self._announce(episode)
+            announce(self._ledger, episode)
         self._leases.touch(episode)
         return episode
 
@@ -118,9 +121,12 @@ class Swarm:
             self._journal.add_finish(episode)
             self._ledger.put(episode)
             self._ledger.remember(scope, idempotency_key, request, episode_id)
-            self._announce(episode)
-            groups.member_finished(self._ledger, self.job, episode, now)
-            self._forget(episode)
+            groups.member_finished(self._ledger, episode, now)
+            self._endings.ended(episode)
+            group = groups.satisfied(self._ledger, self.job, episode)
+            if group is not None:
+                self._endings.end_members(group, SURPLUS, now)
+                groups.close(self._ledger, self.job, self._ledger.groups[group.id], now)
         return self.episode(episode_id)
 
     def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
@@ -137,7 +143,7 @@ class Swarm:
         episode = self._live(episode_id)
         with self.transaction():
             self._ledger.remember(scope, idempotency_key, request, episode_id)
-            return self._lose(replace(episode, status="aborted", ended=self._clock(), reason=request.reason))
+            return self._endings.lose(replace(episode, status="aborted", ended=self._clock(), reason=request.reason))
 
     def episode(self, episode_id: str) -> Episode:
         """Any episode since the data dir was made. Raises `NotFound`."""
@@ -185,6 +191,9 @@ class Swarm:
             self._ledger.put(
                 replace(episode, num_calls=episode.num_calls + 1, num_tokens=episode.num_tokens + len(call.completion))
             )
+            if call.versions:
+                oldest = self._ledger.oldest.get(episode.id, call.versions[0])
+                self._ledger.oldest[episode.id] = min(oldest, call.versions[0])
             tree.add(call, encoded_suffix, encoded_completion)
         self._leases.touch(episode)
 
@@ -220,7 +229,7 @@ class Swarm:
         """Expire what outlived its lease or its maximum, close short groups nobody refills; returns the expired."""
         now = self._clock()
         with self.transaction():
-            expired = [self._expire(e) for e in self._ledger.live() if self.expires_at(e) <= now]
+            expired = [self._endings.expire(e, self.job, now) for e in self._ledger.live() if self.expires_at(e) <= now]
             for group in list(self._ledger.groups.values()):
                 deadline = groups.patience_ends(self._ledger, self.job, group, self._leases.opened)
                 if deadline is not None and deadline <= now:
@@ -262,6 +271,8 @@ class Swarm:
             for group in chosen:
                 del self._ledger.groups[group.id]
             self._ledger.pending = batch
+            if not self.job.max_staleness:
+                self._endings.clear(list(self._ledger.groups.values()), "surplus", SURPLUS, batch.composed)
         return batch
 
     def forest(self, batch: Batch) -> Forest:
@@ -297,6 +308,7 @@ class Swarm:
             self._ledger.last_step = merged
             for episode in members:
                 self._ledger.put(replace(episode, trained_in=batch.id))
+            self._endings.clear(groups.stale(self._ledger, self.job), "stale", STALE, self._clock())
             self.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
         return merged
 
@@ -384,6 +396,10 @@ class Swarm:
         """
         return self._ledger.counts()
 
+    def saw(self, client_id: str) -> None:
+        """A client showed life, whether or not it gets an episode."""
+        self._leases.saw(client_id)
+
     def clients(self) -> dict[str, float]:
         """When each client was last seen; the most recent ones only."""
         return dict(self._leases.clients)
@@ -397,8 +413,10 @@ class Swarm:
         if not self._ledger.groups:
             return "clients, to begin training episodes"
         live = sum(episode.group_id is not None for episode in self._ledger.live())
+        refills = groups.missing_refills(self._ledger, self.job, self._leases.opened, self._clock())
+        for_whom = " and ".join((["rewards"] if live or not refills else []) + ([refills] if refills else []))
         return (
-            f"rewards: {self.groups_complete} of {self.job.batch_size} groups are complete, "
+            f"{for_whom}: {self.groups_complete} of {self.job.batch_size} groups are complete, "
             f"{self.groups_open} open, {live} episodes live"
         )
 
@@ -457,44 +475,6 @@ class Swarm:
         how = f"finished with reward {episode.reward}" if episode.status == "finished" else episode.status
         reason = f" ({episode.reason})" if episode.reason else ""
         raise Conflict(f"Episode {episode_id} has ended: {how}{reason}.", code=f"episode_{episode.status}")
-
-    def _expire(self, episode: Episode) -> Episode:
-        now = self._clock()
-        if now - episode.begun >= self.job.max_episode_seconds:
-            reason = f"older than job.max_episode_seconds = {self.job.max_episode_seconds:g}"
-        else:
-            reason = f"no sign of life for job.lease_seconds = {self.job.lease_seconds:g}"
-        return self._lose(replace(episode, status="expired", ended=now, reason=reason))
-
-    def _lose(self, episode: Episode) -> Episode:
-        """Journal the end of an episode that aborted or expired, and free its place."""
-        assert episode.ended is not None
-        self._journal.add_abort(episode, self._ledger.next_batch)
-        self._ledger.put(episode)
-        self._announce(episode)
-        groups.member_lost(self._ledger, episode, episode.ended)
-        self._forget(episode)
-        return episode
-
-    def _announce(self, episode: Episode) -> None:
-        body: dict[str, Any] = {
-            "episode_id": episode.id,
-            "status": episode.status,
-            "mode": episode.mode,
-            "task_id": episode.task_id,
-            "task_set": episode.task_set,
-            "group": episode.group,
-            "client_id": episode.client_id,
-        }
-        if episode.status != "live":
-            body |= {"reward": episode.reward, "reason": episode.reason, "num_calls": episode.num_calls}
-        self.emit("episode", body)
-
-    def _forget(self, episode: Episode) -> None:
-        """An ended episode needs no lease and no trees."""
-        self._leases.forget(episode)
-        for key in [key for key in self._ledger.trees if key[0] == episode.id]:
-            del self._ledger.trees[key]
 
     def _check_reach(self, policy_version: int) -> None:
         durable = self._journal.durable_version()

@@ -69,6 +69,13 @@ class Forest:
         """Tokens of one row per call over the tokens held here."""
         return self.num_row_tokens / max(1, self.num_nodes)
 
+    def run_stops(self) -> NDArray[np.int64]:
+        """Where unbranched runs end, ascending: the first of these above a node is one past the last of its run.
+
+        A node is the only child of the node before it exactly when both end at the same place.
+        """
+        return np.append(np.flatnonzero(self.end[1:] != self.end[:-1]) + 1, self.num_nodes)
+
     def to_wire(self) -> dict[str, Any]:
         """A dict of plain numbers and little-endian byte strings, for the worker's pipe and the journal."""
         wire: dict[str, Any] = {}
@@ -144,11 +151,17 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
 def subtree_ends(depth: IntArray) -> IntArray:
     """One past the last descendant of each node, from depths in depth-first order."""
     end = np.full(len(depth), len(depth), np.int32)
-    open_nodes: list[int] = []
-    for i, d in enumerate(depth.tolist()):
-        while len(open_nodes) > d:
-            end[open_nodes.pop()] = i
-        open_nodes.append(i)
+    # Only where a node is no child of the node before it does anything end.
+    starts = np.flatnonzero(np.diff(depth) != 1) + 1
+    path = np.zeros(int(depth.max(initial=-1)) + 1, np.int32)
+    top = 0
+    for start, stop in zip([0, *starts.tolist()], [*starts.tolist(), len(depth)], strict=True):
+        if start == stop:
+            break
+        level = int(depth[start])
+        end[path[level:top]] = start
+        top = level + stop - start
+        path[level:top] = np.arange(start, stop, dtype=np.int32)
     return end
 
 
@@ -158,12 +171,9 @@ def _repeat(values: Sequence[float], rows: Sequence[Row]) -> FloatArray:
 
 def select(forest: Forest, keep: NDArray[np.bool_]) -> Forest:
     """The forest of the targets in `keep` [M]: their nodes and ancestors, nothing else."""
-    needed = np.zeros(forest.num_nodes, bool)
-    needed[forest.node[keep]] = True
-    for i in range(forest.num_nodes - 1, -1, -1):
-        if needed[i] and forest.parent[i] >= 0:
-            needed[forest.parent[i]] = True
-    return _restrict(forest, np.flatnonzero(needed), keep)
+    before = np.concatenate([[0], np.cumsum(np.bincount(forest.node[keep], minlength=forest.num_nodes))])
+    needed = before[forest.end] > before[:-1]  # its subtree, which is an interval, holds a target
+    return restrict(forest, np.flatnonzero(needed), keep)
 
 
 def split(forest: Forest, max_nodes: int) -> list[tuple[Forest, NDArray[np.int64]]]:
@@ -186,7 +196,7 @@ def split(forest: Forest, max_nodes: int) -> list[tuple[Forest, NDArray[np.int64
             stop = lowest + int(np.argmin(forest.depth[lowest : stop + 1]))
         inside = (forest.node >= start) & (forest.node < stop)
         if inside.any():
-            piece = _restrict(forest, np.concatenate([path, np.arange(start, stop)]), inside)
+            piece = restrict(forest, np.concatenate([path, np.arange(start, stop)]), inside)
             pieces.append((piece, np.flatnonzero(inside)))
         start = stop
     return pieces
@@ -200,16 +210,17 @@ def ancestors(forest: Forest, node: int) -> NDArray[np.int64]:
     return np.array(path[::-1], np.int64)
 
 
-def _restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) -> Forest:
-    """A forest of `nodes`, ascending and closed under parents, with the targets in `keep`."""
+def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) -> Forest:
+    """A forest of `nodes`, ascending, with the targets in `keep`; nodes whose parent is not among them become roots."""
     index = np.full(forest.num_nodes + 1, -1, np.int32)  # the extra last entry maps "no parent" to itself
     index[nodes] = np.arange(len(nodes), dtype=np.int32)
-    depth = forest.depth[nodes]
+    before = np.zeros(forest.num_nodes + 1, np.int32)
+    before[nodes + 1] = 1
     return Forest(
         tokens=forest.tokens[nodes],
         parent=index[forest.parent[nodes]],
-        end=subtree_ends(depth),
-        depth=depth,
+        end=np.cumsum(before, dtype=np.int32)[forest.end[nodes]],
+        depth=forest.depth[nodes],
         node=index[forest.node[keep]],
         advantage=forest.advantage[keep],
         logprob=forest.logprob[keep],

@@ -38,7 +38,7 @@ def prefix_keys(conversation: Conversation) -> Iterator[str]:
     key = tools_key(conversation.tools)
     yield key
     for message in conversation.messages:
-        key = _digest([key, message_key(message)])
+        key = _digest([key, answer_key(message)])
         yield key
 
 

@@ -128,9 +128,10 @@ class ConversationTree:
     def recognise(self, conversation: Conversation) -> dict[int, Call]:
         """The assistant messages that the policy said here in answer to the messages before them: index to call.
 
-        Reasoning may be missing from a message (agents drop it); where several calls fit, the newest is taken.
+        Reasoning may be missing from a message (agents drop it). Where several calls fit, that one is taken which the
+        next recognised turn was asked behind, else the newest.
         """
-        found: dict[int, Call] = {}
+        candidates: dict[int, list[Call]] = {}
         for i, (message, key) in enumerate(zip(conversation.messages, prefix_keys(conversation), strict=False)):
             if message.role != "assistant":
                 continue
@@ -138,8 +139,13 @@ class ConversationTree:
             same = [call for call in fitting if message.reasoning in ("", call.response.reasoning)]
             if same:
                 exact = [call for call in same if call.response.reasoning == message.reasoning]
-                found[i] = (exact or same)[-1]
-        return found
+                candidates[i] = exact or same
+        found: dict[int, Call] = {}
+        after: str | None = None
+        for i in reversed(candidates):
+            found[i] = next((call for call in candidates[i] if call.id == after), candidates[i][-1])
+            after = found[i].ask.after
+        return dict(sorted(found.items()))
 
     def match(self, encoded: bytes) -> Match:
         """How a prompt, as encoded text, continues what is known; of equally long paths the newest."""

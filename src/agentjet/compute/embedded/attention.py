@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 ATTENTION = "agentjet_plan"
+BEYOND_PLANS = ("softcap", "s_aux", "sinks", "position_bias")
+"""Arguments with which a model asks for more than a softmax over what is visible."""
 
 
 class AttentionPlan(Protocol):
@@ -33,7 +35,12 @@ def _attention(
     plan: AttentionPlan | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """`transformers`' attention signature: [1, heads, N, D] in, [1, N, heads, D] out."""
+    """`transformers`' attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
+
+    Raises `NotImplementedError` for what a plan does not compute: `branching.py` then keeps the model's own attention.
+    """
+    if asked := [name for name in BEYOND_PLANS if unused.get(name) is not None]:
+        raise NotImplementedError(f"attention with {', '.join(asked)}")
     assert plan is not None, "this model runs under an attention plan only"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from agentjet.compute.embedded.learner import Learner
-from agentjet.compute.embedded.model import Policy
+from agentjet.compute.embedded.policy import Policy
 from agentjet.errors import CheckpointError
 
 FORMAT = 1

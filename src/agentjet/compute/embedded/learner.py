@@ -1,9 +1,8 @@
 """Learning on a forest: log-probabilities of the sampled tokens, the loss, one optimiser step a mini-batch.
 
 Float32 masters and moments stand behind bfloat16 weights. The vocabulary is only ever multiplied out for positions
-that predict a
-sampled token, and only a chunk of them at a time. Deterministic: the same weights, optimiser state and batch
-give the same weights, bit by bit, for a fixed number of threads.
+that predict a sampled token, and only a chunk of them at a time. Deterministic: the same weights, optimiser state and
+batch give the same weights, bit by bit, for a fixed number of threads.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentjet.algorithms.correction import correction_weights
 from agentjet.algorithms.losses import cispo_loss, clip_loss, gspo_loss, kl_k3, log_ratio, weights
-from agentjet.compute.embedded.attention import flat_forward
-from agentjet.compute.embedded.model import Policy
-from agentjet.compute.embedded.tree_attention import ForestPlan
+from agentjet.compute.embedded.passes import pass_of
+from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.timeline.forest import Forest, select, split
+from agentjet.timeline.forest import Forest, select
 
 HEAD_POSITIONS = 512
 """Positions whose whole-vocabulary logits exist at the same time."""
@@ -39,7 +38,7 @@ class _Part:
 
     forest: Forest
     weight: NDArray[np.float32]
-    sequence_log_ratio: NDArray[np.float32] | None = None
+    sequence_log_ratio: NDArray[np.float64] | None = None
     reference: Tensor | None = None
 
 
@@ -48,6 +47,7 @@ class Learner:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self._pass = pass_of(policy)
         self._params = policy.trainable()
         self._masters = {
             name: p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p
@@ -63,6 +63,9 @@ class Learner:
         started = time.perf_counter()
         algorithm = job.algorithm
         self._configure(job.optimizer, version)
+        corrected: dict[str, float] = {}
+        if algorithm.correction != "none" and forest.num_targets:
+            forest, corrected = self._corrected(forest, job)
         totals = _Totals()
         num_steps = 0
         for epoch in range(algorithm.epochs):
@@ -71,16 +74,34 @@ class Learner:
                 num_steps += 1
         return {
             **totals.metrics(),
-            "forest/tokens_computed": float(totals.num_nodes),
+            **corrected,
+            "forest/tokens_computed": float(totals.num_computed),
             "optim/lr": self._optimizer.param_groups[0]["lr"],
             "optim/steps": float(num_steps),
             "time/learn": time.perf_counter() - started,
         }
 
+    def _corrected(self, forest: Forest, job: JobConfig) -> tuple[Forest, dict[str, float]]:
+        """The batch as the present weights see it: ratios are taken against their log-probabilities, and what the
+        weights that sampled make of it scales the advantages, in which every loss is linear.
+        """
+        proximal = np.zeros(forest.num_targets, np.float32)
+        for piece, targets in self._pass.pieces(forest, job.micro_batch_tokens):
+            proximal[targets] = self.logprobs(piece).float().cpu().numpy()
+        weight, counts = correction_weights(proximal, forest.logprob, job.algorithm)
+        mismatch = kl_k3(torch.from_numpy(forest.logprob.copy()), torch.from_numpy(proximal)).mean()
+        metrics = {
+            "policy/mismatch_kl": float(mismatch),
+            "policy/correction_mean": float(weight.mean()),
+            "policy/correction_dropped": float((weight == 0).mean()),
+        }
+        corrected = replace(forest, logprob=proximal, advantage=forest.advantage * weight)
+        return corrected if counts.all() else select(corrected, counts), metrics
+
     def _mini_batches(self, forest: Forest, algorithm: AlgorithmConfig, seed: tuple[int, ...]) -> Iterator[Forest]:
         """Whole sequences dealt at random, so that each optimiser step sees every sequence in full."""
         count = min(algorithm.mini_batches, forest.num_sequences)
-        if count == 1:
+        if count <= 1:
             yield forest
             return
         sequences = np.unique(forest.sequence)
@@ -99,21 +120,24 @@ class Learner:
         computed = sum(part.forest.num_targets for part in parts)
         for part in parts:
             self._accumulate(part, algorithm, totals, normalise=computed)
-        totals.num_nodes += sum(part.forest.num_nodes for part in parts)
+        totals.num_computed += sum(self._pass.num_computed(part.forest) for part in parts)
         totals.grad_norms.append(self._apply(job.optimizer))
 
     def _parts(self, forest: Forest, job: JobConfig) -> list[_Part]:
         """Micro-batches within the token budget, each token with its weight in the mini-batch's loss.
 
         A token with advantage 0 adds nothing to the loss when there is no KL term: where all members of a group earned
-        the same, its branches are not computed at all. Weights still count every token.
+        the same, its branches are not computed at all. Weights still count every token, and GSPO's sequence means need
+        every token of a sequence that has any advantage.
         """
-        weight = weights(forest.sequence, forest.num_sequences, job.algorithm)
         matters = np.full(forest.num_targets, True) if job.algorithm.kl_coef else forest.advantage != 0
+        if job.algorithm.loss == "gspo":
+            matters = np.isin(forest.sequence, forest.sequence[matters])
         if not matters.any():
             return []
-        forest, weight = select(forest, matters), weight[matters]
-        return [_Part(piece, weight[targets]) for piece, targets in split(forest, job.micro_batch_tokens)]
+        weight = weights(forest.sequence, forest.num_sequences, job.algorithm)[matters]
+        forest = select(forest, matters)
+        return [_Part(piece, weight[targets]) for piece, targets in self._pass.pieces(forest, job.micro_batch_tokens)]
 
     def _add_sequence_ratios(self, parts: list[_Part]) -> None:
         """GSPO's sequence means of logp - old need every token of a sequence, in whatever micro-batches they lie."""
@@ -126,12 +150,12 @@ class Learner:
                 counts[sequence] += 1
         for part in parts:
             means = [sums[sequence] / counts[sequence] for sequence in part.forest.sequence.tolist()]
-            part.sequence_log_ratio = np.array(means, np.float32)
+            part.sequence_log_ratio = np.array(means)
 
     def logprobs(self, forest: Forest) -> Tensor:
         """Log-probabilities [M] of the forest's targets, without gradient."""
         with torch.no_grad():
-            hidden, positions = self._hidden(forest)
+            hidden, positions = self._pass.hidden(forest)
             return torch.cat([logp for _, logp, _ in self._heads(hidden, positions, forest)])
 
     def _reference_logprobs(self, forest: Forest) -> Tensor:
@@ -148,18 +172,6 @@ class Learner:
         finally:
             for name, p in self._params.items():
                 p.data = swapped[name]
-
-    def _hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
-        """Hidden states [U, hidden] of the U nodes that predict a target, and each target's [M] row among them."""
-        device = self.policy.device
-        plan = ForestPlan(forest, device)
-        tokens = torch.from_numpy(forest.tokens.astype(np.int64)).to(device)
-        positions = torch.from_numpy(forest.depth.astype(np.int64)).to(device)
-        hidden = flat_forward(self.policy.decoder, tokens, positions, plan)
-        predicting, rows = np.unique(forest.parent[forest.node], return_inverse=True)
-        return hidden.index_select(0, torch.from_numpy(predicting.astype(np.int64)).to(device)), torch.from_numpy(
-            rows
-        ).to(device)
 
     def _heads(
         self, hidden: Tensor, rows: Tensor, forest: Forest
@@ -180,7 +192,7 @@ class Learner:
     def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals, normalise: int) -> None:
         """Forward, loss and backward of one micro-batch; gradients end in the masters, in float32."""
         forest, device = part.forest, self.policy.device
-        hidden, rows = self._hidden(forest)
+        hidden, rows = self._pass.hidden(forest)
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only; the body is walked back once, from the hidden states' summed
         # gradient.
@@ -189,7 +201,8 @@ class Learner:
             advantage = _to(forest.advantage[chunk], device)
             if algorithm.loss == "gspo":
                 assert part.sequence_log_ratio is not None
-                loss = gspo_loss(logp, _to(part.sequence_log_ratio[chunk], device), advantage, algorithm)
+                mean = _to(part.sequence_log_ratio[chunk], device).to(logp.dtype)
+                loss = gspo_loss(logp, mean, advantage, algorithm)
             else:
                 loss = (clip_loss if algorithm.loss == "clip" else cispo_loss)(logp, old, advantage, algorithm)
             if part.reference is not None:
@@ -269,7 +282,7 @@ class _Totals:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self.grad_norms: list[float] = []
-        self.num_nodes = 0
+        self.num_computed = 0
 
     def add(self, name: str, values: Tensor, normalise: int) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / normalise
@@ -302,5 +315,5 @@ def _log_low(clip_low: float) -> float:
     return math.log(1 - clip_low) if clip_low < 1 else -math.inf
 
 
-def _to(values: NDArray[np.float32], device: torch.device) -> Tensor:
+def _to(values: NDArray[np.floating[Any]], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(device)

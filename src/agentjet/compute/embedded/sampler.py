@@ -20,8 +20,8 @@ from torch import Tensor
 
 from agentjet.compute.embedded.attention import causal_tail_mask, flat_forward, group_queries, ungroup_queries
 from agentjet.compute.embedded.cache import Arena, Cache, Row
-from agentjet.compute.embedded.model import Policy
 from agentjet.compute.embedded.picking import pick
+from agentjet.compute.embedded.policy import Policy
 from agentjet.errors import OutOfCache
 from agentjet.types import FinishReason, SamplingParams
 

@@ -1,154 +1,262 @@
 """Attention over a forest: each branch attends to its own past only, and shared prefixes are computed once.
 
-A dense N x N mask would cost more than it saves at length. The forest is cut into *blocks*, each a contiguous piece
-of the depth-first order whose tokens share the same ancestors: small subtrees are one block, a long unbranched run is
-chunked.
-A block's queries meet the keys of its gathered ancestors (all visible) and of the block itself (interval mask).
-Blocks of similar size run as one padded batch.
+A dense N x N mask would cost more than the forest saves. Instead every node's keys are cut in parts that need no mask,
+or a small one, and whose results are merged exactly by their log-sum-exps:
+
+* *blocks* cover every node once. An unbranched run attends to itself causally; small subtrees share one block with the
+  forest's interval mask;
+* *crossings*: all the nodes below a run attend to the whole of it. In depth-first order those queries are one interval
+  and so are the keys: nothing is gathered and nothing is masked. Runs too short to pay for a merge of their own are
+  crossed together with the next ones.
+
+The backward pass walks the same parts with the merged output and log-sum-exp, which is exact (as in ring attention).
+
+Shapes: N nodes, H query heads, K key heads, D head width; a part has Q queries and L keys.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.compute.embedded.attention import group_queries, ungroup_queries
+from agentjet.compute.embedded.parts import Gradients, attend_part, attend_part_backward
 from agentjet.timeline.forest import Forest
 
 BLOCK_TOKENS = 256
-"""Subtrees up to this size are computed with a dense mask of their own; runs are chunked at it."""
-PADDING = 1.3
-"""Blocks share a batch while the padded area is at most this many times the largest of their own."""
+"""Subtrees up to this size attend to themselves under a mask; larger ones are cut at their branches."""
+CROSSING_TOKENS = 128
+"""Runs are crossed together until they have this many keys."""
+
+Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries `start:stop` with the node indices of all their common `ancestors`, root first."""
+    """Nodes `start:stop` that attend to each other, causally where `branched` is false, else under the interval mask.
+
+    `ancestors` are the runs above them all, root first.
+    """
 
     start: int
     stop: int
-    ancestors: NDArray[np.int64]
-
-    @property
-    def num_queries(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def num_keys(self) -> int:
-        return len(self.ancestors) + self.num_queries
+    branched: bool
+    ancestors: tuple[Interval, ...]
 
 
-def blocks(forest: Forest, block_tokens: int = BLOCK_TOKENS) -> list[Block]:
-    """Cut a forest into blocks that cover every node once."""
-    end = forest.end
-    found: list[Block] = []
-    pending: list[tuple[int, int, NDArray[np.int64]]] = [(0, forest.num_nodes, np.zeros(0, np.int64))]
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Queries `start:stop`, each of which sees all of `runs`."""
+
+    start: int
+    stop: int
+    runs: tuple[Interval, ...]
+
+
+def cut(
+    forest: Forest, block_tokens: int = BLOCK_TOKENS, crossing_tokens: int = CROSSING_TOKENS
+) -> tuple[list[Block], list[Crossing]]:
+    """The parts of a forest: every node sees its path to the root exactly once, through its block and its crossings."""
+    cutting = _Cutting(forest, block_tokens, crossing_tokens)
+    pending: list[_Siblings] = [_Siblings(0, forest.num_nodes, (), 0)]
     while pending:
-        start, stop, ancestors = pending.pop()
-        if stop - start <= block_tokens:
-            found.append(Block(start, stop, ancestors))
-            continue
-        child, packed = start, start
-        while child < stop:
-            size = int(end[child]) - child
-            if packed < child and (child + size - packed > block_tokens):
-                found.append(Block(packed, child, ancestors))
+        pending += cutting.siblings(pending.pop())
+    return cutting.blocks, cutting.crossings
+
+
+@dataclass(frozen=True, slots=True)
+class _Siblings:
+    """Subtrees `start:stop` side by side below `ancestors`, of which the last `uncrossed` runs are still to be seen."""
+
+    start: int
+    stop: int
+    ancestors: tuple[Interval, ...]
+    uncrossed: int
+
+    @property
+    def open_runs(self) -> tuple[Interval, ...]:
+        return self.ancestors[len(self.ancestors) - self.uncrossed :]
+
+
+class _Cutting:
+    """The parts found so far."""
+
+    def __init__(self, forest: Forest, block_tokens: int, crossing_tokens: int) -> None:
+        self._end = forest.end
+        self._block_tokens = block_tokens
+        self._crossing_tokens = crossing_tokens
+        self._run_stops = forest.run_stops()
+        self.blocks: list[Block] = []
+        self.crossings: list[Crossing] = []
+
+    def siblings(self, group: _Siblings) -> list[_Siblings]:
+        """Cut one group; returns the groups below it. Small neighbours are packed into common blocks."""
+        below: list[_Siblings] = []
+        child = packed = group.start
+        while child < group.stop:
+            end = int(self._end[child])
+            if end - packed > self._block_tokens:
+                self._block(group, packed, child)
                 packed = child
-            if size > block_tokens:
-                run = _run_length(end, child)
-                for at in range(child, child + run, block_tokens):
-                    before = np.concatenate([ancestors, np.arange(child, at)])
-                    found.append(Block(at, min(at + block_tokens, child + run), before))
-                inner = np.concatenate([ancestors, np.arange(child, child + run)])
-                if child + run < end[child]:
-                    pending.append((child + run, int(end[child]), inner))
-                packed = int(end[child])
-            child = int(end[child])
-        if packed < stop:
-            found.append(Block(packed, stop, ancestors))
-    return found
+            if end - child > self._block_tokens:
+                below += self._large(group, child, end)
+                packed = end
+            child = end
+        self._block(group, packed, group.stop)
+        return below
+
+    def _large(self, group: _Siblings, start: int, end: int) -> list[_Siblings]:
+        """A subtree that is no block: the run it begins with, then what hangs below."""
+        stop = self._run_stop(start)
+        self._block(group, start, stop)
+        if stop == end:
+            return []
+        below = _Siblings(stop, end, (*group.ancestors, (start, stop)), group.uncrossed + 1)
+        if sum(b - a for a, b in below.open_runs) < self._crossing_tokens:
+            return [below]
+        self.crossings.append(Crossing(stop, end, below.open_runs))
+        return [_Siblings(stop, end, below.ancestors, 0)]
+
+    def _block(self, group: _Siblings, start: int, stop: int) -> None:
+        if start == stop:
+            return
+        self.blocks.append(Block(start, stop, self._run_stop(start) < stop, group.ancestors))
+        if group.uncrossed:
+            self.crossings.append(Crossing(start, stop, group.open_runs))
+
+    def _run_stop(self, start: int) -> int:
+        """One past the last node of the unbranched run that `start` is on."""
+        return int(self._run_stops[np.searchsorted(self._run_stops, start, side="right")])
 
 
-def _run_length(end: NDArray[np.int32], start: int) -> int:
-    """Nodes from `start` on that have a single child each, `start`'s last such descendant included."""
-    stop = int(end[start])
-    broken = np.flatnonzero(end[start:stop] != stop)
-    return int(broken[0]) if len(broken) else stop - start
+KeyValues = dict[int, tuple[Tensor, Tensor]]
+"""By layer, keys and values [P, K, D] of P nodes."""
 
 
 class ForestPlan:
     """The attention plan of one forward pass over a forest, reused by every layer and by the backward pass."""
 
-    def __init__(self, forest: Forest, device: torch.device) -> None:
-        ordered = sorted(blocks(forest), key=lambda b: (b.num_queries, b.num_keys))
-        self._batches: list[_Batch] = []
-        position = np.zeros(forest.num_nodes, np.int64)
-        offset = 0
-        for batch in _batched(ordered):
-            self._batches.append(_Batch(batch, forest, device))
-            width = max(b.num_queries for b in batch)
-            for i, b in enumerate(batch):
-                position[b.start : b.stop] = offset + i * width + np.arange(b.num_queries)
-            offset += len(batch) * width
-        self._position = torch.from_numpy(position).to(device)
+    def __init__(self, forest: Forest, device: torch.device, past: KeyValues | None = None) -> None:
+        """`past` are nodes computed before, all of which every node of the forest sees; gradients flow to them."""
+        blocks, crossings = cut(forest)
+        self._forest = forest
+        self._device = device
+        self._past = past or {}
+        self.computed: KeyValues = {}
+        """What the layers gave for the forest's own nodes."""
+        self._masks: dict[torch.dtype, list[Tensor | None]] = {}
+        self.blocks = blocks
+        self.crossings = [(slice(c.start, c.stop), _keys(c.runs, device)) for c in crossings]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan`."""
-        outs = [batch.attend(query, key, value, scale) for batch in self._batches]
-        return torch.cat(outs).index_select(0, self._position)
+        self.computed[layer] = key, value
+        past = self._past.get(layer, (None, None))
+        out: Tensor = _ForestAttention.apply(query, key, value, *past, scale, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """What is added to the scores of each block: [Q, Q] of 0 and -inf; None where causality says it all."""
+        if dtype not in self._masks:
+            self._masks[dtype] = [self._mask(block, dtype) if block.branched else None for block in self.blocks]
+        return self._masks[dtype]
+
+    def _mask(self, block: Block, dtype: torch.dtype) -> Tensor:
+        nodes = np.arange(block.start, block.stop)
+        end = self._forest.end[block.start : block.stop]
+        visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < end[None, :])
+        mask = torch.zeros(visible.shape, dtype=dtype)
+        return mask.masked_fill_(~torch.from_numpy(visible), -torch.inf).to(self._device)
 
 
-class _Batch:
-    """Blocks padded to one shape: queries [B, Q], keys [B, L], a mask [B, 1, Q, L]."""
-
-    def __init__(self, batch: list[Block], forest: Forest, device: torch.device) -> None:
-        num_queries, num_keys = max(b.num_queries for b in batch), max(b.num_keys for b in batch)
-        queries = np.zeros((len(batch), num_queries), np.int64)
-        keys = np.zeros((len(batch), num_keys), np.int64)
-        mask = np.zeros((len(batch), num_queries, num_keys), bool)
-        for i, b in enumerate(batch):
-            nodes = np.arange(b.start, b.stop)
-            shared = len(b.ancestors)
-            queries[i, : len(nodes)] = nodes
-            keys[i, :shared] = b.ancestors
-            keys[i, shared : b.num_keys] = nodes
-            mask[i, : len(nodes), :shared] = True
-            visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < forest.end[nodes][None, :])
-            mask[i, : len(nodes), shared : b.num_keys] = visible
-            mask[i, len(nodes) :, 0] = True  # a padded query must see something, or its softmax is NaN
-        self._shape = queries.shape
-        self._queries = torch.from_numpy(queries.reshape(-1)).to(device)
-        self._keys = torch.from_numpy(keys.reshape(-1)).to(device)
-        self._mask = torch.from_numpy(mask[:, None]).to(device)
-        self._num_keys = num_keys
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        count, width = self._shape
-        _, heads, dim = query.shape
-        kv_heads = key.shape[1]
-        q = query.index_select(0, self._queries).view(count, width, heads, dim)
-        k = key.index_select(0, self._keys).view(count, self._num_keys, kv_heads, dim).transpose(1, 2)
-        v = value.index_select(0, self._keys).view(count, self._num_keys, kv_heads, dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            group_queries(q, kv_heads), k, v, attn_mask=self._mask.repeat(1, 1, heads // kv_heads, 1), scale=scale
-        )
-        return ungroup_queries(out, heads).reshape(count * width, heads, dim)
+def _keys(runs: tuple[Interval, ...], device: torch.device) -> slice | Tensor:
+    """Indices of the runs' nodes: a slice, which needs no copy, where one run is all."""
+    if len(runs) == 1:
+        return slice(*runs[0])
+    return torch.from_numpy(np.concatenate([np.arange(*run) for run in runs])).to(device)
 
 
-def _batched(ordered: list[Block]) -> list[list[Block]]:
-    """Group blocks, sorted by size, while padding stays cheap."""
-    batches: list[list[Block]] = []
-    for block in ordered:
-        if batches:
-            together = [*batches[-1], block]
-            area = max(b.num_queries for b in together) * max(b.num_keys for b in together)
-            if area * len(together) <= PADDING * sum(b.num_queries * b.num_keys for b in together):
-                batches[-1] = together
-                continue
-        batches.append([block])
-    return batches
+class _ForestAttention(torch.autograd.Function):
+    """[N, H, D] queries and [N, K, D] keys and values to [N, H, D], part by part; optionally [P, K, D] of a past."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        past_key: Tensor | None,
+        past_value: Tensor | None,
+        scale: float,
+        plan: ForestPlan,
+    ) -> Tensor:
+        keys, values = _expand(key, query), _expand(value, query)
+        accurate = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
+        out = query.new_empty((*query.shape[:2], value.shape[2]), dtype=accurate)
+        lse = query.new_empty(query.shape[:2], dtype=accurate)
+        for block, mask in zip(plan.blocks, plan.masks(query.dtype), strict=True):
+            own = slice(block.start, block.stop)
+            out[own], lse[own] = attend_part(query[own], keys[own], values[own], scale, mask, causal=mask is None)
+        for own, seen in plan.crossings:
+            _merge(out[own], lse[own], *attend_part(query[own], keys[seen], values[seen], scale))
+        if past_key is not None and past_value is not None:
+            _merge(out, lse, *attend_part(query, _expand(past_key, query), _expand(past_value, query), scale))
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, past_key, past_value, out, lse)
+        ctx.scale, ctx.plan = scale, plan
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, past_key, past_value, out, lse = ctx.saved_tensors
+        keys, values = _expand(key, query), _expand(value, query)
+        grad_q, grad_k, grad_v = (torch.empty_like(x, dtype=lse.dtype) for x in (query, keys, values))
+        heads_of_past: tuple[Tensor | None, Tensor | None] = (None, None)
+
+        def part(own: slice, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Gradients:
+            return attend_part_backward(
+                grad_outputs[0][own], query[own], k, v, out[own], lse[own], ctx.scale, mask, causal=causal
+            )
+
+        for block, mask in zip(ctx.plan.blocks, ctx.plan.masks(query.dtype), strict=True):
+            own = slice(block.start, block.stop)
+            grad_q[own], grad_k[own], grad_v[own] = part(own, keys[own], values[own], mask, mask is None)
+        for own, seen in ctx.plan.crossings:
+            q, k, v = part(own, keys[seen], values[seen])
+            grad_q[own] += q
+            _add(grad_k, seen, k)
+            _add(grad_v, seen, v)
+        if past_key is not None:
+            q, k, v = part(slice(None), _expand(past_key, query), _expand(past_value, query))
+            grad_q += q
+            heads_of_past = _contract(k, past_key), _contract(v, past_value)
+        own_gradients = grad_q.to(query.dtype), _contract(grad_k, key), _contract(grad_v, value)
+        return *own_gradients, *heads_of_past, None, None
+
+
+def _add(total: Tensor, seen: slice | Tensor, gradient: Tensor) -> None:
+    if isinstance(seen, slice):
+        total[seen] += gradient
+    else:
+        total.index_add_(0, seen, gradient.to(total.dtype))
+
+
+def _expand(heads: Tensor, query: Tensor) -> Tensor:
+    """[N, K, D] to [N, H, D]: a key head for every query head."""
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+def _contract(grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient of `_expand`."""
+    n, k, d = like.shape
+    return grad.reshape(n, k, -1, d).sum(2, dtype=torch.promote_types(grad.dtype, torch.float32)).to(like.dtype)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take a part's output [Q, H, D] and log-sum-exp [Q, H] into those of the same queries, in place."""
+    both = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1)).add_(part * (part_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)

@@ -25,7 +25,9 @@ import torch
 
 from agentjet.compute.embedded import checkpoint, frames
 from agentjet.compute.embedded.learner import Learner
-from agentjet.compute.embedded.model import Policy, load_policy
+from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.plain_sampler import PlainSampler
+from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError
@@ -61,7 +63,7 @@ class Worker:
         self._metrics: dict[int, dict[str, float]] = {}
         self._pieces: dict[int, _Piece] = {}
         self.policy: Policy
-        self.sampler: Sampler
+        self.sampler: Sampler | PlainSampler
         self.learner: Learner
 
     def read_forever(self, stream: BinaryIO) -> None:
@@ -129,7 +131,8 @@ class Worker:
     def _start(self, config: dict[str, Any]) -> dict[str, Any]:
         settings = ServeConfig.model_validate(config)
         self.policy = load_policy(settings.model)
-        self.sampler = Sampler(self.policy, settings.sampler.max_concurrent, settings.sampler.cache_tokens)
+        sampler = Sampler if self.policy.card.can_branch else PlainSampler
+        self.sampler = sampler(self.policy, settings.sampler.max_concurrent, settings.sampler.cache_tokens)
         self.learner = Learner(self.policy)
         return dataclasses.asdict(self.policy.card)
 

@@ -1,0 +1,82 @@
+"""The model card: what the gateway must know of a model without loading it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from agentjet.compute.embedded.resolve import first_line
+from agentjet.config import ModelConfig
+from agentjet.config.paths import cache_dir
+from agentjet.errors import ConfigError
+from agentjet.rendering import template_for
+from agentjet.types import ModelCard
+
+UNBOUNDED_CONTEXT = 8192
+"""Context length of models that know no limit (recurrent ones) where the settings name none."""
+
+
+def make_card(config: ModelConfig, folder: str, model: PreTrainedModel) -> ModelCard:
+    """The card of a loaded model; raises `ConfigError` when a chat cannot be rendered for it. `can_branch` is False
+    until somebody has looked.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name = {config.name!r} has no tokenizer: {first_line(error)}") from error
+    template, tool_format = template_for(config.name, tokenizer.chat_template or "")
+    if not template:
+        raise ConfigError(
+            f"model.name = {config.name!r} has no chat template: "
+            "use an instruct model, or add chat_template.jinja to its folder"
+        )
+    context = _context_length(model)
+    if context and config.context_length > context:
+        raise ConfigError(
+            f"model.context_length = {config.context_length} is above the {context} that {config.name!r} was made for"
+        )
+    return ModelCard(
+        name=config.name,
+        tokenizer_path=_tokenizer_folder(folder, tokenizer),
+        chat_template=template,
+        context_length=config.context_length or context or UNBOUNDED_CONTEXT,
+        end_tokens=_end_tokens(model, tokenizer),
+        bos_token=tokenizer.bos_token or "",
+        eos_token=tokenizer.eos_token or "",
+        can_branch=False,
+        num_parameters=model.num_parameters(),
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        tool_format=tool_format,
+    )
+
+
+def _context_length(model: PreTrainedModel) -> int | None:
+    """The longest context the model was made for; None for a recurrent model."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(longest) if longest else None
+
+
+def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
+    """A local folder with `tokenizer.json`: the gateway reads files, never a hub."""
+    if (Path(folder) / "tokenizer.json").exists():
+        return str(Path(folder).resolve())
+    digest = hashlib.sha256(folder.encode()).hexdigest()[:12]
+    target = cache_dir() / f"tokenizer-{digest}"
+    tokenizer.save_pretrained(target)
+    return str(target)
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    ends: set[int] = set()
+    for source in (
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.eos_token_id,
+        tokenizer.eos_token_id,
+    ):
+        if source is not None:
+            ends.update(source if isinstance(source, list | tuple) else [source])
+    return tuple(sorted(int(token) for token in ends))

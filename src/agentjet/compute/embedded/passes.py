@@ -1,0 +1,189 @@
+"""The learner's two ways from a forest to the hidden states that its targets are predicted from.
+
+`ForestPass` computes each node once, under an attention plan. `RowPass`, for models whose state cannot branch, computes
+the same forest as one row per timeline: every root-to-leaf path that ends in a target, each target in exactly one of
+the rows that hold it. Only this differs between the two; loss, weights and optimiser know nothing of it.
+
+Rows are padded on the right and no mask says so: no layer of a causal model lets a token see a later one, be it
+attention, convolution or recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentjet.compute.embedded.attention import AttentionPlan, flat_forward
+from agentjet.compute.embedded.flex import FlexPlan
+from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.tree_attention import ForestPlan
+from agentjet.timeline.forest import Forest, split
+
+IntArray = NDArray[np.int64]
+
+
+class Pass(Protocol):
+    """One way through the model. Shapes: M targets, U positions that predict one."""
+
+    def pieces(self, forest: Forest, max_tokens: int) -> list[tuple[Forest, IntArray]]:
+        """Cut a forest into micro-batches that compute at most `max_tokens` tokens each, with the indices of their
+        targets. A single path that is longer goes alone.
+        """
+        ...
+
+    def num_computed(self, forest: Forest) -> int:
+        """Tokens that one pass over this piece computes, padding included."""
+        ...
+
+    def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        """Hidden states [U, hidden] of the positions that predict a target, and each target's [M] row among them."""
+        ...
+
+
+def pass_of(policy: Policy) -> Pass:
+    """The way this policy can go."""
+    return ForestPass(policy) if policy.card.can_branch else RowPass(policy)
+
+
+def forest_plan(forest: Forest, device: torch.device) -> AttentionPlan:
+    """The attention plan of a forest on this device."""
+    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device)
+
+
+class ForestPass:
+    """Every node once."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def pieces(self, forest: Forest, max_tokens: int) -> list[tuple[Forest, IntArray]]:
+        """See `Pass`."""
+        return split(forest, max_tokens)
+
+    def num_computed(self, forest: Forest) -> int:
+        """See `Pass`."""
+        return forest.num_nodes
+
+    def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        """See `Pass`."""
+        device = self._policy.device
+        hidden = flat_forward(
+            self._policy.decoder,
+            _ids(forest.tokens, device),
+            _ids(forest.depth, device),
+            forest_plan(forest, device),
+        )
+        return _predicting(hidden, forest.parent[forest.node])
+
+
+class RowPass:
+    """Every timeline a row of its own, in batches of rows of similar length."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def pieces(self, forest: Forest, max_tokens: int) -> list[tuple[Forest, IntArray]]:
+        """See `Pass`. A piece is a forest of rows that share nothing any more."""
+        rows = _Rows.of(forest)
+        found: list[tuple[Forest, IntArray]] = []
+        for batch in _batches(rows.lengths, max_tokens):
+            targets = np.flatnonzero(np.isin(rows.row, batch))
+            found.append((_chains(forest, rows, batch, targets), targets))
+        return found
+
+    def num_computed(self, forest: Forest) -> int:
+        """See `Pass`."""
+        lengths = _Rows.of(forest).lengths
+        return len(lengths) * int(lengths.max(initial=0))
+
+    def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
+        """See `Pass`."""
+        rows = _Rows.of(forest)
+        width = int(rows.lengths.max())
+        tokens = np.zeros((len(rows.paths), width), np.int64)
+        for i, path in enumerate(rows.paths):
+            tokens[i, : len(path)] = forest.tokens[path]
+        out = cast(Any, self._policy.decoder)(input_ids=_ids(tokens, self._policy.device), use_cache=False)
+        hidden: Tensor = out.last_hidden_state
+        return _predicting(hidden.flatten(0, 1), rows.row * width + forest.depth[forest.node] - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The timelines of a forest: the nodes of each, and the row [M] in which each target is computed."""
+
+    paths: list[IntArray]
+    row: IntArray
+
+    @classmethod
+    def of(cls, forest: Forest) -> _Rows:
+        """A target belongs to the first leaf at or after it in depth-first order, which is a descendant of it."""
+        leaves = np.flatnonzero(forest.end == np.arange(forest.num_nodes) + 1)
+        used, row = np.unique(np.searchsorted(leaves, forest.node), return_inverse=True)
+        wanted = set(used.tolist())
+        return cls([path for i, path in enumerate(_paths(forest, leaves)) if i in wanted], row.astype(np.int64))
+
+    @property
+    def lengths(self) -> IntArray:
+        return np.array([len(path) for path in self.paths], np.int64)
+
+
+def _paths(forest: Forest, leaves: IntArray) -> Iterator[IntArray]:
+    """The nodes from root to leaf, for each leaf. Between one leaf and the next stands what the next one adds."""
+    path = np.zeros(0, np.int64)
+    start = 0
+    for leaf in leaves.tolist():
+        path = np.concatenate([path[: forest.depth[start]], np.arange(start, leaf + 1)])
+        start = leaf + 1
+        yield path
+
+
+def _batches(lengths: IntArray, max_tokens: int) -> Iterator[IntArray]:
+    """Rows grouped by length, each group's padded area within the budget where a single row is."""
+    order = np.argsort(-lengths, kind="stable")
+    at = 0
+    while at < len(order):
+        count = max(1, max_tokens // int(lengths[order[at]]))
+        yield np.sort(order[at : at + count])
+        at += count
+
+
+def _chains(forest: Forest, rows: _Rows, batch: IntArray, targets: IntArray) -> Forest:
+    """A forest of the rows in `batch`, ascending, each a tree of one branch, with the targets computed in them."""
+    paths = [rows.paths[i] for i in batch]
+    stops = np.cumsum([len(path) for path in paths])
+    starts = np.concatenate([[0], stops[:-1]])
+    parent = np.arange(-1, stops[-1] - 1)
+    parent[starts] = -1
+    nodes = np.concatenate(paths)
+    place = np.searchsorted(batch, rows.row[targets])
+    return Forest(
+        tokens=forest.tokens[nodes],
+        parent=parent.astype(np.int32),
+        end=np.repeat(stops, [len(path) for path in paths]).astype(np.int32),
+        depth=forest.depth[nodes],
+        node=(starts[place] + forest.depth[forest.node[targets]]).astype(np.int32),
+        advantage=forest.advantage[targets],
+        logprob=forest.logprob[targets],
+        temperature=forest.temperature[targets],
+        version=forest.version[targets],
+        sequence=forest.sequence[targets],
+        num_sequences=len(np.unique(forest.sequence[targets])),
+        num_row_tokens=forest.num_row_tokens,
+    )
+
+
+def _predicting(hidden: Tensor, positions: NDArray[np.integer[Any]]) -> tuple[Tensor, Tensor]:
+    """The rows of `hidden` [P, hidden] at the distinct `positions` [M], and where among them each position is."""
+    distinct, rows = np.unique(positions, return_inverse=True)
+    return hidden.index_select(0, _ids(distinct, hidden.device)), _ids(rows, hidden.device)
+
+
+def _ids(values: NDArray[np.integer[Any]], device: torch.device) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)

@@ -1,0 +1,100 @@
+"""Tiny random models of many architectures, as Hugging Face folders with the tokenizer of `tests/tiny.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import SPECIAL, make_tokenizer, tokenizer
+
+BRANCHING = ("llama", "qwen3", "gemma", "gemma3", "granite")
+"""Full attention in every layer; q/k norms, scaled embeddings, norms whose weights start at 1, scaled logits."""
+ROWS = ("mistral", "gemma2", "gemma3_window", "gpt_oss", "mamba", "lfm2", "qwen3_next", "falcon_h1", "bamba")
+"""State that cannot branch: windows, soft caps, sinks, recurrences, convolutions, and mixtures."""
+
+
+def make_architecture(folder: Path, kind: str, *, seed: int = 0) -> Path:
+    """A model of one of `BRANCHING` or `ROWS`, with weights large enough that attention is far from uniform."""
+    import torch
+    import transformers
+
+    name, settings = _config(kind)
+    vocabulary = {
+        "vocab_size": tokenizer().get_vocab_size(),
+        "bos_token_id": SPECIAL.index("<|endoftext|>"),
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "pad_token_id": SPECIAL.index("<|endoftext|>"),
+    }
+    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, config_name)(**vocabulary, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+    path = make_tokenizer(folder)
+    model.save_pretrained(path)
+    return path
+
+
+def _config(kind: str) -> tuple[str, dict[str, Any]]:
+    """Class name and settings."""
+    common = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    heads = {**common, "head_dim": 16}
+    mixed = ["sliding_attention", "full_attention"]
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    experts = {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    mamba_heads = {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+        "lm_head_multiplier": 0.4,
+    }
+    of_gpt_oss = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    of_mamba = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 4}
+    of_bamba = {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+        "attn_layer_indices": [1],
+    }
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", common),
+        "qwen3": ("Qwen3", heads),
+        "gemma": ("Gemma", heads),
+        "gemma3": ("Gemma3", {**heads, "layer_types": ["full_attention"] * 2}),
+        "gemma3_window": ("Gemma3", {**heads, "sliding_window": 8, "layer_types": mixed}),
+        "gemma2": ("Gemma2", {**heads, "layer_types": ["full_attention"] * 2, "attn_logit_softcapping": 5.0}),
+        "granite": ("Granite", {**common, "logits_scaling": 3.0}),
+        "mistral": ("Mistral", {**heads, "sliding_window": 8}),
+        "gpt_oss": ("GptOss", {**heads, "layer_types": ["full_attention"] * 2, **of_gpt_oss}),
+        "mamba": ("Mamba", of_mamba),
+        "lfm2": ("Lfm2", {**common, "full_attn_idxs": [1]}),
+        "qwen3_next": ("Qwen3Next", {**heads, **linear, **experts}),
+        "bamba": ("Bamba", {**common, **of_bamba}),
+        "falcon_h1": ("FalconH1", {**common, **mamba_heads}),
+    }
+    return kinds[kind]

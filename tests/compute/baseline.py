@@ -1,0 +1,210 @@
+"""Gradients computed twice: by the learner, and independently of it.
+
+The independent way is one row per call through the model's own `eager` attention, every formula written out here, and
+autograd over the whole loss at once. It uses nothing of `algorithms/`, of the passes or of the plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.policy import Policy
+from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
+from agentjet.timeline.forest import Forest, Row
+from tests.compute.conftest import tokens
+
+Weights = dict[str, Tensor]
+
+
+class Double(TorchFunctionMode):
+    """Float64 throughout: models ask for float32 in norms and softmaxes whatever their weights are; here float64 stays.
+
+    Rotary angles are computed in float32 from whole numbers, on both sides alike.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            if func is Tensor.to:
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def learner_gradient(
+    policy: Policy, forest: Forest, algorithm: AlgorithmConfig, reference: Weights, micro_batch_tokens: int = 100_000
+) -> Tensor:
+    """The flat gradient of one mini-batch, as the learner computes it."""
+    learner = Learner(policy)
+    learner._reference = reference
+    captured: list[Tensor] = []
+
+    def capture(optimizer: OptimizerConfig) -> float:
+        captured.append(_flat(m.grad for m in learner._masters.values()))
+        learner._optimizer.zero_grad()
+        return 1.0
+
+    learner._apply = capture  # type: ignore[method-assign]
+    learner.learn(forest, JobConfig(algorithm=algorithm, micro_batch_tokens=micro_batch_tokens), 0)
+    return captured[0]
+
+
+class Baseline:
+    """The same mini-batch, one row per call; `together` in one padded batch, as trainers do.
+
+    The log-probabilities and their graph are computed once, for any number of algorithms.
+    """
+
+    def __init__(self, policy: Policy, rows: Sequence[Row], reference: Weights, *, together: bool = False) -> None:
+        self._parameters = list(policy.trainable().values())
+        self._rows = rows
+
+        def logprobs(weights: Weights | None) -> list[Tensor]:
+            if together:
+                return batch_logprobs(policy, rows, weights)
+            return [row_logprobs(policy, row, weights) for row in rows]
+
+        self._logps = logprobs(None)
+        with torch.no_grad():
+            self._references = logprobs(reference)
+
+    def gradient(self, algorithm: AlgorithmConfig) -> Tensor:
+        """The flat gradient of the whole loss."""
+        weights = _weights(self._rows, algorithm)
+        total = torch.zeros((), dtype=self._logps[0].dtype)
+        for row, logp, reference in zip(self._rows, self._logps, self._references, strict=True):
+            log_ratio = logp - torch.from_numpy(row.logprobs)
+            if algorithm.loss == "gspo":
+                log_ratio = self._sequence_mean(row.sequence) + logp - logp.detach()
+            loss = _loss(log_ratio.exp(), logp, row.advantage, algorithm)
+            if algorithm.kl_coef:
+                gap = reference - logp
+                loss = loss + algorithm.kl_coef * (gap.exp() - gap - 1)
+            total = total + weights[row.sequence] * loss.sum()
+        return _flat(torch.autograd.grad(total, self._parameters, retain_graph=True))
+
+    def _sequence_mean(self, sequence: int) -> Tensor:
+        """Of the log-ratios of all tokens of a sequence, over all its calls."""
+        ratios = [
+            logp.detach() - torch.from_numpy(row.logprobs)
+            for row, logp in zip(self._rows, self._logps, strict=True)
+            if row.sequence == sequence
+        ]
+        return torch.cat(ratios).mean()
+
+
+def row_logprobs(policy: Policy, row: Row, weights: Weights | None = None) -> Tensor:
+    """Log-probabilities of a call's completion by `transformers` alone, with its plain attention."""
+    ids = torch.from_numpy(row.tokens.astype(np.int64))
+    with policy.attention("eager"):
+        logits = _logits(policy, ids[None], weights)[0]
+    return _of_completion(logits, row)
+
+
+def batch_logprobs(policy: Policy, rows: Sequence[Row], weights: Weights | None = None) -> list[Tensor]:
+    """The same for all calls as one batch padded on the right, by the fused attention that a plan uses, too."""
+    ids = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.tokens)] = torch.from_numpy(row.tokens)
+    with policy.attention("sdpa"):
+        logits = _logits(policy, ids, weights)
+    return [_of_completion(logits[i, : len(row.tokens)], row) for i, row in enumerate(rows)]
+
+
+def _logits(policy: Policy, ids: Tensor, weights: Weights | None) -> Tensor:
+    """Of `transformers` alone, without a cache, with other weights where some are given."""
+    arguments = {"input_ids": ids, "use_cache": False}
+    model = cast(Any, policy.model)
+    out = model(**arguments) if weights is None else torch.func.functional_call(model, weights, (), arguments)
+    logits: Tensor = out.logits
+    return logits
+
+
+def _of_completion(logits: Tensor, row: Row) -> Tensor:
+    logp = (logits / float(np.float32(row.temperature))).log_softmax(-1)
+    first = len(row.tokens) - len(row.logprobs)
+    sampled = torch.from_numpy(row.tokens[first:].astype(np.int64))
+    return logp[first - 1 : -1].gather(-1, sampled[:, None])[:, 0]
+
+
+def _loss(ratio: Tensor, logp: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
+    clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    if algorithm.loss == "cispo":
+        return -advantage * clipped.detach() * logp
+    loss = -torch.minimum(advantage * ratio, advantage * clipped)
+    if algorithm.loss == "clip" and algorithm.dual_clip and advantage < 0:
+        loss = loss.clamp(max=-advantage * algorithm.dual_clip)
+    return loss
+
+
+def _weights(rows: Sequence[Row], algorithm: AlgorithmConfig) -> dict[int, float]:
+    """Weight of every token of a sequence, rounded as weights are stored."""
+    sizes: dict[int, int] = {}
+    for row in rows:
+        sizes[row.sequence] = sizes.get(row.sequence, 0) + len(row.logprobs)
+    exact = {
+        "token_mean": {s: 1 / sum(sizes.values()) for s in sizes},
+        "sequence_mean": {s: 1 / (n * len(sizes)) for s, n in sizes.items()},
+        "constant": {s: 1 / (max(algorithm.constant, 1) * len(sizes)) for s in sizes},
+    }[algorithm.aggregation]
+    return {s: float(np.float32(w)) for s, w in exact.items()}
+
+
+def _flat(tensors: Any) -> Tensor:
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def another_reference(policy: Policy) -> Weights:
+    """Weights for the KL term that differ from the policy's own."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: (p.detach() + 0.02 * torch.randn(p.shape, generator=generator)).to(p.dtype)
+        for name, p in policy.trainable().items()
+    }
+
+
+def relative(ours: Tensor, baseline: Tensor) -> float:
+    return float((ours.double() - baseline.double()).norm() / baseline.double().norm())
+
+
+def episodes(policy: Policy, *, temperature: float = 0.9, seed: int = 0) -> list[Row]:
+    """Calls of two groups of three episodes, two roles, two turns: shared prompts, edited histories, and duplicates.
+
+    Old log-probabilities are the policy's own with noise, so that every clip has tokens on both of its sides.
+    """
+    rng = np.random.default_rng(seed)
+    system = tokens(99, 6)
+    rows: list[Row] = []
+
+    def call(prompt: np.ndarray, completion: np.ndarray, sequence: int) -> np.ndarray:
+        full = np.concatenate([prompt, completion])
+        blank = Row(full, np.zeros(len(completion), np.float32), np.zeros(0, np.int32), 0.0, temperature, sequence)
+        with torch.no_grad():
+            old = row_logprobs(policy, blank).double().numpy() + 0.3 * rng.normal(size=len(completion))
+        versions = np.zeros(len(completion), np.int32)
+        rows.append(Row(full, old.astype(np.float32), versions, advantages[sequence], temperature, sequence))
+        return full
+
+    advantages = [float(np.float32(a)) for a in rng.normal(size=12)]
+    for group in range(2):
+        prompt = np.concatenate([system, tokens(group, 7 + group)])
+        for repeat in range(3):
+            number = 3 * group + repeat
+            # The first two repeats sample the same first turn: two targets on each of its nodes.
+            first = call(prompt, tokens(100 + group + 10 * (repeat // 2), 5), number)
+            edited = np.delete(first, slice(len(prompt), len(prompt) + 2)) if repeat == 2 else first
+            call(np.concatenate([edited, tokens(300 + number, 4)]), tokens(400 + number, 5 + repeat), number)
+            call(np.concatenate([system, tokens(500 + group, 9)]), tokens(600 + number, 4), 6 + number)
+    return rows

@@ -1,0 +1,200 @@
+"""Pins of merging: the forest's gradient is that of one row per call, for every loss, aggregation and architecture.
+
+1. in float64 to 1e-9, against the model's own `eager` attention, row by row, with the loss written out by hand;
+2. in float32 it errs no more than three times as much as the baseline itself, measured in two ways: against the float64
+   gradient; and, but for the KL term, against what permuting the rows of the baseline's batch makes, which hardly shows
+   in the reference's log-probabilities;
+3. cutting into micro-batches and leaving out branches without advantage changes nothing;
+4. what a forest keeps for its backward pass is less than what its rows keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.policy import Policy
+from agentjet.config import AlgorithmConfig
+from agentjet.timeline.forest import Row, build_forest
+from tests.compute.architectures import make_architecture
+from tests.compute.baseline import (
+    Baseline,
+    Double,
+    Weights,
+    another_reference,
+    episodes,
+    learner_gradient,
+    relative,
+)
+from tests.compute.conftest import make_policy, tokens
+
+LOSSES = ("clip", "gspo", "cispo")
+AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+KL = (0.0, 0.1)
+KINDS = ("llama", "qwen3", "gemma", "gemma3")
+PERMUTATIONS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy, a batch, a reference for the KL term, and the baseline."""
+
+    policy: Policy
+    rows: list[Row]
+    reference: Weights
+    baseline: Baseline
+    shuffled: list[Baseline] = field(default_factory=list)
+
+
+def algorithm(loss: str, aggregation: str, kl: float) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(
+        {
+            "loss": loss,
+            "aggregation": aggregation,
+            "constant": 7 if aggregation == "constant" else 0,
+            "kl_coef": kl,
+            "dual_clip": 1.3 if kl else 0,
+        }
+    )
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def single(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """In float32, with baselines of permuted rows."""
+    policy = make_policy(make_architecture(tmp_path_factory.mktemp(kind) / kind, kind))
+    assert policy.card.can_branch
+    rows, reference = episodes(policy), another_reference(policy)
+
+    def baseline(order: Sequence[int]) -> Baseline:
+        return Baseline(policy, [rows[i] for i in order], reference, together=True)
+
+    orders = [np.random.default_rng(seed).permutation(len(rows)).tolist() for seed in range(PERMUTATIONS)]
+    return Case(policy, rows, reference, baseline(range(len(rows))), [baseline(order) for order in orders])
+
+
+@pytest.fixture(scope="module")
+def double(kind: str, single: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The same batch in float64."""
+    policy = make_policy(make_architecture(tmp_path_factory.mktemp(kind) / "double", kind))
+    policy.model.double()
+    reference = {name: value.double() for name, value in single.reference.items()}
+    with Double():
+        return Case(policy, single.rows, reference, Baseline(policy, single.rows, reference))
+
+
+@pytest.mark.parametrize("kl", KL)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_in_float64_the_gradients_are_equal(double: Case, loss: str, aggregation: str, kl: float) -> None:
+    chosen = algorithm(loss, aggregation, kl)
+    forest = build_forest(double.rows)
+    assert forest.tree_token_ratio > 2
+    assert len(np.unique(forest.node)) < forest.num_targets, "no two calls sampled the same token in one context"
+    with Double():
+        ours = learner_gradient(double.policy, forest, chosen, double.reference)
+        assert relative(ours, double.baseline.gradient(chosen)) <= 1e-9
+
+
+@pytest.mark.parametrize("kl", KL)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_in_float32_the_error_is_that_of_the_baseline(
+    single: Case, double: Case, loss: str, aggregation: str, kl: float
+) -> None:
+    chosen = algorithm(loss, aggregation, kl)
+    ours = learner_gradient(single.policy, build_forest(single.rows), chosen, single.reference)
+    plain = single.baseline.gradient(chosen)
+    if not kl:
+        permuting = max(relative(shuffled.gradient(chosen), plain) for shuffled in single.shuffled)
+        assert 0 < relative(ours, plain) <= 3 * permuting
+    with Double():
+        truth = double.baseline.gradient(chosen)
+    assert relative(ours, truth) <= 3 * relative(plain, truth)
+
+
+def test_the_comparison_would_see_a_wrong_context(double: Case) -> None:
+    """One prompt token of one call changed: far above the bound."""
+    chosen = algorithm("clip", "token_mean", 0.0)
+    changed = double.rows[3].tokens.copy()
+    changed[2] += 1
+    wrong = [dataclasses.replace(row, tokens=changed) if i == 3 else row for i, row in enumerate(double.rows)]
+    with Double():
+        ours = learner_gradient(double.policy, build_forest(wrong), chosen, double.reference)
+        assert relative(ours, double.baseline.gradient(chosen)) > 1e-4
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_micro_batches_change_nothing(double: Case, loss: str) -> None:
+    chosen = algorithm(loss, "sequence_mean", 0.1)
+    with Double():
+        cut = learner_gradient(
+            double.policy, build_forest(double.rows), chosen, double.reference, micro_batch_tokens=50
+        )
+        assert relative(cut, double.baseline.gradient(chosen)) <= 1e-9
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_branches_without_advantage_are_not_computed_and_change_nothing(double: Case, loss: str) -> None:
+    # The second call of sequence 0 is quiet, too, but its tokens count in GSPO's mean over the sequence.
+    assert double.rows[0].sequence == double.rows[1].sequence == 0
+    quiet = [
+        row if row.sequence < 3 and i != 1 else dataclasses.replace(row, advantage=0.0)
+        for i, row in enumerate(double.rows)
+    ]
+    chosen = algorithm(loss, "sequence_mean", 0.0)
+    with Double():
+        ours = learner_gradient(double.policy, build_forest(quiet), chosen, double.reference)
+        baseline = Baseline(double.policy, quiet, double.reference)
+        assert relative(ours, baseline.gradient(chosen)) <= 1e-9
+
+
+def test_a_forest_keeps_less_for_its_backward_pass_than_its_rows(tiny_folder: Path) -> None:
+    """Two timelines side by side, a long one alone, and many short ones: bytes that autograd holds at the peak."""
+    policy = make_policy(tiny_folder)
+    learner = Learner(policy)
+    trunk = tokens(1, 1200)
+    shapes = {
+        "long trunk": [np.concatenate([trunk, tokens(i, 20)]) for i in range(2, 10)],
+        "a single row": [trunk],
+        "nothing shared": [np.concatenate([[5 + i], tokens(i, 60)]).astype(np.int32) for i in range(20)],
+    }
+    for name, sequences in shapes.items():
+        rows = [
+            Row(s.astype(np.int32), np.zeros(4, np.float32), np.zeros(4, np.int32), 1.0, 1.0, i)
+            for i, s in enumerate(sequences)
+        ]
+        forest = _bytes_kept(learner, policy, [rows])
+        alone = _bytes_kept(learner, policy, [[row] for row in rows])
+        assert forest <= 1.01 * alone, name
+
+
+def _bytes_kept(learner: Learner, policy: Policy, passes: Sequence[Sequence[Row]]) -> int:
+    """Storage that the backward pass of all these passes needs, weights apart."""
+    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = [learner._pass.hidden(build_forest(rows))[0] for rows in passes]
+    assert all(h.requires_grad for h in hidden)
+    return sum(kept.values())

@@ -1,0 +1,169 @@
+"""Sampled turns in templates that write them in their own way (Llama 3's, Mistral's, Llama 2's). Pinned here:
+
+1. prompts are those of `transformers.apply_chat_template`, token for token;
+2. a sampled turn stands right behind the generation prompt and ends as it was sampled, whatever white space the
+   template puts around answers, and whether it takes tool calls for answers or not;
+3. where the template's way cannot be told, the plain messages are written: nothing is ever lost or doubled;
+4. whose reasoning the template keeps is told, which is not the same for every message;
+5. call ids that Mistral's templates would refuse are replaced by such that they take, the same for call and result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import InvalidRequest
+from agentjet.rendering import Renderer, template_for
+from agentjet.rendering.vocabulary import escape
+from agentjet.types import Conversation, Message, ToolCall
+from tests import tiny
+
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}},)
+CALL = Message("assistant", tool_calls=(ToolCall("abc123XYZ", "add", '{"a": 1}'),))
+RESULT = Message("tool", "2", tool_call_id="abc123XYZ")
+TWO_CALLS = replace(CALL, tool_calls=(*CALL.tool_calls, ToolCall("defdefdef", "sub", "{}")))
+USER, MORE = Message("user", "hello"), Message("user", "the 42")
+
+Build = Callable[..., Renderer]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """A renderer with the tokenizer of a template of `tests/templates`, and its source or another one."""
+
+    @cache
+    def build(name: str, source: str = "") -> Renderer:
+        card = tiny.make_card(tmp_path_factory.mktemp(name), name)
+        template, tool_format = template_for("m", source or card.chat_template)
+        return Renderer(replace(card, chat_template=template, tool_format=tool_format))
+
+    return build
+
+
+def control(name: str, literal: str) -> bytes:
+    return escape(tiny.tokenizer(name).token_to_id(literal))
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_prompts_are_those_of_transformers(name: str, build: Build, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(tiny.make_tokenizer(tmp_path / name, name))
+    function = {"name": "add", "arguments": {"a": 1}}
+    calling = {"role": "assistant", "tool_calls": [{"id": "abc123XYZ", "type": "function", "function": function}]}
+    told = {"role": "tool", "content": "2", "tool_call_id": "abc123XYZ"}
+    system, answer = Message("system", "s"), Message("assistant", "so\n")
+    plain = [{"role": m.role, "content": m.content} for m in (system, USER, answer, MORE)]
+    cases = [
+        (Conversation((USER,)), plain[1:2]),
+        (Conversation((system, USER, answer, MORE)), plain),
+        (Conversation((system, USER, CALL, RESULT, answer, MORE), TOOLS), [*plain[:2], calling, told, *plain[2:]]),
+    ]
+    for asked, messages in cases:
+        expected = reference.apply_chat_template(messages, tools=list(asked.tools) or None, add_generation_prompt=True)
+        renderer = build(name)
+        assert list(renderer.tokenize(renderer.render(asked))) == expected["input_ids"]
+
+
+@pytest.mark.parametrize("end", [True, False], ids=["ended", "cut off"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "trim", "llama3", "mistral"])
+def test_a_sampled_turn_stands_right_behind_the_generation_prompt(name: str, end: bool, build: Build) -> None:
+    renderer = build(name)
+    asked = renderer.render(Conversation((USER,)))
+    ending = control(name, tiny.dialect(name).ends[0])
+    said = b" any  {body}\n" + (ending if end else b"")
+    told = renderer.render(Conversation((USER, Message("assistant", "x"), MORE)), sampled={1: said})
+    assert told.startswith(asked + b" any  {body}\n" + ending)
+    assert told.count(b"the 42") == 1 and b"x" not in told[len(asked) :]
+
+
+@pytest.mark.parametrize("calling", [CALL, TWO_CALLS], ids=["one", "two"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral"])
+def test_a_sampled_call_does_too(name: str, calling: Message, build: Build) -> None:
+    renderer = build(name)
+    asked = renderer.render(Conversation((USER,), TOOLS))
+    ending = control(name, tiny.dialect(name).ends[0])
+    after = (RESULT, Message("assistant", "so"), CALL, RESULT)
+    told = renderer.render(Conversation((USER, calling, *after), TOOLS), sampled={1: b"BODY" + ending, 3: b"THEN"})
+    assert told.startswith(asked + b"BODY" + ending)
+    assert told.count(b"BODY") == told.count(b"THEN") == 1
+    assert told.endswith(renderer.render(Conversation((USER, *after), TOOLS))[-20:])
+    assert b"sub" not in told[len(asked) :] and told.count(b'"a": 1') == 1, (
+        "only the call that was not sampled is written"
+    )
+
+
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def test_white_space_around_answers_is_what_was_sampled(build: Build) -> None:
+    renderer, ending = build("mistral", LLAMA2), control("mistral", "</s>")
+    history = Conversation((USER, Message("assistant", "x"), MORE))
+    asked = renderer.render(Conversation((USER,)))
+    assert renderer.render(history).startswith(asked + b" x " + ending)
+    assert renderer.render(history, sampled={1: b"BODY" + ending}).startswith(asked + b"BODY" + ending)
+    assert renderer.render(history, sampled={1: b"BODY"}).startswith(asked + b"BODY " + ending), (
+        "as the template ends it"
+    )
+
+
+REFUSING = (  # takes tool calls in messages of their own only
+    "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}{{ raise_exception('no') }}"
+    "{% elif m.tool_calls %}{{ WRITTEN }}{% else %}{{ '[INST]' + m.content + '[/INST]' }}{% endif %}{% endfor %}"
+    "{# tools <tool_call> #}"
+)
+NAME = "m.tool_calls[0].function.name"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [f"'call ' + {NAME}", f"'call ' + {NAME} + '!'", f"{NAME} + '[INST]</s>'", f"loop.index ~ {NAME}", "'call</s>'"],
+    ids=["no end", "no end either", "a control token inside", "a changing head", "no name"],
+)
+def test_where_the_way_cannot_be_told_the_plain_messages_are_written(written: str, build: Build) -> None:
+    renderer = build("mistral", REFUSING.replace("WRITTEN", written))
+    history = Conversation((USER, MORE, CALL, RESULT))
+    assert renderer.render(history, sampled={2: b"BODY"}) == renderer.render(history)
+    assert b"BODY" not in renderer.render(history, sampled={2: b"BODY"})
+
+
+def test_ids_that_mistral_refuses_are_replaced(build: Build) -> None:
+    renderer = build("mistral")
+    ours = "call_0123456789ab_0"
+    call = replace(CALL, tool_calls=(replace(CALL.tool_calls[0], id=ours),))
+    written = renderer.render(Conversation((USER, call, replace(RESULT, tool_call_id=ours)), TOOLS))
+    one, two = (part.split(b'"')[2] for part in written.split(b"id")[1:])
+    assert one == two and len(one) == 9 and one.isalnum()
+    kept = renderer.render(Conversation((USER, CALL, RESULT), TOOLS))
+    assert kept.count(b"abc123XYZ") == 2
+    assert ours.encode() in build("qwen3", "{{ tools }}<tool_call>{{ messages[1].tool_calls }}").render(
+        Conversation((USER, call), TOOLS)
+    )
+
+
+def test_a_result_without_an_id_is_still_refused(build: Build) -> None:
+    with pytest.raises(InvalidRequest, match="length 9"):
+        build("mistral").render(Conversation((USER, CALL, replace(RESULT, tool_call_id="")), TOOLS))
+
+
+def test_whose_reasoning_is_kept_is_told(build: Build) -> None:
+    thought = Message("assistant", "so", reasoning="hm")
+    calling = replace(CALL, reasoning="hm")
+    loop = (USER, calling, RESULT, calling, RESULT)
+    qwen3 = build("qwen3")
+    assert qwen3.keeps_reasoning(Conversation(loop, TOOLS)) == {1, 3}
+    assert qwen3.keeps_reasoning(Conversation((*loop, thought, MORE), TOOLS)) == set()
+    assert qwen3.keeps_reasoning(Conversation((USER, thought, MORE, calling, RESULT), TOOLS)) == {3}
+    assert qwen3.keeps_reasoning(Conversation((USER, CALL, RESULT), TOOLS)) == set()
+    assert build("chatml").keeps_reasoning(Conversation((USER, thought, MORE))) == set()
+    assert build("strict").keeps_reasoning(Conversation((USER, USER, thought))) == set(), (
+        "it takes no such conversation"
+    )
