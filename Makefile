@@ -44,9 +44,10 @@ check: setup  ## format, lint, types, and who may import whom
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the library's, and what the light parts weigh
+bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the library's, merging against rows, what the light parts weigh
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.sampler
+	$(BIN)/python -m bench.merge
 	$(BIN)/python -m bench.footprint
 
 docs: setup  ## write the page that is made from the program

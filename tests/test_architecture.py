@@ -52,14 +52,19 @@ ROOMS = {
         "gguf msgpack numpy peft safetensors torch transformers",
     ),
     "gateway": room(
-        f"{VOCABULARY} config protocol timeline rendering swarm algorithms.advantages compute.protocol", "numpy"
+        f"{VOCABULARY} config protocol timeline rendering swarm algorithms.advantages compute.protocol",
+        "numpy",
+        lazy="opentelemetry",
     ),
-    "server": room(f"{VOCABULARY} config protocol gateway", "fastapi itsdangerous pydantic starlette uvicorn"),
+    "server": room(
+        f"{VOCABULARY} config protocol gateway",
+        "fastapi itsdangerous prometheus_client pydantic starlette uvicorn",
+    ),
     "client": room(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
     "research": room(f"{VOCABULARY} config client", "jinja2 matplotlib numpy optuna scipy", lazy="httpx"),
     "__init__": room(f"{VOCABULARY} client"),
 }
-COMMAND_LINE = room(" ".join(ROOMS), "httpx jinja2 matplotlib numpy openai pydantic rich typer uvicorn")
+COMMAND_LINE = room(" ".join(ROOMS), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn")
 LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "server", "swarm", "cli.main")]
 
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.arithmetic import held_out_tasks
+from agentjet.cli.data_dir import check_data_dir
 from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, described
 from agentjet.cli.main import app
 from agentjet.cli.picture import apart, draw_rewards, smooth
@@ -127,6 +128,20 @@ def test_a_demo_with_a_misspelt_setting_starts_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean job.batch_size\?"):
         run("demo", "--out", str(tmp_path / "out"), "--set", "job.batchsize=3")
     assert not (tmp_path / "out").exists()
+
+
+def test_data_dirs_that_are_ours_are_told_from_those_that_are_not(tmp_path: Path) -> None:
+    check_data_dir(tmp_path / "not there yet")
+    check_data_dir(tmp_path)
+    for name in ("token", "admin-token", "serve.log", "journal.sqlite.lock"):
+        (tmp_path / name).touch()
+    (tmp_path / "logs").mkdir()
+    check_data_dir(tmp_path)
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match=r"server\.data_dir = .*thesis\.txt.*give an empty folder"):
+        check_data_dir(tmp_path)
+    (tmp_path / "journal.sqlite").touch()
+    check_data_dir(tmp_path)
 
 
 def scored(success: float, answers: dict[str, str]) -> Score:

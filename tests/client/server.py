@@ -7,11 +7,13 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from pydantic import ValidationError
 
+from agentjet.client import Retry
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -25,6 +27,22 @@ from agentjet.protocol import (
 
 TOKEN = "the-token"
 URL = "http://127.0.0.1:8400"
+
+
+@dataclass
+class FakeTime:
+    """A clock that moves only while something sleeps."""
+
+    now: float = 0.0
+    sleeps: list[float] = field(default_factory=list)
+
+    async def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def retry(self) -> Retry:
+        return Retry(sleep=self.sleep, clock=lambda: self.now, jitter=lambda: 1.0)
 
 
 class FakeServer:
@@ -93,6 +111,8 @@ class FakeServer:
         if path == "/events":
             after = int(request.headers["Last-Event-ID"])
             return httpx.Response(200, stream=_Stream(self._stream(after)))
+        if request.method == "GET":
+            return httpx.Response(200, text=self.episodes[path.rpartition("/")[2]].model_dump_json())
         body = json.loads(request.content or b"null")
         try:
             if path == "/episodes":

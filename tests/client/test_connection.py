@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import httpx
 import pytest
 
-from agentjet.client import AsyncSwarm, Retry, Swarm
+from agentjet.client import AsyncSwarm, Swarm
 from agentjet.client.settings import DEFAULT_URL, load_settings
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, RequestError, Unauthorized, Unreachable
 from agentjet.types import Reward
-from tests.client.server import TOKEN, URL, FakeServer
-
-
-@dataclass
-class FakeTime:
-    """A clock that moves only while something sleeps."""
-
-    now: float = 0.0
-    sleeps: list[float] = field(default_factory=list)
-
-    async def sleep(self, seconds: float) -> None:
-        self.sleeps.append(seconds)
-        self.now += seconds
-        await asyncio.sleep(0)
-
-    def retry(self) -> Retry:
-        return Retry(sleep=self.sleep, clock=lambda: self.now, jitter=lambda: 1.0)
+from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from pathlib import Path
 
 import httpx
@@ -114,6 +117,62 @@ def test_a_client_that_gives_up_leaves_nothing_behind(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+HANGING = """
+import sys, time
+from agentjet import Swarm, Task
+
+def agent(task, episode):
+    print("hanging", flush=True)
+    time.sleep(3600)
+
+swarm = Swarm(sys.argv[1], sys.argv[2])
+swarm.train(agent, [Task("a")], steps=1, concurrency=int(sys.argv[3]), progress=False)
+"""
+
+
+@pytest.mark.parametrize("concurrency", [2, 8])
+def test_ctrl_c_on_a_script_whose_agents_hang_leaves_no_live_episode(tmp_path: Path, concurrency: int) -> None:
+    """A real process and a real SIGINT; of eight episodes wanted at most four find room."""
+    script = tmp_path / "train.py"
+    script.write_text(HANGING)
+
+    async def scenario() -> None:
+        async with serving(tmp_path / "data") as served:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, str(script), served.url, TOKEN, str(concurrency)),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+            )
+            assert process.stdout is not None
+            async with asyncio.timeout(60):
+                hanging = [await process.stdout.readline(), await process.stdout.readline()]
+                process.send_signal(signal.SIGINT)
+                out, err = await process.communicate()
+            counts = served.run.gateway.swarm.status_counts()
+            assert (counts["live"], counts["finished"]) == (0, 0)
+            assert len(hanging) + out.count(b"hanging") <= counts["aborted"] <= 4
+            lines = err.decode().splitlines()
+            assert lines[-1].startswith("KeyboardInterrupt: interrupted: this client's live episodes were aborted")
+            assert sum(line.startswith("  File ") for line in lines) == 2, err.decode()
+        assert process.returncode == -signal.SIGINT
+
+    asyncio.run(scenario())
+
+
+def test_the_books_of_client_and_server_agree(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
+            report = await swarm.train(agent, TASKS, steps=2, concurrency=16, progress=False)
+            counts = served.run.gateway.swarm.status_counts()
+            assert counts["live"] == 0
+            assert (counts["finished"], counts["expired"]) == (len(report.finished), report.num_expired)
+            assert counts["aborted"] == report.num_aborted + report.num_not_needed
+            assert report.num_aborted == 0
+
+    asyncio.run(scenario())
+
+
 def test_steps_are_not_missed_when_others_are_faster(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
@@ -126,4 +185,53 @@ def test_steps_are_not_missed_when_others_are_faster(tmp_path: Path) -> None:
                     assert event.body["policy_version"] == 2
                     break
 
+    asyncio.run(scenario())
+
+
+def test_stragglers_do_not_hold_up_a_run_with_spares(tmp_path: Path) -> None:
+    """One episode in each group hangs; spare ones take its place, and it ends as not needed, never scored."""
+    hung: set[str] = set()
+
+    async def sometimes_hangs(task: Task, episode: AsyncEpisode | Episode) -> float:
+        if task.id not in hung:
+            hung.add(task.id)
+            await asyncio.sleep(3600)
+        await agent(task, episode)
+        return float(len(hung) % 2)
+
+    async def scenario() -> None:
+        job = {"spare_episodes": 1, "batch_size": 2, "group_size": 2, "lease_seconds": 600}
+        async with serving(tmp_path / "data", saying(last_letter), job=job) as served, client(served) as swarm:
+            async with asyncio.timeout(20):
+                report = await swarm.train(sometimes_hangs, TASKS, steps=2, concurrency=12, progress=False)
+            assert len(report.steps) == 2 and report.num_not_needed >= 4
+            groups = [event for event in served.run.gateway.swarm.events() if event.kind == "group"]
+            complete = [event for event in groups if event.body["state"] == "complete"]
+            assert all(len(event.body["episodes"]) == 2 and not event.body["reason"] for event in complete)
+
+    asyncio.run(scenario())
+
+
+def test_an_agent_whose_episode_the_server_ended_gives_its_place_back(tmp_path: Path) -> None:
+    """With room for one agent at a time, the run goes on only because the one that hangs is given up."""
+    hung: list[str] = []
+
+    async def hangs_once(task: Task, episode: AsyncEpisode | Episode) -> float:
+        if not hung:
+            hung.append(episode.id)
+            served.run.clock.advance(10)
+            await asyncio.sleep(3600)
+        await agent(task, episode)
+        return float(task.payload % 2)
+
+    async def scenario() -> None:
+        nonlocal served
+        job = {"batch_size": 1, "group_size": 2, "lease_seconds": 0.3}
+        async with serving(tmp_path / "data", saying(last_letter), job=job) as served, client(served) as swarm:
+            async with asyncio.timeout(20):
+                report = await swarm.train(hangs_once, TASKS, steps=1, concurrency=1, progress=False)
+            assert len(report.steps) == 1
+            assert served.run.gateway.swarm.episode(hung[0]).status == "expired"
+
+    served: Served
     asyncio.run(scenario())

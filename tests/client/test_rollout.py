@@ -4,19 +4,27 @@ live. 4. Sync and async agents, sync and async clients."""
 from __future__ import annotations
 
 import asyncio
+import functools
+import io
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Swarm, wilson_interval
+from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
+from agentjet.client.progress import Lines
 from agentjet.client.rollout import training_slots
-from agentjet.errors import Conflict, InvalidRequest
+from agentjet.client.threads import LoopThread
+from agentjet.client.training import QUIET_SECONDS
+from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
 from agentjet.types import Reward, Task
-from tests.client.server import TOKEN, URL, FakeServer
+from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
 TASKS = [Task(f"t{number}", payload=number) for number in range(5)]
 
@@ -47,7 +55,10 @@ def test_train_learns_the_steps_asked_for(agent: Callable[..., float], concurren
     assert all(0 <= reward <= 0.4 for reward in report.rewards)
     assert len(report.finished) >= 3 * 2 * 2
     assert report.num_aborted == report.num_expired == 0
-    assert server.by_status()["live"] == 0
+    assert server.by_status() == {"finished": len(report.finished), "aborted": report.num_not_needed} or (
+        server.by_status() == {"finished": len(report.finished)} and not report.num_not_needed
+    )
+    assert not report.errors and f"{report.num_not_needed} not needed" in str(report)
     assert server.most_live <= concurrency
 
 
@@ -83,6 +94,7 @@ def test_a_failing_agent_aborts_is_tried_again_and_never_scored() -> None:
     assert {view.reason for view in server.episodes.values() if view.reason} <= {
         "TimeoutError: the tool hung",
         "the client stopped",
+        "not needed: the client's run has its steps",
     }
 
 
@@ -93,6 +105,82 @@ def test_an_agent_that_never_works_ends_the_run_with_its_reason(returned: object
         swarm.train(lambda task, episode: returned, TASKS, steps=1, concurrency=4, progress=False)
     assert server.version == 0
     assert server.by_status().keys() == {"aborted"}
+
+
+def broken(task: Task, episode: Episode) -> float:
+    return float({}["missing"])
+
+
+async def broken_async(task: Task, episode: AsyncEpisode) -> float:
+    return broken(task, episode)  # type: ignore[arg-type]
+
+
+class Silent:
+    def __call__(self, task: Task, episode: Episode) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("agent", "line", "said"),
+    [
+        (broken, broken.__code__.co_firstlineno + 1, "KeyError: 'missing'"),
+        (functools.partial(broken), broken.__code__.co_firstlineno + 1, "KeyError: 'missing'"),
+        (broken_async, broken.__code__.co_firstlineno + 1, "KeyError: 'missing'"),
+        (Silent(), Silent.__call__.__code__.co_firstlineno, "reward is None"),
+        (lambda task, episode: sys.exit("tired"), None, "SystemExit: tired"),
+    ],
+)
+def test_what_ends_a_run_names_the_agents_own_line(agent: Callable[..., float], line: int | None, said: str) -> None:
+    with client(FakeServer()) as swarm, pytest.raises(AgentFailing, match=said) as failed:
+        swarm.train(agent, TASKS, steps=1, concurrency=1, progress=False)
+    assert f" at {__file__}:{line or ''}" in str(failed.value)
+
+
+def test_an_async_agent_that_exits_ends_its_episode_only() -> None:
+    server = FakeServer()
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        if episode.id == "ep0":
+            sys.exit(3)
+        return 1.0
+
+    with client(server) as swarm:
+        report = swarm.evaluate(agent, TASKS, progress=False)
+    assert report.mean_reward == 1.0
+    assert server.episodes["ep0"].reason == "RuntimeError: the agent called sys.exit(3)"
+
+
+def inside(error: BaseException) -> list[str]:
+    """The functions of ours that a traceback shows, outermost first; what was suppressed is not shown."""
+    assert error.__suppress_context__ and error.__cause__ is None
+    shown = traceback.extract_tb(error.__traceback__)
+    return [frame.name for frame in shown if "agentjet" in Path(frame.filename).parts]
+
+
+def test_tracebacks_show_the_public_method_and_nothing_of_the_inside() -> None:
+    with pytest.raises(AgentFailing) as failing, client(FakeServer()) as swarm:
+        swarm.train(broken, TASKS, steps=1, concurrency=1, progress=False)
+    assert inside(failing.value) == ["train"]
+    with pytest.raises(AgentFailing) as failing, client(FakeServer()) as swarm:
+        swarm.evaluate(broken, TASKS, concurrency=1, progress=False)
+    assert inside(failing.value) == ["evaluate"]
+    with pytest.raises(Unauthorized) as refused, Swarm(URL, "wrong", transport=FakeServer().transport()) as swarm:
+        swarm.train(sync_agent, TASKS, steps=1, progress=False)
+    assert inside(refused.value) == ["train"]
+    down = FakeServer()
+    down.be_down = 10_000
+    brief = Retry(first_patience=0.0)
+    with pytest.raises(Unreachable) as silent, Swarm(URL, TOKEN, transport=down.transport(), retry=brief) as swarm:
+        swarm.evaluate(sync_agent, TASKS, progress=False)
+    assert inside(silent.value) == ["evaluate"]
+
+    async def scenario() -> None:
+        async with AsyncSwarm(URL, TOKEN, transport=FakeServer().transport()) as swarm:
+            await swarm.train(broken_async, TASKS, steps=1, concurrency=1, progress=False)
+
+    with pytest.raises(AgentFailing) as failing:
+        asyncio.run(scenario())
+    assert inside(failing.value) == ["train"]
 
 
 def test_an_episode_the_server_reclaimed_is_expired_not_scored() -> None:
@@ -107,6 +195,28 @@ def test_an_episode_the_server_reclaimed_is_expired_not_scored() -> None:
         report = swarm.evaluate(slow, TASKS[:2], concurrency=1, progress=False)
     assert [result.outcome for result in report.results] == ["finished", "finished"]
     assert server.by_status() == {"finished": 2, "expired": 1}
+
+
+def test_what_the_server_ends_as_surplus_is_not_needed_and_not_tried_again() -> None:
+    server = FakeServer()
+    spared: list[str] = []
+
+    def agent(task: Task, episode: Episode) -> float:
+        if len(spared) < 3:
+            spared.append(episode.id)
+            ended = {"status": "aborted", "reason": "surplus: training had enough without it"}
+            server.episodes[episode.id] = server.episodes[episode.id].model_copy(update=ended)
+            server.groups.pop(episode.group, None)
+        if len(spared) == 2:
+            raise ConnectionError("409: the episode has ended")
+        return 1.0
+
+    with client(server) as swarm:
+        report = swarm.train(agent, TASKS, steps=1, concurrency=1, progress=False)
+    spare = [result for result in report.results if result.error.startswith("surplus: ")]
+    assert [result.outcome for result in spare] == ["not_needed"] * 3
+    assert len({server.episodes[id].group for id in spared}) == 3, "what was left of an unwanted group was not begun"
+    assert report.num_aborted == 0 and not report.errors
 
 
 def test_evaluate_reports_in_the_order_of_the_tasks_and_trains_nothing() -> None:
@@ -169,11 +279,12 @@ def test_ctrl_c_aborts_the_live_episodes_and_is_raised() -> None:
         stuck.wait(30)
         return 1.0
 
-    with client(server) as swarm, pytest.raises(KeyboardInterrupt):
-        swarm.train(agent, TASKS, steps=1, concurrency=4, progress=False)
+    with client(server) as swarm, pytest.raises(KeyboardInterrupt, match="live episodes were aborted") as interrupted:
+        swarm.train(agent, TASKS, steps=1, concurrency=12, progress=False)  # 8 of which wait for room
     stuck.set()
-    assert server.by_status() == {"aborted": 4}
+    assert server.by_status() == {"aborted": 4}, "no place that an abort freed was taken on the way out"
     assert {view.reason for view in server.episodes.values()} == {"the client stopped"}
+    assert inside(interrupted.value) == ["train"]
 
 
 def test_sync_methods_inside_an_async_agent_are_refused_instead_of_hanging() -> None:
@@ -206,8 +317,70 @@ def test_progress_lines_say_step_reward_speed_failures_and_time_left(capsys: pyt
     with client(server) as swarm:
         swarm.train(lambda task, episode: 0.5, TASKS, steps=2, concurrency=4)
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("training 1/2  reward 0.500  100 tokens/s") and first.endswith("left")
+    assert first.startswith("training 1/2  reward 0.500  ") and first.endswith("left")
+    assert "tokens/s" not in first, "the first batch's time began before there was anything to do"
     assert last == "training 2/2  reward 0.500  100 tokens/s"
+
+
+def test_a_run_that_gets_no_episode_says_what_the_server_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+    server, time = FakeServer(batch_size=1), FakeTime()
+
+    async def scenario() -> None:
+        async with AsyncSwarm(URL, TOKEN, transport=server.transport(), retry=time.retry()) as swarm:
+            other = await swarm.begin("t", group="of somebody else")
+            training = asyncio.create_task(swarm.train(async_agent, TASKS, steps=1, concurrency=2))
+            while server.requests["GET status"] < 5:
+                await asyncio.sleep(0)
+            assert time.now >= QUIET_SECONDS
+            await other.abort()
+            await training
+
+    asyncio.run(scenario())
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "waiting for somebody"
+    assert said[1].startswith("training 1/1") and len(said) == 2
+
+
+def test_a_wait_is_said_once_a_minute_whatever_its_numbers() -> None:
+    out, time = io.StringIO(), FakeTime()
+    lines = Lines("training", 10, out=out, clock=lambda: time.now)
+    for now, what in ((0, "g, 90 s"), (2, "g, 88 s"), (4, ""), (6, "h, 9 s"), (65, "h, 8 s")):
+        time.now = now
+        lines.waits(what)
+    assert out.getvalue().splitlines() == ["waiting for g, 90 s", "waiting for h, 9 s"]
+    time.now = 70
+    lines.waits("h, 3 s")
+    assert out.getvalue().splitlines()[2:] == ["waiting for h, 3 s"]
+
+
+@pytest.mark.parametrize(("patience", "times"), [(0.0, 1), (3600.0, 2)])
+def test_ctrl_c_waits_a_bounded_time_and_the_second_not_at_all(patience: float, times: int) -> None:
+    loop = LoopThread(patience)
+    step, over = threading.Semaphore(0), threading.Event()
+
+    async def stubborn() -> None:
+        """No cancellation ends it."""
+        step.release()
+        while not over.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                step.release()
+
+    def interrupt() -> None:
+        for _ in range(times):
+            assert step.acquire(timeout=30)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    presses = threading.Thread(target=interrupt)
+    presses.start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(stubborn())
+    presses.join()
+    assert loop.abandoned
+    over.set()
+    loop.run(asyncio.sleep(0.1))
+    loop.stop()
 
 
 @pytest.mark.parametrize(

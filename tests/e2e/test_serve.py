@@ -36,6 +36,7 @@ def test_serve_learn_stop_and_resume(model: Path, tmp_path: Path) -> None:
     with Server(model, data_dir) as server:
         assert str(data_dir / "token") in server.output
         assert (data_dir / "token").stat().st_mode & 0o777 == 0o600
+        assert "<|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant" in server.output
         episode = server.begin(mode="eval")
         plain = server.ask(episode, "hello", temperature=0, logprobs=True)
         assert plain.usage.completion_tokens == len(plain.choices[0].logprobs.content) > 0
@@ -120,7 +121,7 @@ def refused(model: Path | str, data_dir: Path, *options: str, **settings: Any) -
     done = subprocess.run(
         serve_command(model, data_dir, *options, **settings), capture_output=True, env=environment(), timeout=120
     )
-    said = done.stderr.decode()
+    said = done.stdout.decode() + done.stderr.decode()
     assert done.returncode == 2, said
     assert "Traceback" not in said
     return said
@@ -135,7 +136,14 @@ def test_a_port_in_use(model: Path, tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     said = refused(tmp_path / "nowhere", tmp_path / "run")
-    assert "model.name" in said and "nowhere" in said
+    assert said.count("model.name") == 1 and "nowhere" in said
+
+
+def test_a_folder_that_is_somebody_elses(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    said = refused(model, tmp_path)
+    assert f"server.data_dir = {str(tmp_path)!r}" in said and "thesis.txt" in said and "empty folder" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"], "nothing was put there"
 
 
 def test_settings_that_cannot_be(model: Path, tmp_path: Path) -> None:

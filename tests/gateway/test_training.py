@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
+from agentjet.gateway.states import IllegalInState
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from tests.fakes import ScriptedCompute, running
 
@@ -302,10 +303,12 @@ async def test_stop_and_start(tmp_path: Path) -> None:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         await run.gateway.stop_engine()
         assert run.gateway.status().state == "offline" and not run.compute.running
-        for ask in (run.gateway.begin(BeginRequest(task_id="t")), run.say(episode.id), run.gateway.checkpoint()):
+        for ask in (run.gateway.begin(BeginRequest(task_id="t")), run.say(episode.id)):
             with pytest.raises(Later) as refusal:
                 await ask
             assert (refusal.value.status, refusal.value.code) == (503, "engine_stopped")
+        with pytest.raises(IllegalInState):
+            await run.gateway.checkpoint()
         await run.gateway.start_engine()
         await run.gateway.ready()
         assert run.compute.version == 1

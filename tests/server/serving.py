@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from agentjet.server import Keys, create_app
@@ -19,6 +20,7 @@ from tests.fakes import Running, running
 
 TOKEN = "client-token-client-token"
 ADMIN = "admin-token-admin-token-admin"
+VIEWER = "viewer-token-viewer-token"
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Served:
     run: Running
     url: str
     keys: Keys
+    app: FastAPI
     http: httpx.AsyncClient
     """Control routes, with the client token."""
     agents: AsyncExitStack
@@ -52,14 +55,21 @@ class Served:
 async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Served]:
     """See `tests.fakes.running`."""
     async with running(data_dir, *args, **kwargs) as run:
-        keys = Keys(token=TOKEN, admin_token=ADMIN, clock=run.clock)
+        keys = Keys(token=TOKEN, admin_token=ADMIN, viewer_token=VIEWER, clock=run.clock)
+        tls = run.gateway.config.server
         listener = socket.create_server(("127.0.0.1", 0))
+        app = create_app(run.gateway, keys)
         config = uvicorn.Config(
-            create_app(run.gateway, keys), log_config=None, access_log=False, timeout_graceful_shutdown=5
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            ssl_certfile=tls.tls_cert or None,
+            ssl_keyfile=tls.tls_key or None,
         )
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve([listener]))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        url = f"{'https' if tls.tls_cert else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         try:
             async with (
                 httpx.AsyncClient(
@@ -67,7 +77,7 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
                 ) as http,
                 AsyncExitStack() as agents,
             ):
-                yield Served(run, url, keys, http, agents)
+                yield Served(run, url, keys, app, http, agents)
         finally:
             await run.gateway.drain()
             server.should_exit = True

@@ -1,13 +1,24 @@
-"""Tokens and episode keys: what they open, for how long, and how they are kept."""
+"""Tokens and episode keys: what they open, for how long, and how they are kept.
+
+Pinned here:
+1. secrets are made once, whole, and for the owner's eyes only;
+2. a key opens its own episode until it expires, written exactly as it was given out;
+3. a viewer reads and changes nothing, a client configures nothing;
+4. a replaced secret counts at once, without a restart; only that of the keys ends keys.
+"""
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentjet.errors import ConfigError, Forbidden, Unauthorized
 from agentjet.server import Keys
+from agentjet.server.tokens import FILES, SecretFile, read_secret, replace_secret
 from tests.fakes import Clock
 
 
@@ -18,7 +29,7 @@ def clock() -> Clock:
 
 def test_tokens_are_made_once_and_readable_by_the_owner_only(tmp_path: Path) -> None:
     first = Keys.open(tmp_path)
-    for name in ("token", "admin-token"):
+    for name in ("token", "admin-token", "viewer-token", "key-secret"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
         assert len((tmp_path / name).read_text().strip()) >= 32
     again = Keys.open(tmp_path)
@@ -54,7 +65,7 @@ def test_a_key_opens_its_episode_until_it_expires(clock: Clock) -> None:
 
 def test_keys_of_another_server_and_changed_keys_are_refused(clock: Clock) -> None:
     keys = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
-    other = Keys(token="c" * 20, admin_token="b" * 20, clock=clock)
+    other = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
     key = keys.sign("ep1", 2000.0)
     forged = other.sign("ep1", 2000.0)
     for wrong in (forged, key[:-1], key + "A", "ajk-", "ajk-W10.x", "é", key.replace("ajk-", "ajk-x")):
@@ -71,3 +82,86 @@ def test_only_the_admin_token_administers() -> None:
         keys.admin("x" * 20)
     with pytest.raises(Unauthorized):
         keys.admin("")
+
+
+def test_a_viewer_reads_only() -> None:
+    keys = Keys(token="c" * 20, admin_token="a" * 20, viewer_token="v" * 20)
+    assert keys.control("v" * 20) == "viewer"
+    for allowed in ("c" * 20, "a" * 20):
+        keys.client(allowed)
+    with pytest.raises(Forbidden) as refused:
+        keys.client("v" * 20)
+    assert refused.value.code == "client_token_needed"
+    with pytest.raises(Forbidden) as refused:
+        keys.admin("v" * 20)
+    assert refused.value.code == "admin_token_needed"
+    with pytest.raises(Forbidden) as refused:
+        keys.episode("v" * 20)
+    assert refused.value.code == "episode_key_needed"
+
+
+def test_a_replaced_token_counts_without_a_restart_and_ends_no_key(tmp_path: Path) -> None:
+    keys = Keys.open(tmp_path)
+    key = keys.sign("ep1", 2e10)
+    for role in ("client", "admin", "viewer"):
+        path = tmp_path / FILES[role]
+        before = read_secret(path)
+        assert keys.control(before) == role
+        replace_secret(path)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert keys.control(read_secret(path)) == role != before
+        with pytest.raises(Unauthorized):
+            keys.control(before)
+        assert keys.episode(key) == "ep1"
+    replace_secret(tmp_path / FILES["keys"])
+    with pytest.raises(Unauthorized) as void:
+        keys.episode(key)
+    assert void.value.code == "key_invalid"
+    assert keys.episode(keys.sign("ep1", 2e10)) == "ep1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES.values())
+
+
+@pytest.mark.parametrize("broken", ["", "short", None])
+def test_a_secret_that_is_spoiled_leaves_the_last_one_in_force(tmp_path: Path, broken: str | None) -> None:
+    secret = SecretFile(tmp_path / "token")
+    held = secret()
+    if broken is None:
+        (tmp_path / "token").unlink()
+    else:
+        (tmp_path / "token").write_text(broken)
+    assert secret() == held
+
+
+def test_a_secret_others_can_read_is_logged_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "token"
+    path.write_text("not-so-secret-any-more\n")
+    path.chmod(0o644)
+    SecretFile(path)
+    assert str(path) in caplog.text and "not-so-secret" not in caplog.text
+
+
+KEYS = Keys(token="c" * 20, admin_token="a" * 20, viewer_token="v" * 20, clock=lambda: 0.0)
+KEY = KEYS.sign("ep000042", 1e9)
+
+
+def test_no_key_with_one_character_changed_opens_anything() -> None:
+    """Every position and every character a key is written with: the last bits of base64 mean nothing to a decoder."""
+    for position in range(len(KEY)):
+        for character in {*string.ascii_letters, *string.digits, *"-_.=+/"} - {KEY[position]}:
+            changed = KEY[:position] + character + KEY[position + 1 :]
+            with pytest.raises(Unauthorized):
+                KEYS.episode(changed)
+
+
+@given(
+    cut=st.integers(0, len(KEY)),
+    paste=st.one_of(
+        st.text(max_size=40), st.text("ABCabc019-_.=", max_size=40), st.integers(0, 60).map(lambda n: KEY[n:])
+    ),
+    rest=st.integers(0, len(KEY)),
+)
+def test_no_text_made_from_a_key_opens_anything(cut: int, paste: str, rest: int) -> None:
+    made = KEY[:cut] + paste + KEY[rest:]
+    if made != KEY:
+        with pytest.raises(Unauthorized):
+            KEYS.episode(made)

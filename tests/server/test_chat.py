@@ -238,7 +238,8 @@ async def test_models(tmp_path: Path) -> None:
         assert (await client.models.retrieve("tiny")).id == "tiny"
         with pytest.raises(openai.NotFoundError) as refusal:
             await client.chat.completions.create(model="gpt-4o", messages=HELLO)
-        assert refusal.value.code == "model_not_found" and "'tiny'" in refusal.value.message
+        assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
+        assert "'tiny'" in refusal.value.message
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -262,11 +263,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 40}, "top_k"),
     ({"temperature": 0}, "temperature"),
     ({"stop": ""}, "stop"),
+    ({"stop": [""]}, "stop.0"),
+    ({"stop": ["x"] * 17}, "stop"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"temprature": 1}, "temprature"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "c", "content": None}]}, "messages.0.content"),
+    ({"messages": [*HELLO, {"role": "user", "content": None}]}, "messages.1.content"),
+    ({"messages": [{"role": "system"}, *HELLO]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]}, "messages.0.content.0.txt"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
 ]  # fmt: skip
@@ -284,6 +291,14 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> Non
             assert error["type"] == "invalid_request_error" and error["code"] and error["message"]
             assert response.headers["x-should-retry"] == "false"
         assert served.run.compute.asked == []
+
+
+@pytest.mark.parametrize(("stop", "said"), [([""], "at least 1 character"), (["x"] * 17, "at most 16 items")])
+async def test_a_refusal_is_about_the_type_that_was_meant(tmp_path: Path, stop: list[str], said: str) -> None:
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin())
+        with pytest.raises(openai.BadRequestError, match=said):
+            await client.chat.completions.create(model="policy", messages=HELLO, stop=stop)
 
 
 async def test_the_nearest_name_is_suggested(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ Pinned here:
 3. finishing twice, or retrying with an Idempotency-Key, has one effect;
 4. a client that leaves while it waits for room gets no episode;
 5. events stream, and resume after `Last-Event-ID`;
-6. `/openapi.json` declares every route's errors.
+6. `/openapi.json` declares every route's errors;
+7. requests under a foreign host name are refused: no page in a browser gets in by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any
 import httpx
 import pytest
 
+from agentjet.config import ServerConfig
 from agentjet.errors import CheckpointError
 from agentjet.server import create_app
+from agentjet.server.hosts import allowed_hosts
 from tests.fakes import running
 from tests.server.serving import ADMIN, serving
 
@@ -149,6 +152,8 @@ async def test_a_full_batch_refuses_and_says_when_to_come_again(tmp_path: Path) 
         refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "c"})
         assert (refused.status_code, refused.json()["code"]) == (429, "batch_full")
         assert int(refused.headers["Retry-After"]) >= 1 and refused.json()["retry_after"] > 0
+        await served.http.post("/swarm/v1/episodes", json={"task_id": "c", "client_id": "poller"})
+        assert "poller" in (await served.http.get("/swarm/v1/status")).json()["clients"]
         waiting = asyncio.create_task(served.begin(task_id="a2", group="a", wait=10))
         second = await asyncio.wait_for(waiting, 5)
         full = asyncio.create_task(served.begin(task_id="a3", group="a", wait=10))
@@ -214,6 +219,10 @@ async def test_checkpoints(tmp_path: Path) -> None:
         assert (await served.http.get("/swarm/v1/checkpoints")).json() == [made]
         exported = (await served.http.post("/swarm/v1/exports")).json()
         assert (Path(exported["path"]) / "model.txt").exists()
+        for path in ("/swarm/v1/checkpoints", "/swarm/v1/exports"):
+            refused = await served.http.post(path, json={"path": "/elsewhere"})
+            assert (refused.status_code, refused.json()["param"]) == (422, "path")
+            assert (await served.http.post(path, json={})).is_success
         await served.run.batch()
         served.run.compute.fail_save = [CheckpointError("No space left on device")]
         failed = await served.http.post("/swarm/v1/checkpoints")
@@ -263,6 +272,36 @@ async def test_bodies_that_are_no_bodies(tmp_path: Path) -> None:
         assert (huge.status_code, huge.json()["code"]) == (413, "too_large")
 
 
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "127.0.0.1:8400", "[::1]:1", "LOCALHOST:80", "box.example:1"]
+)
+async def test_hosts_that_are_answered(tmp_path: Path, host: str) -> None:
+    async with serving(tmp_path / "d", server={"allowed_hosts": "other.example, box.example"}) as served:
+        assert (await served.http.get("/swarm/v1/status", headers={"Host": host})).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8400", "localhost.evil.example", "[", "10.0.0.1", ""])
+async def test_a_name_that_was_rebound_to_loopback_is_refused(tmp_path: Path, host: str) -> None:
+    async with serving(tmp_path / "d") as served:
+        control = await served.http.get("/swarm/v1/status", headers={"Host": host})
+        assert (control.status_code, control.json()["code"]) == (400, "host_not_allowed")
+        assert "server.allowed_hosts" in control.json()["detail"]
+        inference = await served.http.post("/v1/chat/completions", json={}, headers={"Host": host})
+        assert (inference.status_code, inference.json()["error"]["code"]) == (400, "host_not_allowed")
+
+
+def test_what_hosts_a_setting_allows() -> None:
+    assert allowed_hosts(ServerConfig(host="127.0.0.2")) == {"127.0.0.2"}
+    assert allowed_hosts(ServerConfig(allowed_hosts=" Box.example ,[fd00::1]")) == {
+        "127.0.0.1",
+        "box.example",
+        "fd00::1",
+    }
+    outward = ServerConfig().model_copy(update={"host": "0.0.0.0"})
+    assert allowed_hosts(outward) is None
+    assert allowed_hosts(outward.model_copy(update={"allowed_hosts": "box.example"})) == {"0.0.0.0", "box.example"}
+
+
 async def test_a_bug_is_a_500_in_the_right_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path / "d") as served:
 
@@ -290,12 +329,22 @@ async def test_openapi_is_complete(tmp_path: Path) -> None:
     )
     for name, operation in operations.items():
         responses = operation["responses"]
-        assert {"401", "403"} <= responses.keys(), name
         assert operation.get("description"), f"{name} is not described"
+        if name in ("GET /healthz", "GET /readyz"):  # For whoever watches the process; they tell nothing else.
+            continue
+        assert {"401", "403"} <= responses.keys(), name
         assert operation.get("security") or "{key}" in name, f"{name} does not say what it wants for a key"
-        shape = "Problem" if "/swarm/" in name else "OpenAIError"
+        shape = "Problem" if "/swarm/" in name or name == "GET /metrics" else "OpenAIError"
         for status, response in responses.items():
             if int(status) >= 400:
                 assert shape in json.dumps(response["content"]), (name, status)
             if status in ("429", "503") and "/swarm/" in name:
                 assert "Retry-After" in response["headers"], (name, status)
+
+
+async def test_status_shows_who_holds_what(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        for client in ("a", "a", "b"):
+            await served.begin(mode="eval", client_id=client)
+        status = (await served.http.get("/swarm/v1/status")).json()
+        assert status["holding"] == {"a": 2, "b": 1} and set(status["clients"]) == {"a", "b"}

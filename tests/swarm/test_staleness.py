@@ -43,6 +43,18 @@ def test_a_spare_episode_ends_as_surplus_when_its_group_has_enough(make_world: M
     assert world.swarm.last_step["episodes/surplus"] == 1 and world.swarm.last_step["episodes/aborted"] == 0
 
 
+def test_a_spare_episode_never_opens_a_group(make_world: Make) -> None:
+    world = make_world(batch_size=2, spare_episodes=1)
+    with pytest.raises(Conflict) as refused:
+        world.begin("a", join_only=True)
+    assert refused.value.code == "group_closed"
+    world.play("a", 0, 1)
+    with pytest.raises(Conflict):
+        world.begin("a", join_only=True)
+    world.begin("b")
+    assert world.begin("b", join_only=True).group == "b"
+
+
 def test_a_spare_group_ends_with_the_batch_on_policy(make_world: Make) -> None:
     world = make_world(batch_size=1, spare_groups=1)
     slow = [world.begin("slow"), world.begin("slow")]

@@ -13,6 +13,7 @@ from agentjet.cli.eval import evaluate
 from agentjet.cli.export import export
 from agentjet.cli.serve import serve
 from agentjet.cli.status import status
+from agentjet.cli.token import app as token
 from agentjet.cli.watch import watch
 from agentjet.errors import AgentJetError
 
@@ -30,6 +31,7 @@ app.command()(status)
 app.command()(watch)
 app.add_typer(episodes, name="episodes")
 app.command()(checkpoints)
+app.add_typer(token, name="token")
 app.command()(export)
 
 

@@ -23,7 +23,13 @@ def serve(
         typer.Option(help="Folder of the journal, the checkpoints and the tokens; an existing one is carried on."),
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-    host: Annotated[str | None, typer.Option(help="Loopback address to listen on.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; any but a loopback one needs TLS (server.tls_cert) or --insecure."),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow plain HTTP on an address that is no loopback one.")
+    ] = False,
 ) -> None:
     """Serve a model for agents to use, and train it with the rewards they send back.
 
@@ -41,4 +47,6 @@ def serve(
     ):
         if value is not None:
             overrides.append(f"{key}={json.dumps(value)}")
+    if insecure:
+        overrides.append("server.insecure=true")
     run(load_config(config, overrides))

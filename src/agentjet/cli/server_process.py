@@ -13,55 +13,73 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from ipaddress import ip_address
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from agentjet import __version__
+from agentjet.cli.data_dir import check_data_dir
+from agentjet.cli.tracing import tracer_provider
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import ServeConfig, ServerConfig, server_token
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
+from agentjet.server.listening import calm_collector, options
+from agentjet.server.logs import LogFormat, prepared
+from agentjet.server.tls import check_certificate
 from agentjet.types import Conversation, Message
 
-GRACE_SECONDS = 5
-"""How long open connections may take to end at the stop, once the engine has stopped."""
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+log = logging.getLogger(__name__)
+
 LOG_BYTES = 10_000_000
 
 
 def run(config: ServeConfig) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises `ConfigError` when it cannot begin."""
-    listener = _listen(config.server)
-    with contextlib.closing(listener):
-        asyncio.run(_serve(config, listener))
+    """Serve until Ctrl-C or SIGTERM. Raises `ConfigError` when it cannot begin, `SystemExit` when the engine gave up
+    on the model, which its log has said by then.
+    """
+    check_data_dir(config.server.data_dir)
+    check_certificate(config.server)
+    with contextlib.ExitStack() as stack:
+        tracer = None
+        if config.server.trace_endpoint:
+            provider = tracer_provider(config.server.trace_endpoint)
+            stack.callback(provider.shutdown)
+            tracer = provider.get_tracer("agentjet", __version__)
+        listener = stack.enter_context(contextlib.closing(_listen(config.server)))
+        exit_code = asyncio.run(_serve(config, listener, tracer))
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
-async def _serve(config: ServeConfig, listener: socket.socket) -> None:
+async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None) -> int:
+    """Returns the exit code."""
     gateway = Gateway(config, EmbeddedCompute(config))
+    gateway.tracing.tracer = tracer
     data_dir = config.server.data_dir.resolve()
-    _log_to(data_dir / "logs")
+    _log_to(data_dir / "logs", config.server.log_format)
+    url = _url(listener, config.server)
     keys = Keys.open(data_dir, token=server_token())
-    http = _Http(
-        uvicorn.Config(
-            create_app(gateway, keys),
-            log_config=None,
-            access_log=False,  # Request lines may carry keys.
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
-    )
+    http = _Http(options(create_app(gateway, keys), config.server))
     stop = _stop_on_signals()
     await gateway.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     narrator = asyncio.create_task(_narrate(gateway))
     try:
-        _say(f"AgentJet {__version__} listens on {_url(listener)}, loading {config.model.name} …")
+        _say(f"AgentJet {__version__} listens on {url}, loading {config.model.name} …")
         if await _ready(gateway, stop):
-            _greet(gateway, _url(listener), data_dir)
+            calm_collector()
+            _greet(gateway, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        elif gateway.engine.fatal is not None:
+            return 2
         _say("Stopping: the batch being learned is finished and a checkpoint saved (Ctrl-C again: at once) …")
         await gateway.drain()
         newest = gateway.store.newest()
@@ -73,15 +91,15 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> None:
         await gateway.close()
         narrator.cancel()
     serving.result()
+    return 0
 
 
 async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
-    """Wait for the worker; False when told to stop before. Raises what made it impossible."""
+    """Wait for the worker; False when the engine gave up, or was told to stop before."""
     ready = asyncio.create_task(gateway.ready())
     await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
     if ready.done():
-        ready.result()
-        return True
+        return ready.exception() is None
     ready.cancel()
     return False
 
@@ -95,7 +113,8 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     )
     renderer = gateway.engine.renderer
     assert renderer is not None
-    prompt = renderer.text(renderer.tokenize(renderer.render(Conversation((Message("user", "Hello"),)))))
+    tokens = renderer.tokenize(renderer.render(Conversation((Message("user", "Hello"),))))
+    prompt = b"".join(map(renderer.token_bytes, tokens)).decode(errors="replace")
     _say(f"The model's own chat template makes of the message 'Hello': {prompt!r}")
     _say(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
     _say(
@@ -106,21 +125,16 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
 
 
 async def _narrate(gateway: Gateway) -> None:
-    """One line a batch, and one for what went wrong."""
+    """One line a batch. What goes wrong is in the log, whose warnings are shown, too."""
+    is_first = True
     async for event in gateway.events(gateway.last_event):
-        if event is None:
+        if event is None or event.kind != "step":
             continue
-        body = event.body
-        if event.kind == "step":
-            metrics = body["metrics"]
-            _say(
-                f"step {body['policy_version']}  reward {metrics.get('reward/mean', 0.0):.3f}  "
-                f"{metrics.get('perf/tokens_per_second', 0.0):.0f} tokens/s"
-            )
-        elif event.kind == "checkpoint" and not body["ok"]:
-            _say(f"No checkpoint of policy version {body['policy_version']}: {body['error']}. The last good one stays.")
-        elif event.kind == "state" and body["reason"]:
-            _say(f"{body['state']}: {body['reason']}")
+        metrics = event.body["metrics"]
+        # The first batch's time began with the process, perhaps long before the first client came.
+        speed = "" if is_first else f"  {metrics.get('perf/tokens_per_second', 0.0):.0f} tokens/s"
+        is_first = False
+        _say(f"step {event.body['policy_version']}  reward {metrics.get('reward/mean', 0.0):.3f}{speed}")
 
 
 class _Http(uvicorn.Server):
@@ -159,19 +173,24 @@ def _listen(server: ServerConfig) -> socket.socket:
         ) from None
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, server: ServerConfig) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if server.tls_cert else "http"
+    if not (server.tls_cert or ip_address(host).is_loopback):
+        log.warning("everybody on the way to %s can read tokens, keys and episodes (server.insecure = true)", host)
+    if ip_address(host).is_unspecified:  # Every address; this one works from here.
+        host = "::1" if ":" in host else "127.0.0.1"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _log_to(folder: Path) -> None:
+def _log_to(folder: Path, log_format: LogFormat) -> None:
     """Everything from INFO on into `server.log`; warnings on standard error, too."""
     folder.mkdir(parents=True, exist_ok=True)
     file = RotatingFileHandler(folder / "server.log", maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    prepared(file, log_format, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
-    console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    prepared(console, "text", "%(levelname)s: %(message)s")
     logging.basicConfig(level=logging.INFO, handlers=[file, console])
 
 

@@ -34,10 +34,15 @@ def described(status: StatusResponse) -> list[tuple[str, str]]:
         ("groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"),
         ("episodes", ", ".join(f"{count} {name}" for name, count in status.episodes.items() if count) or "none yet"),
         ("calls", f"{status.calls_active} active"),
-        ("clients", ", ".join(f"{name} ({seen:.0f} s ago)" for name, seen in status.clients.items()) or "none yet"),
+        ("clients", ", ".join(_client(status, name) for name in status.clients) or "none yet"),
     ]
     metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN]
     return [*lines, *([("last step", ", ".join(metrics))] if metrics else [])]
+
+
+def _client(status: StatusResponse, name: str) -> str:
+    held = status.holding.get(name, 0)
+    return f"{name} ({f'holds {held}, ' if held else ''}seen {status.clients[name]:.0f} s ago)"
 
 
 SHOWN = ("reward/mean", "episode/num_turns", "policy/entropy", "policy/kl", "optim/grad_norm", "perf/tokens_per_second")

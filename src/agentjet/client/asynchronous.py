@@ -4,27 +4,26 @@ synchronous code."""
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
 import httpx
 
+from agentjet.client.beginning import begin
 from agentjet.client.connection import Connection, Retry
-from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
-from agentjet.client.progress import Progress, progress_for
-from agentjet.client.report import EpisodeResult, EvalReport, Step, TrainReport
-from agentjet.client.rollout import Agent, Runner, Slot, first_to_end, training_slots
+from agentjet.client.episode import AsyncEpisode
+from agentjet.client.progress import progress_for
+from agentjet.client.report import EpisodeResult, EvalReport, TrainReport
+from agentjet.client.rollout import Agent, Runner, Slot
 from agentjet.client.settings import load_settings
-from agentjet.errors import AgentJetError, Conflict, InvalidRequest
+from agentjet.client.training import Training
+from agentjet.errors import AgentJetError
 from agentjet.protocol import (
     BeginRequest,
-    BeginResponse,
     CheckpointInfo,
     EpisodeList,
     EpisodeTree,
@@ -34,8 +33,6 @@ from agentjet.protocol import (
 )
 from agentjet.types import Mode, Task
 
-SERVER_WAIT = 20.0
-"""Longest the server is asked to hold a `begin`: short enough for every proxy."""
 SAVING_WAIT = 600.0
 """A checkpoint waits for the batch being learned and for the disk."""
 
@@ -73,27 +70,10 @@ class AsyncSwarm:
 
         Waits up to `wait` seconds for room in the present batch, then raises `Later`.
         """
-        held = min(wait, SERVER_WAIT)
         request = BeginRequest(
-            task_id=task_id, task_set=task_set, group=group, mode=mode, client_id=self._settings.client_id, wait=held
+            task_id=task_id, task_set=task_set, group=group, mode=mode, client_id=self._settings.client_id
         )
-        key = uuid.uuid4().hex
-        try:
-            return await self._begin(request, key, patience=wait)
-        except asyncio.CancelledError:
-            # The server may have begun it just now. To ask for the same again, without waiting, tells; then it is given
-            # back.
-            with suppress(AgentJetError, TimeoutError):
-                async with asyncio.timeout(GOODBYE_SECONDS):
-                    episode = await self._begin(request.model_copy(update={"wait": 0.0}), key, patience=0.0)
-                    await episode.abort(STOPPED, patience=0.0)
-            raise
-
-    async def _begin(self, request: BeginRequest, key: str, *, patience: float) -> AsyncEpisode:
-        answer = await self._connection.request(
-            "POST", "/episodes", body=request, key=key, patience=patience, server_wait=request.wait
-        )
-        return AsyncEpisode(self._connection, BeginResponse.model_validate(answer), request)
+        return await begin(self._connection, request, wait=wait)
 
     @asynccontextmanager
     async def episode(
@@ -126,23 +106,11 @@ class AsyncSwarm:
         """
         if not tasks:
             raise ValueError("there are no tasks to train on")
-        started = time.monotonic()
-        status = await self.status()
-        target = _target(status, steps)
-        results: list[EpisodeResult] = []
-        learned: list[Step] = []
-        with progress_for("training", steps, wanted=progress) as shown:
-
-            async def begin(slot: Slot) -> AsyncEpisode:
-                return await self.begin(slot.task.id, task_set=slot.task.task_set, group=slot.group, wait=math.inf)
-
-            def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
-                results.append(result)
-                shown.episode(result)
-
-            running = Runner(agent, begin, note).run(training_slots(tasks, status.group_size, seed), concurrency)
-            await first_to_end([running, self._watch(status, target, learned, shown)])
-        return TrainReport(results=tuple(results), steps=tuple(learned), seconds=time.monotonic() - started)
+        training = Training(self._connection, self._settings.client_id, agent, tasks)
+        try:
+            return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
+        except (AgentJetError, asyncio.CancelledError) as error:
+            raise error.with_traceback(None) from None  # The frames inside tell a user nothing.
 
     async def evaluate(
         self,
@@ -159,6 +127,14 @@ class AsyncSwarm:
         """
         if not tasks:
             raise ValueError("there are no tasks to evaluate on")
+        try:
+            return await self._evaluate(agent, tasks, repeats, concurrency, progress)
+        except (AgentJetError, asyncio.CancelledError) as error:
+            raise error.with_traceback(None) from None
+
+    async def _evaluate(
+        self, agent: Agent, tasks: Sequence[Task], repeats: int, concurrency: int, progress: bool
+    ) -> EvalReport:
         started = time.monotonic()
         repeated = [task for task in tasks for _ in range(repeats)]
         results: dict[int, EpisodeResult] = {}
@@ -176,21 +152,6 @@ class AsyncSwarm:
             await Runner(agent, begin, note).run(slots, min(concurrency, len(repeated)))
         ordered = tuple(results[index] for index in sorted(results))
         return EvalReport(results=ordered, seconds=time.monotonic() - started)
-
-    async def _watch(self, status: StatusResponse, target: int, learned: list[Step], shown: Progress) -> None:
-        """Follow the server's steps until the policy is at version `target`. Raises `Conflict` when the engine
-        fails."""
-        version = status.policy_version
-        async with aclosing(self.events(after=status.last_event)) as events:
-            async for event in events:
-                if event.kind == "step" and event.body["policy_version"] > version:
-                    version = event.body["policy_version"]
-                    learned.append(Step(version, event.body["metrics"]))
-                    shown.step(learned[-1].metrics)
-                    if version >= target:
-                        return
-                elif event.kind == "state" and event.body["state"] == "failed":
-                    raise Conflict(f"the engine failed: {event.body['reason']}", code="engine_failed")
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
@@ -258,19 +219,3 @@ class AsyncSwarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _target(status: StatusResponse, steps: int) -> int:
-    """The policy version at which `steps` more batches are learned, if the server can get there."""
-    if steps < 1:
-        raise ValueError(f"steps = {steps}: at least one is needed")
-    if status.state in ("offline", "failed"):
-        raise Conflict(f"the engine is {status.state}: {status.waiting_for}", code=f"engine_{status.state}")
-    target = status.policy_version + steps
-    if status.max_steps and target > status.max_steps:
-        raise InvalidRequest(
-            f"the job ends at max_steps = {status.max_steps} and the policy is at version {status.policy_version}: "
-            f"{status.max_steps - status.policy_version} steps are left, {steps} were asked for",
-            param="steps",
-        )
-    return target

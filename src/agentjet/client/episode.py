@@ -16,6 +16,7 @@ from agentjet.types import EpisodeStatus, Mode, Reward
 Drive = Callable[[Coroutine[Any, Any, EpisodeView]], EpisodeView]
 
 STOPPED = "the client stopped"
+NOT_NEEDED = "not needed: the client's run has its steps"
 GOODBYE_SECONDS = 5.0
 """How long the abort of a cancelled episode is tried: its lease would reclaim it anyway."""
 
@@ -52,6 +53,8 @@ class AsyncEpisode(_Attempt):
         """As far as this client knows."""
         self.reward: Reward | None = None
         """What it was finished with."""
+        self.reason = ""
+        """Why it ended without a reward, as the server has it."""
 
     async def finish(self, reward: float | Reward) -> EpisodeView:
         """End the episode with its reward.
@@ -73,6 +76,11 @@ class AsyncEpisode(_Attempt):
         """Show life: renews the lease. Calls of the model do so too."""
         return await self._post("heartbeat", None)
 
+    async def look(self) -> EpisodeView:
+        """The episode as the server has it; shows no life."""
+        answer = await self._connection.request("GET", f"/episodes/{quote(self.id, safe='')}")
+        return self._seen(EpisodeView.model_validate(answer))
+
     async def _post(
         self, verb: str, body: FinishRequest | AbortRequest | None, patience: float | None = None
     ) -> EpisodeView:
@@ -84,8 +92,10 @@ class AsyncEpisode(_Attempt):
             if self.status == "live":
                 self.status = "aborted" if error.code == "episode_aborted" else "expired"
             raise
-        view = EpisodeView.model_validate(answer)
-        self.status = view.status
+        return self._seen(EpisodeView.model_validate(answer))
+
+    def _seen(self, view: EpisodeView) -> EpisodeView:
+        self.status, self.reason = view.status, view.reason
         return view
 
     async def __aenter__(self) -> Self:
@@ -95,7 +105,7 @@ class AsyncEpisode(_Attempt):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.status == "live":
-            await self.abort(abort_reason(error))
+            await self.abort(abort_reason(error), patience=_patience(error))
 
 
 class Episode(_Attempt):
@@ -138,7 +148,12 @@ class Episode(_Attempt):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.status == "live":
-            self.abort(abort_reason(error))
+            self._drive(self._episode.abort(abort_reason(error), patience=_patience(error)))
+
+
+def _patience(error: BaseException | None) -> float | None:
+    """How long the abort is tried: briefly by somebody who wants to leave (Ctrl-C, cancellation)."""
+    return None if error is None or isinstance(error, Exception) else 0.0
 
 
 def abort_reason(error: BaseException | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Self, TextIO
 from agentjet.client.report import EpisodeResult
 
 NUM_ERRORS_SHOWN = 3
+SAME_WAIT_SECONDS = 60.0
 
 
 class Progress:
@@ -26,20 +28,25 @@ class Progress:
         """A batch was learned."""
         self.done += 1
         reward = metrics.get("reward/mean")
-        speed = metrics.get("perf/tokens_per_second")
+        # The first batch's time began when the server last had nothing to do, perhaps long before this client came.
+        speed = metrics.get("perf/tokens_per_second") if self.done > 1 else None
         parts = [] if reward is None else [f"reward {reward:.3f}"]
         parts += [] if speed is None else [f"{speed:.0f} tokens/s"]
         self._show("  ".join(parts))
 
     def episode(self, result: EpisodeResult, *, counts: bool = False) -> None:
         """An episode ended; `counts`: episodes are what is being counted."""
-        if result.outcome != "finished":
+        if result.outcome in ("aborted", "expired"):
             self.failures[result.error] += 1
             if self.failures[result.error] == 1 and len(self.failures) <= NUM_ERRORS_SHOWN:
-                self._note(f"episode of task {result.task_id!r} {result.outcome}: {result.error}")
+                where = f" ({result.where})" if result.where else ""
+                self._note(f"episode of task {result.task_id!r} {result.outcome}: {result.error}{where}")
         if counts:
             self.done += 1
             self._show("")
+
+    def waits(self, what: str) -> None:
+        """The server admits no episode of this run meanwhile, since it waits for `what`; empty: it does again."""
 
     def _show(self, text: str) -> None:
         pass
@@ -72,6 +79,8 @@ class Lines(Progress):
         self._every = max(1, total // num_lines)
         self._clock = clock
         self._started = clock()
+        self._last_wait = ("", 0.0)
+        """What was last said to be waited for, without its numbers, and when."""
 
     def _show(self, text: str) -> None:
         if self.done % self._every and self.done != self.total:
@@ -79,6 +88,13 @@ class Lines(Progress):
         left = (self._clock() - self._started) / self.done * (self.total - self.done)
         line = self._with_failures(f"{self._title} {self.done}/{self.total}  {text}".rstrip())
         self._note(f"{line}  {_minutes(left)} left" if left else line)
+
+    def waits(self, what: str) -> None:
+        """A line when it is something else than before, but for numbers that count down; the same once a minute."""
+        kind, now = re.sub(r"\d+", "#", what), self._clock()
+        if what and (kind != self._last_wait[0] or now - self._last_wait[1] >= SAME_WAIT_SECONDS):
+            self._last_wait = (kind, now)
+            self._note(f"waiting for {what}")
 
     def _note(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -96,7 +112,7 @@ class Bar(Progress):
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             # One step takes seconds: the speed is averaged over the whole run, not over the last half minute.
@@ -104,9 +120,15 @@ class Bar(Progress):
             speed_estimate_period=1800,
         )
         self._task = self._bar.add_task(title, total=total, text="")
+        self._text = ""
 
     def _show(self, text: str) -> None:
-        self._bar.update(self._task, completed=self.done, text=self._with_failures(text))
+        self._text = self._with_failures(text)
+        self._bar.update(self._task, completed=self.done, text=self._text)
+
+    def waits(self, what: str) -> None:
+        """In the place of the figures, until there are new ones or it ends."""
+        self._bar.update(self._task, text=f"waiting for {what}" if what else self._text)
 
     def _note(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)

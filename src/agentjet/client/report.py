@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Outcome = Literal["finished", "aborted", "expired"]
+Outcome = Literal["finished", "aborted", "expired", "not_needed"]
+"""`not_needed`: aborted through nobody's fault, when the run had its steps or the server's batch enough without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class EpisodeResult:
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
+    where: str = ""
+    """File and line of the agent that `error` came from, where it came from the agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class _Report:
     @property
     def errors(self) -> Counter[str]:
         """Why episodes were not finished, and how often."""
-        return Counter(result.error for result in self.results if result.outcome != "finished")
+        return Counter(result.error for result in self.results if result.outcome in ("aborted", "expired"))
 
     @property
     def mean_reward(self) -> float:
@@ -79,10 +82,16 @@ class TrainReport(_Report):
         """Mean reward of each batch, over the episodes of all clients."""
         return tuple(step.metrics.get("reward/mean", math.nan) for step in self.steps)
 
+    @property
+    def num_not_needed(self) -> int:
+        """Episodes that were live when the last batch was learned, or that the server ended as surplus or stale. It
+        counts them as aborted, but nothing failed."""
+        return sum(result.outcome == "not_needed" for result in self.results)
+
     def __str__(self) -> str:
         return (
             f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
-            f"{self.num_aborted} aborted, {self.num_expired} expired"
+            f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         )
 
 

@@ -1,8 +1,8 @@
 """The rollout runner: agents on tasks, many at a time.
 
 Invariants: an exception inside an agent aborts its episode and is reported, never scored; an episode that was begun is
-finished or aborted, also when the runner is cancelled; each task of a training run is visited under a group id of its
-own.
+finished or aborted, also when the runner is cancelled while agents hang in their threads; each task of a training run
+is visited under a group id of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentjet.client.blame import place_of
 from agentjet.client.episode import (
     GOODBYE_SECONDS,
+    NOT_NEEDED,
     STOPPED,
     AsyncEpisode,
     Drive,
@@ -28,7 +30,7 @@ from agentjet.client.episode import (
 )
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import in_thread
-from agentjet.errors import AgentJetError, RequestError, Unreachable
+from agentjet.errors import AgentJetError, Conflict, RequestError, Unreachable
 from agentjet.types import Reward, Task
 
 Agent = Callable[[Task, Any], float | Reward | Awaitable[float | Reward]]
@@ -37,6 +39,8 @@ Agent = Callable[[Task, Any], float | Reward | Awaitable[float | Reward]]
 Begin = Callable[["Slot"], Awaitable[AsyncEpisode]]
 Report = Callable[["Slot", EpisodeResult, bool], None]
 
+SPARE = ("surplus:", "stale:")
+"""How the server's reasons begin for episodes that failed in nothing."""
 ATTEMPTS = 3
 """Times a failed episode is begun anew in its group."""
 
@@ -48,15 +52,17 @@ class Slot:
     task: Task
     group: str
     index: int
+    spare: bool = False
+    """Beyond what its group needs: not begun when the group has all it needs by then."""
 
 
-def training_slots(tasks: Sequence[Task], group_size: int, seed: int) -> Iterator[Slot]:
-    """Tasks for ever, in an order that `seed` determines, anew each epoch; `group_size` slots a visit."""
+def training_slots(tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0) -> Iterator[Slot]:
+    """Tasks for ever, in an order that `seed` determines, anew each epoch; `group_size` slots a visit, and `spare`."""
     order, run, index = random.Random(seed), uuid.uuid4().hex[:8], itertools.count()
     for epoch in itertools.count():
         for task in order.sample(tasks, len(tasks)):
-            for _ in range(group_size):
-                yield Slot(task, f"{task.id[:200]}/{run}/{epoch}", next(index))
+            for member in range(group_size + spare):
+                yield Slot(task, f"{task.id[:200]}/{run}/{epoch}", next(index), spare=member >= group_size)
 
 
 class AgentFailing(AgentJetError):
@@ -66,13 +72,20 @@ class AgentFailing(AgentJetError):
 class Runner:
     """Runs one agent.
 
-    `report(slot, result, last)` hears of every episode that ended; `last`: its slot is not tried again.
+    `report(slot, result, last)` hears of every episode that ended; `last`: its slot is not tried again. Set
+    `has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed` then.
     """
 
     def __init__(self, agent: Agent, begin: Begin, report: Report) -> None:
         self._agent = agent
         self._begin = begin
         self._report = report
+        self.has_enough = False
+        self.num_begun = 0
+        self.live: set[AsyncEpisode] = set()
+        """Episodes begun and not ended yet."""
+        self._num_beginning = 0
+        self._none_beginning = asyncio.Event()
         self._is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
             getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
         )
@@ -86,22 +99,36 @@ class Runner:
             raise ValueError(f"concurrency = {concurrency}: it must be at least 1")
         failures = 0
         succeeded = False
+        unwanted: set[str] = set()
+        """Groups the server has no use for: begun again, one would be short of the members it had."""
 
         async def work() -> None:
             # A worker whose episode failed takes the freed place in the same group at once. Were the slot queued, all
             # workers could be waiting for room for new groups while this one lacks a member.
             nonlocal failures, succeeded
             for slot in slots:
+                if slot.group and slot.group in unwanted:
+                    continue
                 for attempts_left in reversed(range(ATTEMPTS)):
-                    result = await self.attempt(slot)
-                    self._report(slot, result, result.outcome == "finished" or not attempts_left)
+                    try:
+                        result = await self.attempt(slot)
+                    except Conflict as closed:
+                        if slot.spare and closed.code == "group_closed":
+                            break
+                        raise
+                    self._report(slot, result, result.outcome in ("finished", "not_needed") or not attempts_left)
+                    if result.outcome == "not_needed":
+                        unwanted.add(slot.group)
+                        break
                     if result.outcome == "finished":
                         succeeded = True
                         break
                     failures += 1
                     if not succeeded and failures >= 2 * concurrency:
+                        where = f" at {result.where}" if result.where else ""
                         raise AgentFailing(
-                            f"the first {failures} episodes all failed, the last with {result.error}; none was scored"
+                            f"the first {failures} episodes all failed and none was scored, the last with "
+                            f"{result.error}{where}. Mend the agent; swarm.evaluate(agent, tasks[:1]) tries it once"
                         )
 
         await all_to_end([work() for _ in range(concurrency)])
@@ -110,26 +137,71 @@ class Runner:
         """One episode from begin to end. Raises what the server's refusals and silence raise, not what the agent does
         itself.
         """
-        episode = await self._begin(slot)
+        episode = await self._begun(slot)
         heart = asyncio.create_task(_keep_alive(episode))
+        error = where = ""
         try:
-            returned = await self._call(slot.task, episode)
+            returned = await self._while_wanted(slot.task, episode, heart)
             if episode.status == "live":
                 await self._finish(slot, episode, checked_reward(returned))
             error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
         except asyncio.CancelledError:
-            await _say_goodbye(episode)
+            if episode.status == "live":
+                await self._say_goodbye(slot, episode)
             raise
         except Unreachable:
             raise
         except Exception as failure:  # the boundary: whatever an agent raises is a fact about its episode
-            error = abort_reason(failure)
+            error, where = abort_reason(failure), place_of(self._agent, failure)
             if episode.status == "live":
                 with contextlib.suppress(RequestError):  # it ended meanwhile: there is nothing left to abort
                     await episode.abort(error)
         finally:
             heart.cancel()
-        return _result(slot.task, episode, error)
+            self.live.discard(episode)
+        if await _was_spare(episode):
+            return not_needed(slot.task, episode)
+        return _result(slot.task, episode, error, where)
+
+    async def _while_wanted(self, task: Task, episode: AsyncEpisode, heart: asyncio.Task[bool]) -> object:
+        """What the agent returns. One that works on although the server ended its episode is given up: its place is
+        needed.
+        """
+        working = asyncio.create_task(self._call(task, episode))
+        try:
+            await asyncio.wait({working, heart}, return_when=asyncio.FIRST_COMPLETED)
+            given_up = not working.done() and heart.result()
+            return None if given_up else await working
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.wait([working])
+
+    async def _begun(self, slot: Slot) -> AsyncEpisode:
+        self._num_beginning += 1
+        self._none_beginning.clear()
+        try:
+            episode = await self._begin(slot)
+        finally:
+            self._num_beginning -= 1
+            if not self._num_beginning:
+                self._none_beginning.set()
+        self.num_begun += 1
+        self.live.add(episode)
+        return episode
+
+    async def _say_goodbye(self, slot: Slot, episode: AsyncEpisode) -> None:
+        """Abort on the way out, once nothing of ours waits for room any more: the server would give the freed place to
+        a `begin` that nobody listens for. A cancelled client does not wait for a server that is gone.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS / 2):
+                await self._none_beginning.wait()
+        with contextlib.suppress(AgentJetError, TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS / 2):
+                await episode.abort(NOT_NEEDED if self.has_enough else STOPPED, patience=GOODBYE_SECONDS)
+        if self.has_enough:
+            self._report(slot, not_needed(slot.task, episode), True)
 
     async def _finish(self, slot: Slot, episode: AsyncEpisode, reward: Reward) -> None:
         """Hand in the reward. A run may be over, and this cancelled, because this very reward completed its last batch:
@@ -141,14 +213,17 @@ class Runner:
         except asyncio.CancelledError:
             await asyncio.wait([finishing], timeout=GOODBYE_SECONDS)
             if episode.reward is not None:
-                self._report(slot, _result(slot.task, episode, ""), True)
+                self._report(slot, _result(slot.task, episode), True)
             elif not finishing.done():
                 finishing.cancel()
             raise
 
     async def _call(self, task: Task, episode: AsyncEpisode) -> object:
         if self._is_async:
-            return await self._agent(task, episode)  # type: ignore[misc]
+            try:
+                return await self._agent(task, episode)  # type: ignore[misc]
+            except SystemExit as ended:  # It would end the event loop, and every other episode with it.
+                raise RuntimeError(f"the agent called sys.exit({ended.code!r})") from ended
         loop = asyncio.get_running_loop()
         drive: Drive = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
         returned = await in_thread(self._agent, task, Episode(episode, drive))
@@ -177,26 +252,40 @@ async def _until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> 
         task.result()
 
 
-async def _keep_alive(episode: AsyncEpisode) -> None:
-    """Heartbeat for an agent that thinks longer than its lease between two calls; ends with the episode."""
-    while episode.status == "live":
+async def _keep_alive(episode: AsyncEpisode) -> bool:
+    """Heartbeat for an agent that thinks longer than its lease between two calls; ends with the episode, and tells
+    whether it was the server that ended it.
+    """
+    while True:
         await asyncio.sleep(episode.lease_seconds / 3)
-        with contextlib.suppress(AgentJetError):
+        if episode.status != "live":
+            return False
+        try:
             await episode.heartbeat()
+        except Conflict:
+            return True
+        except AgentJetError:  # The server may be away for a while: the agent finds out when it asks.
+            pass
 
 
-async def _say_goodbye(episode: AsyncEpisode) -> None:
-    """Abort on the way out; a cancelled client does not wait for a server that is gone."""
-    if episode.status == "live":
-        with contextlib.suppress(AgentJetError, TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS):
-                await episode.abort(STOPPED, patience=0.0)
+async def _was_spare(episode: AsyncEpisode) -> bool:
+    """Whether the server ended it because the batch had enough without it, or no longer wants what is so old."""
+    if episode.status == "aborted" and not episode.reason:
+        with contextlib.suppress(AgentJetError):
+            await episode.look()
+    return episode.status == "aborted" and episode.reason.startswith(SPARE)
 
 
-def _result(task: Task, episode: AsyncEpisode, error: str) -> EpisodeResult:
+def not_needed(task: Task, episode: AsyncEpisode) -> EpisodeResult:
+    """The end of an episode that no batch this run waits for has a use for."""
+    why = episode.reason if episode.reason.startswith(SPARE) else NOT_NEEDED
+    return EpisodeResult(task.id, task.task_set, "not_needed", episode.policy_version, error=why)
+
+
+def _result(task: Task, episode: AsyncEpisode, error: str = "", where: str = "") -> EpisodeResult:
     """`episode`'s end as the client knows it. An episode still "live" here could not even be aborted."""
     reward = episode.reward
     if reward is not None:
         return EpisodeResult(task.id, task.task_set, "finished", episode.policy_version, reward.value, reward.metrics)
     outcome: Outcome = "expired" if episode.status == "expired" else "aborted"
-    return EpisodeResult(task.id, task.task_set, outcome, episode.policy_version, error=error)
+    return EpisodeResult(task.id, task.task_set, outcome, episode.policy_version, error=error, where=where)

@@ -16,6 +16,7 @@ from agentjet.client.episode import Episode
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent
 from agentjet.client.threads import LoopThread
+from agentjet.errors import AgentJetError
 from agentjet.protocol import CheckpointInfo, EpisodeList, EpisodeTree, Event, JobBody, StatusResponse
 from agentjet.types import Mode, Task
 
@@ -70,9 +71,12 @@ class Swarm:
         progress: bool = True,
     ) -> TrainReport:
         """See `AsyncSwarm.train`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
-        return self._loop.run(
-            self._swarm.train(agent, tasks, steps=steps, concurrency=concurrency, seed=seed, progress=progress)
-        )
+        try:
+            return self._loop.run(
+                self._swarm.train(agent, tasks, steps=steps, concurrency=concurrency, seed=seed, progress=progress)
+            )
+        except (AgentJetError, KeyboardInterrupt) as error:
+            raise _told(error) from None
 
     def evaluate(
         self,
@@ -84,9 +88,12 @@ class Swarm:
         progress: bool = True,
     ) -> EvalReport:
         """See `AsyncSwarm.evaluate`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
-        return self._loop.run(
-            self._swarm.evaluate(agent, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
-        )
+        try:
+            return self._loop.run(
+                self._swarm.evaluate(agent, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+            )
+        except (AgentJetError, KeyboardInterrupt) as error:
+            raise _told(error) from None
 
     def episodes(self, limit: int = 20) -> EpisodeList:
         """See `AsyncSwarm.episodes`."""
@@ -134,7 +141,8 @@ class Swarm:
 
     def close(self) -> None:
         """Close the connections and end the thread."""
-        self._loop.run(self._swarm.close())
+        if not self._loop.abandoned:
+            self._loop.run(self._swarm.close())
         self._loop.stop()
 
     def __enter__(self) -> Self:
@@ -144,3 +152,13 @@ class Swarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _told(error: BaseException) -> BaseException:
+    """What ends a script, as its author should see it: the sentence, under the line of the script."""
+    if isinstance(error, KeyboardInterrupt):
+        return KeyboardInterrupt(
+            "interrupted: this client's live episodes were aborted (one that could not be ends with its lease), "
+            "what was learned stays learned"
+        )
+    return error.with_traceback(None)

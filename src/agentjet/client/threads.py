@@ -7,24 +7,39 @@ import asyncio
 import concurrent.futures
 import contextlib
 import contextvars
+import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from agentjet.errors import AgentJetError
+
 T = TypeVar("T")
+
+SIGNAL_SECONDS = 0.2
+"""How long a signal that another thread received may go unnoticed."""
+BLOCKED_SECONDS = 0.1
+"""How long a loop that may be blocked is given to end."""
+CLEANING_SECONDS = 8.0
+"""How long Ctrl-C waits for a coroutine to clean up: longer than the farewells of all episodes together may take."""
 
 
 class LoopThread:
     """An event loop in a daemon thread, started at the first use: how the synchronous client drives the asynchronous
     one.
 
-    Ctrl-C in the calling thread cancels the coroutine, waits until it has cleaned up, then raises `KeyboardInterrupt`;
-    a second Ctrl-C does not wait. The same holds for what other signal handlers raise.
+    Ctrl-C in the calling thread cancels the coroutine, waits until it has cleaned up, `patience` seconds at most, then
+    raises `KeyboardInterrupt`; a second Ctrl-C does not wait. The same holds for what other signal handlers raise. The
+    project's own exceptions come without the frames they passed in here, which tell a user nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = CLEANING_SECONDS) -> None:
+        self._patience = patience
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._abandoned = False
+        """A coroutine did not end in time: its loop may be blocked, and is waited for no more."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. Raises what it raises."""
@@ -35,20 +50,41 @@ class LoopThread:
                 "this call would wait for its own event loop: an async agent awaits its episode's methods"
             )
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        running: list[asyncio.Task[None]] = []
 
         async def deliver() -> None:
             try:
                 outcome.set_result(await coroutine)
-            except BaseException as error:
+            except BaseException as error:  # also what would end the loop, had it been let through
                 outcome.set_exception(error)
 
-        task = asyncio.run_coroutine_threadsafe(deliver(), loop)
+        def begin() -> None:
+            running.append(loop.create_task(deliver()))
+            running[0].add_done_callback(settle)
+
+        def cancel() -> None:
+            if running:
+                running[0].cancel()
+            else:
+                settle(None)
+
+        def settle(task: asyncio.Task[None] | None) -> None:
+            if not outcome.done():  # Ctrl-C came before its first step
+                coroutine.close()
+                outcome.set_exception(asyncio.CancelledError())
+
         try:
+            loop.call_soon_threadsafe(begin)
+            _await(outcome)
             return outcome.result()
+        except AgentJetError as error:
+            raise error.with_traceback(None) from None
         except BaseException:
             if not outcome.done():  # a signal's exception, in this thread
-                task.cancel()
-                concurrent.futures.wait([outcome])
+                self._abandoned = True
+                loop.call_soon_threadsafe(cancel)
+                _await(outcome, self._patience)
+                self._abandoned = not outcome.done()
             raise
 
     def iterate(self, values: AsyncIterator[T]) -> Iterator[T]:
@@ -73,8 +109,14 @@ class LoopThread:
         loop, thread = self._loop, self._thread
         self._loop = self._thread = None
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+        thread.join(BLOCKED_SECONDS if self._abandoned else None)
+        if not thread.is_alive():  # else it, a daemon, ends with the process
+            loop.close()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether something was left undone in the loop, so that nothing more should be asked of it."""
+        return self._abandoned
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -82,6 +124,15 @@ class LoopThread:
             self._thread = threading.Thread(target=self._loop.run_forever, name="agentjet-client", daemon=True)
             self._thread.start()
         return self._loop
+
+
+def _await(outcome: concurrent.futures.Future[Any], patience: float = math.inf) -> None:
+    """Wait until `outcome` is there, `patience` seconds at most. In short pieces: the system may deliver a signal to
+    any thread of the process, and its handler, which runs in the main thread, would not interrupt one long wait there.
+    """
+    deadline = time.monotonic() + patience
+    while not outcome.done() and (left := deadline - time.monotonic()) > 0:
+        concurrent.futures.wait([outcome], min(left, SIGNAL_SECONDS))
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
@@ -109,7 +160,11 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
         try:
             result = context.run(function, *arguments)
         except BaseException as error:
-            failure = RuntimeError("the function stopped iteration") if isinstance(error, StopIteration) else error
+            failure = error
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                # A future cannot carry the one, and the others would end the loop instead of the function's caller.
+                failure = RuntimeError(f"the function ended by {type(error).__name__}: {error}")
+                failure.__cause__ = error
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, failure)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -203,21 +204,70 @@ class JobConfig(Section):
 class ServerConfig(Section):
     """Where the server listens and keeps its files."""
 
+    tls_cert: str = ""
+    """File with the certificate chain (PEM) to serve HTTPS with; needs `tls_key`."""
+    tls_key: str = ""
+    """File with the certificate's private key (PEM, without a passphrase)."""
+    insecure: bool = False
+    """Serve plain HTTP on an address that is no loopback one, where everybody on the way can read the tokens."""
     host: str = "127.0.0.1"
-    """Address to bind; anything but loopback is refused for now (TLS comes with the hardening work)."""
+    """Address to bind; one that is no loopback address needs `tls_cert` and `tls_key`, or `insecure`."""
     port: int = Field(8400, ge=0, le=65535)
     """Port to bind; 0 takes a free one."""
     data_dir: Path = Path("agentjet-data")
     """Folder of the journal, the checkpoints, the tokens and the logs."""
+    allowed_hosts: str = ""
+    """Names besides `host`, `localhost` and the loopback addresses that requests may have in their `Host` header (that
+    of a tunnel or a proxy), comma-separated, without ports; requests for any other are refused.
+    """
     call_timeout: float = Field(600.0, gt=0)
     """Seconds a call is held while the worker learns or restarts, before 503."""
+    max_body_mb: int = Field(32, ge=1, le=4096)
+    """Largest request body, in MiB; above, 413."""
+    max_episodes_per_client: int = Field(1024, ge=1)
+    """Live episodes of one `client_id`; above, 429."""
+    max_calls_per_episode: int = Field(256, ge=1)
+    """Calls of one episode at the same time, held ones included; above, 429."""
+    max_calls_per_client: int = Field(4096, ge=1)
+    """Calls of all episodes of one `client_id` at the same time; above, 429."""
+    log_format: Literal["text", "json"] = "text"
+    """How `logs/server.log` is written: lines for people, or one JSON object a line."""
+    trace_endpoint: str = ""
+    """Where OpenTelemetry spans of calls and steps are sent (OTLP over HTTP, such as
+    `http://127.0.0.1:4318/v1/traces`); empty: nowhere. Needs the extra `otel`.
+    """
 
     @field_validator("host")
     @classmethod
-    def _host_is_loopback(cls, host: str) -> str:
-        if host != "localhost" and not _is_loopback(host):
-            raise ValueError("nothing but loopback can be served yet; use 127.0.0.1 and a tunnel")
+    def _host_is_safe(cls, host: str, known: ValidationInfo) -> str:
+        is_private = host == "localhost" or _is_loopback(host)
+        if not (is_private or known.data.get("tls_cert") or known.data.get("insecure")):
+            raise ValueError(
+                "nothing but loopback is served without TLS: give server.tls_cert and server.tls_key, or allow plain "
+                "text with server.insecure = true (--insecure), or use 127.0.0.1 and a tunnel"
+            )
         return host
+
+    @field_validator("trace_endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, endpoint: str) -> str:
+        if endpoint and not re.match(r"https?://[^/]", endpoint):
+            raise ValueError("this is no address: give one such as 'http://127.0.0.1:4318/v1/traces'")
+        return endpoint
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, hosts: str) -> str:
+        if wrong := [name for name in hosts.split(",") if not re.fullmatch(r"\s*([\w.-]*|\[[\da-fA-F:]+\])\s*", name)]:
+            raise ValueError(f"{wrong[0]!r} is no host's name: give it without scheme and port, such as 'box.example'")
+        return hosts
+
+    @model_validator(mode="after")
+    def _certificate_has_a_key(self) -> Self:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} = {getattr(self, given)!r} needs {missing}, too")
+        return self
 
 
 class ServeConfig(Section):

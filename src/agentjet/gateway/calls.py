@@ -20,12 +20,15 @@ from typing import Protocol
 
 from agentjet.compute import Compute
 from agentjet.errors import ComputeError, Conflict, InvalidRequest, Later, OutOfCache, RequestError, WorkerDied
+from agentjet.gateway import log_context
 from agentjet.gateway.answer import Answer
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.gate import Gate
+from agentjet.gateway.limits import CallLimits
 from agentjet.gateway.prompting import Prompt, prepare
 from agentjet.gateway.requests import CallChunk, CallRequest, sampling_params, seeded
 from agentjet.gateway.retries import Retries
+from agentjet.gateway.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
 from agentjet.timeline.identity import context_digest
@@ -73,6 +76,8 @@ class CallPath:
         model: Model,
         call_timeout: float,
         *,
+        limits: CallLimits,
+        tracing: Tracing,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """A call is held at most `call_timeout` seconds in all; sampling does not count."""
@@ -83,6 +88,8 @@ class CallPath:
         self._model = model
         self._call_timeout = call_timeout
         self._clock = clock
+        self._limits = limits
+        self._tracing = tracing
         self._under_way: dict[str, list[Outbox]] = {}
         self._retries = Retries()
 
@@ -108,7 +115,8 @@ class CallPath:
 
     async def run(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
         """The chunks of an answer. See `Gateway.call`."""
-        with self._swarm.calling(episode_id) as episode:
+        log_context.episode_id.set(episode_id)
+        with self._swarm.calling(episode_id) as episode, self._limits.calling(episode):
             order, ordinal = await self._order(episode, role, request)
             outbox: Outbox = asyncio.Queue()
             tasks = [
@@ -160,7 +168,8 @@ class CallPath:
     async def _choice(self, order: _Order, index: int, ordinal: int, outbox: Outbox) -> None:
         """One choice, from the gate to the journal; what goes wrong is put into the outbox."""
         try:
-            await self._sample_until_done(order, index, ordinal, outbox)
+            with self._tracing.call(order.episode.id, order.role):
+                await self._sample_until_done(order, index, ordinal, outbox)
         except Exception as error:  # Raised again by `run`, in the caller's task.
             outbox.put_nowait(error)
 
@@ -257,6 +266,7 @@ class CallPath:
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
         await self._commits.durable()
+        self._tracing.recorded(call)
         return CallChunk(index, text, reasoning, answer.new_tokens(), call, len(order.prompt.tokens))
 
     def _repeated(self, order: _Order) -> str | None:

@@ -22,11 +22,13 @@ from typing import Any, TypeVar
 
 from agentjet.compute import Compute
 from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Later, WorkerDied
+from agentjet.gateway import log_context, states
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.metrics import MetricsFile, StepTimer
+from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch, Swarm
@@ -59,6 +61,7 @@ class Engine:
         metrics: MetricsFile,
         changed: Broadcast,
         *,
+        tracing: Tracing | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,6 +82,8 @@ class Engine:
         self._changed = changed
         self._sleep = sleep
         self._monotonic = monotonic
+        self._entered = monotonic()
+        self._tracing = tracing or Tracing()
         self._timer = StepTimer(gate.busy_seconds, monotonic=monotonic)
         self._errands: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -145,13 +150,16 @@ class Engine:
         self._reject_errands()
         self._enter("offline")
 
-    async def between_batches(self, errand: Callable[[], Awaitable[Result]]) -> Result:
+    def seconds_in_state(self) -> float:
+        """How long the engine has been in its present state."""
+        return self._monotonic() - self._entered
+
+    async def between_batches(self, name: states.Demand, errand: Callable[[], Awaitable[Result]]) -> Result:
         """The result of `errand`, carried out while nothing is sampled or learned.
 
-        Raises `Later` when the engine is stopped.
+        Raises `IllegalInState` when the engine is stopped, `Later` when it is stopped before the errand's turn.
         """
-        if self.state in ("offline", "draining", "failed"):
-            raise self.refusal()
+        states.demand(name, self.state)
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._errands.append((errand, done))
         self._changed.notify()
@@ -291,12 +299,11 @@ class Engine:
             if self._stopping:
                 return
             # With stale tokens allowed, completions go on across a step: the worker learns between two of their tokens.
-            if self._errands or not swarm.job.max_staleness:
-                self._gate.hold()
-                await self._gate.drained()
+            if (self._errands or not swarm.job.max_staleness) and not await self._calls_are_out():
+                return
             try:
                 await self._run_errands()
-                if swarm.pending or swarm.ready():
+                if not self._stopping and (swarm.pending or swarm.ready()):
                     await self._step()
             except Later as later:
                 # The journal cannot be written now. The batch stays where it is: learning it again changes nothing.
@@ -304,6 +311,12 @@ class Engine:
                 await self._sleep(later.retry_after)
             if not self._stopping:
                 self._roll()
+
+    async def _calls_are_out(self) -> bool:
+        """Hold calls and wait until none is inside; False when the engine was stopped meanwhile."""
+        self._gate.hold()
+        await self._gate.drained()
+        return not self._stopping
 
     async def _step(self) -> None:
         self._enter("learning")
@@ -316,6 +329,11 @@ class Engine:
 
     async def _learn(self, batch: Batch) -> None:
         """Learn a batch, for the first time or again; only the first time is counted."""
+        replay = batch.id < self._swarm.policy_version
+        with log_context.learning(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
+            await self._learn_it(batch)
+
+    async def _learn_it(self, batch: Batch) -> None:
         forest = self._swarm.forest(batch)
         self._timer.learn()
         self._trying = batch.id
@@ -385,7 +403,8 @@ class Engine:
                 done.set_exception(self.refusal())
 
     def _enter(self, state: EngineState, reason: str = "") -> None:
-        self.state, self.reason = state, reason
+        states.check(self.state, state)
+        self.state, self.reason, self._entered = state, reason, self._monotonic()
         self._emit("state", {"state": state, "reason": reason, "policy_version": self._swarm.policy_version})
         self._changed.notify()
 

@@ -24,8 +24,10 @@ from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.gate import Gate
+from agentjet.gateway.limits import CallLimits, too_many_episodes
 from agentjet.gateway.metrics import MetricsFile
 from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -59,6 +61,8 @@ class Gateway:
             data_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"server.data_dir = {str(data_dir)!r} cannot be made: {error.strerror}") from None
+        name = config.model.name
+        self._model_name = Path(name).name if Path(name).is_dir() else name
         self._clock = clock
         self.began = clock()
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
@@ -72,9 +76,21 @@ class Gateway:
         self._compute = compute
         self._gate = Gate()
         metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
-        self.engine = Engine(self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed)
+        self.tracing = Tracing()
+        """Off; whoever wants spans sets its `tracer`."""
+        self.engine = Engine(
+            self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed, tracing=self.tracing
+        )
         self._calls = CallPath(
-            self.swarm, self._commits, compute, self._gate, self.engine, config.server.call_timeout, clock=clock
+            self.swarm,
+            self._commits,
+            compute,
+            self._gate,
+            self.engine,
+            config.server.call_timeout,
+            limits=CallLimits(config.server),
+            tracing=self.tracing,
+            clock=clock,
         )
         self._job_revision = 1
         self._reaper: asyncio.Task[None] | None = None
@@ -86,8 +102,7 @@ class Gateway:
     @property
     def model_name(self) -> str:
         """The name agents ask for: the model's own, without the folders of a local one."""
-        name = self.config.model.name
-        return Path(name).name if Path(name).is_dir() else name
+        return self._model_name
 
     async def start(self) -> None:
         """Begin to bring the worker up; calls and episodes are accepted at once, and held until it is there."""
@@ -134,9 +149,11 @@ class Gateway:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait
         while True:
+            self.swarm.saw(request.client_id)  # Whoever polls and is refused is a client all the same.
             if self.engine.state in ("offline", "draining", "failed"):
                 raise self.engine.refusal()
             try:
+                self._check_limit(request, idempotency_key)
                 episode = self.swarm.begin(request, idempotency_key=idempotency_key)
                 await self._commits.durable()
                 return episode
@@ -145,6 +162,18 @@ class Gateway:
                 if later.status != 429 or left <= 0:
                     raise
             await self.changed.wait(left)
+
+    def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
+        """Raises `Later` when the client holds as many live episodes as it may. A begin that is repeated may pass."""
+        most = self.config.server.max_episodes_per_client
+        if self.swarm.status_counts()["live"] < most:  # Cheap, and nearly always so.
+            return
+        if idempotency_key and self._journal.recall(f"begin/{request.client_id}", idempotency_key):
+            return
+        self.swarm.reap()
+        held = [e for e in self._journal.unsettled_episodes() if e.status == "live"]
+        if sum(episode.client_id == request.client_id for episode in held) >= most:
+            raise too_many_episodes(request.client_id, most)
 
     async def heartbeat(self, episode_id: str) -> Episode:
         return await self._durably(self.swarm.heartbeat(episode_id))
@@ -210,9 +239,9 @@ class Gateway:
     async def checkpoint(self) -> CheckpointInfo:
         """Save the present policy between two batches.
 
-        Raises `CheckpointError`, or `Later` when the engine is stopped.
+        Raises `CheckpointError`, or `IllegalInState` when the engine is stopped.
         """
-        return await self.engine.between_batches(self.engine.checkpoint)
+        return await self.engine.between_batches("checkpoint", self.engine.checkpoint)
 
     async def export(self) -> CheckpointInfo:
         """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir."""
@@ -225,7 +254,7 @@ class Gateway:
                 await self._compute.export(path)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
-        return await self.engine.between_batches(errand)
+        return await self.engine.between_batches("export", errand)
 
     # ---- what others may know
     # -----------------------------------------------------------------------------------------
@@ -243,6 +272,7 @@ class Gateway:
             policy_version=swarm.policy_version,
             batch_size=job.batch_size,
             group_size=job.group_size,
+            spare_episodes=job.spare_episodes,
             max_steps=job.max_steps,
             groups_complete=swarm.groups_complete,
             groups_open=swarm.groups_open,
@@ -250,6 +280,7 @@ class Gateway:
             calls_active=self._calls.active,
             last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
+            holding=swarm.holding(),
             last_event=self.last_event,
             uptime=now - self.began,
         )
@@ -269,6 +300,7 @@ class Gateway:
 
     def _on_event(self, event: Event) -> None:
         self.last_event = event.seq
+        _log_event(event)
         if event.kind == "episode" and event.body["status"] != "live":
             self._calls.episode_ended(event.body["episode_id"])
         self.changed.notify()
@@ -285,6 +317,16 @@ class Gateway:
             except Later as later:
                 log.error("leases cannot be reclaimed just now: %s", later)
                 await asyncio.sleep(LONGEST_NAP)
+
+
+def _log_event(event: Event) -> None:
+    """One record an event, with the episode or batch it is about; programs find its body in `event`."""
+    body = event.body
+    about = {name: body[name] for name in ("episode_id",) if name in body}
+    if event.kind == "step":
+        about["batch_id"] = body["policy_version"] - 1
+    what = body.get("status") or body.get("state") or body.get("policy_version", "")
+    log.info("event %d: %s %s", event.seq, event.kind, what, extra={**about, "event": event.model_dump()})
 
 
 _WORDS = {

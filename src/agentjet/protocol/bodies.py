@@ -34,6 +34,8 @@ class BeginRequest(Request):
     """Episodes with the same group are compared with each other; default: the task's id. Namespaced per client."""
     mode: Mode = "train"
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+    join_only: bool = False
+    """Join an open group, never open one: for spare episodes. 409 `group_closed` when there is none with room."""
     wait: float = Field(0.0, ge=0, le=60, allow_inf_nan=False)
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
 
@@ -63,6 +65,10 @@ class AbortRequest(Request):
     """The episode failed; it is never scored."""
 
     reason: Annotated[str, Field(max_length=2000)] = ""
+
+
+class EmptyRequest(Request):
+    """The request takes no options: any key is refused."""
 
 
 class EpisodeView(Response):
@@ -166,6 +172,7 @@ class StatusResponse(Response):
     policy_version: int
     batch_size: int
     group_size: int
+    spare_episodes: int = 0
     max_steps: int
     groups_complete: int
     groups_open: int
@@ -176,6 +183,8 @@ class StatusResponse(Response):
     """Metrics of the newest batch."""
     clients: dict[str, float]
     """Client id to seconds since last seen."""
+    holding: dict[str, int] = {}
+    """Client id to the number of live episodes it holds."""
     last_event: int = 0
     """Number of the newest event: where to begin reading `events` to miss none from here on."""
     uptime: float

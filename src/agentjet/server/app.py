@@ -10,11 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentjet import __version__
 from agentjet.gateway import Gateway
-from agentjet.server import control, inference, problems
+from agentjet.server import control, health, inference, problems
 from agentjet.server.auth import Keys
+from agentjet.server.hosts import HostCheck, allowed_hosts
 from agentjet.server.wiring import Wiring
-
-MAX_BODY_BYTES = 32 * 2**20
 
 
 def create_app(gateway: Gateway, keys: Keys) -> FastAPI:
@@ -31,7 +30,9 @@ def create_app(gateway: Gateway, keys: Keys) -> FastAPI:
     app.state.wiring = Wiring(gateway, keys)
     app.include_router(control.router)
     app.include_router(inference.router)
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.include_router(health.router)
+    app.add_middleware(BodyLimit, max_bytes=gateway.config.server.max_body_mb * 2**20)
+    app.add_middleware(HostCheck, allowed=allowed_hosts(gateway.config.server))  # The last one added is asked first.
     problems.install(app)
     return app
 
@@ -64,7 +65,7 @@ class BodyLimit:
             message = await receive()
             size += len(message.get("body", b""))
             if size > self._max_bytes:
-                raise HTTPException(413, f"The body is larger than {self._max_bytes} bytes.")
+                raise HTTPException(413, f"The body is larger than {self._max_bytes} bytes (server.max_body_mb).")
             return message
 
         await self._app(scope, limited, send)

@@ -1,17 +1,18 @@
-"""Who may do what: two tokens for people's programs, one signed key for each episode's agent.
+"""Who may do what: three tokens for people's programs, one signed key for each episode's agent.
 
-* the **client token** (`DATA_DIR/token`) begins and ends episodes and reads everything;
-* the **admin token** (`DATA_DIR/admin-token`) does that too, and configures, starts and stops the server;
+* the **viewer token** (`DATA_DIR/viewer-token`) reads: status, events, episodes, the job, checkpoints, metrics;
+* the **client token** (`DATA_DIR/token`) does that too, begins and ends episodes, and saves checkpoints;
+* the **admin token** (`DATA_DIR/admin-token`) does all that, and configures, starts and stops the server;
 * an **episode key** opens the inference routes and its own episode's control routes, until it expires, and nothing
   else.
 
-Keys are signed with the admin token, so replacing that file and restarting revokes every key there is.
+Keys are signed with a secret of their own (`DATA_DIR/key-secret`): replacing a token revokes no key, replacing that
+secret revokes every key there is. Replaced files count from the next request on: see `tokens`.
 """
 
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -20,36 +21,57 @@ from typing import Literal
 
 from itsdangerous import BadSignature, URLSafeSerializer
 
-from agentjet.errors import ConfigError, Forbidden, Unauthorized
+from agentjet.errors import Forbidden, Unauthorized
+from agentjet.server.tokens import FILES, SecretFile, read_secret, replace_secret
 
-Bearer = Literal["admin", "client"]
+Bearer = Literal["admin", "client", "viewer"]
+Secret = str | Callable[[], str]
+"""A secret, or what returns the present one."""
 KEY_PREFIX = "ajk-"
+MAX_KEY_LENGTH = 512
 
 
 class Keys:
     """Makes and checks tokens and keys."""
 
-    def __init__(self, *, token: str, admin_token: str, clock: Callable[[], float] = time.time) -> None:
-        self._token = token
-        self._admin_token = admin_token
+    def __init__(
+        self,
+        *,
+        token: Secret,
+        admin_token: Secret,
+        viewer_token: Secret | None = None,
+        key_secret: Secret | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """A viewer token or key secret that is not given is made up, and lost with this process."""
+        self._tokens: dict[Bearer, Callable[[], str]] = {
+            "admin": _source(admin_token),
+            "client": _source(token),
+            "viewer": _source(viewer_token),
+        }
+        self._key_secret = _source(key_secret)
         self._clock = clock
-        self._signer = URLSafeSerializer(admin_token, salt="agentjet-episode-key")
 
     @classmethod
     def open(cls, data_dir: Path, *, token: str | None = None, clock: Callable[[], float] = time.time) -> Keys:
-        """Read the tokens of a data dir, making them (readable by the owner only) where they are missing.
+        """Read the secrets of a data dir, making them (readable by the owner only) where they are missing.
 
-        A `token` given replaces the client token, and is written down in its place.
+        A `token` given replaces the client token, and is written down in its place. Raises `ConfigError`.
         """
-        path = data_dir / "token"
-        if token is not None and (not path.exists() or path.read_text().strip() != token):
-            path.unlink(missing_ok=True)
-            _write_secret(path, token)
-        return cls(token=_secret(path), admin_token=_secret(data_dir / "admin-token"), clock=clock)
+        path = data_dir / FILES["client"]
+        if token is not None and not (path.exists() and read_secret(path) == token):
+            replace_secret(path, token)
+        return cls(
+            token=SecretFile(path),
+            admin_token=SecretFile(data_dir / FILES["admin"]),
+            viewer_token=SecretFile(data_dir / FILES["viewer"]),
+            key_secret=SecretFile(data_dir / FILES["keys"]),
+            clock=clock,
+        )
 
     def sign(self, episode_id: str, expires_at: float) -> str:
         """The key of an episode, good until `expires_at` (Unix seconds)."""
-        return KEY_PREFIX + str(self._signer.dumps([episode_id, round(expires_at, 3)]))
+        return KEY_PREFIX + str(self._signer().dumps([episode_id, round(expires_at, 3)]))
 
     def episode(self, key: str) -> str:
         """The episode a key opens. Raises `Unauthorized`, or `Forbidden` for one of the server's tokens."""
@@ -62,13 +84,10 @@ class Keys:
             raise Unauthorized(
                 "No key was given: send `Authorization: Bearer <api_key of the episode>`.", code="key_missing"
             )
-        try:
-            episode_id, expires_at = self._signer.loads(key.removeprefix(KEY_PREFIX))
-        except (BadSignature, ValueError, TypeError):
-            raise Unauthorized("This key was not made by this server.", code="key_invalid") from None
+        episode_id, expires_at = self._opened(key)
         if self._clock() >= expires_at:
             raise Unauthorized(f"The key of episode {episode_id} has expired.", code="key_expired")
-        return str(episode_id)
+        return episode_id
 
     def control(self, token: str, *, episode_id: str = "") -> Bearer | Literal["episode"]:
         """Who is asking on a control route, `episode_id` being the episode it is about.
@@ -90,6 +109,14 @@ class Keys:
             raise Forbidden(f"The key of episode {own} opens that episode only.", code="not_your_episode")
         return "episode"
 
+    def client(self, token: str, *, episode_id: str = "") -> None:
+        """Raises for a viewer: whatever changes something takes more. See `control` for the rest."""
+        if self.control(token, episode_id=episode_id) == "viewer":
+            raise Forbidden(
+                "The viewer token only reads: this takes the token in the file 'token' of the server's data dir.",
+                code="client_token_needed",
+            )
+
     def admin(self, token: str) -> None:
         """Raises unless this is the admin token."""
         if self.control(token) != "admin":
@@ -100,25 +127,34 @@ class Keys:
             )
 
     def _bearer(self, token: str) -> Bearer | None:
-        given = token.encode()
-        if hmac.compare_digest(given, self._admin_token.encode()):
-            return "admin"
-        if hmac.compare_digest(given, self._token.encode()):
-            return "client"
+        given = token.encode(errors="replace")
+        for role, held in self._tokens.items():
+            if hmac.compare_digest(given, held().encode()):
+                return role
         return None
 
+    def _opened(self, key: str) -> tuple[str, float]:
+        """Episode and expiry as this server signed them. Raises `Unauthorized`."""
+        try:
+            if not key.startswith(KEY_PREFIX) or len(key) > MAX_KEY_LENGTH:
+                raise ValueError
+            episode_id, expires_at = self._signer().loads(key.removeprefix(KEY_PREFIX))
+            opened = str(episode_id), float(expires_at)
+            # Base64 may be written in several ways; only the one that was given out counts.
+            if self.sign(*opened) != key:
+                raise ValueError
+        except (BadSignature, ValueError, TypeError):
+            raise Unauthorized("This key was not made by this server.", code="key_invalid") from None
+        return opened
 
-def _secret(path: Path) -> str:
-    try:
-        held = path.read_text().strip()
-    except FileNotFoundError:
-        return _write_secret(path, secrets.token_urlsafe(24))
-    if len(held) < 16:
-        raise ConfigError(f"{path} holds no usable token: remove the file, and the server makes a new one.")
-    return held
+    def _signer(self) -> URLSafeSerializer:
+        return URLSafeSerializer(self._key_secret(), salt="agentjet-episode-key")
 
 
-def _write_secret(path: Path, secret: str) -> str:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secret + "\n")
+def _source(secret: Secret | None) -> Callable[[], str]:
+    if secret is None:
+        secret = secrets.token_urlsafe(24)
+    if isinstance(secret, str):
+        fixed = secret
+        return lambda: fixed
     return secret

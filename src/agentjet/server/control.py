@@ -16,6 +16,7 @@ from agentjet.protocol import (
     BeginRequest,
     BeginResponse,
     CheckpointInfo,
+    EmptyRequest,
     EpisodeList,
     EpisodeTree,
     EpisodeView,
@@ -26,7 +27,15 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.server.disconnect import until_disconnect
-from agentjet.server.wiring import IdempotencyKey, Wired, require_admin, require_client, require_episode
+from agentjet.server.wiring import (
+    IdempotencyKey,
+    Wired,
+    require_admin,
+    require_client,
+    require_episode,
+    require_episode_reader,
+    require_viewer,
+)
 
 STOP_PATIENCE = 20.0
 """Seconds a stop is waited for before its present state is answered."""
@@ -41,9 +50,11 @@ def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 router = APIRouter(prefix="/swarm/v1", tags=["control"], responses=_problems(400, 401, 403, 413, 422, 500))
+viewer = [Depends(require_viewer)]
 client = [Depends(require_client)]
 admin = [Depends(require_admin)]
 of_episode = [Depends(require_episode)]
+of_episode_reader = [Depends(require_episode_reader)]
 
 
 @router.post("/episodes", dependencies=client, responses=_problems(409, 429, 503))
@@ -65,13 +76,13 @@ async def begin_episode(
     )
 
 
-@router.get("/episodes", dependencies=client)
+@router.get("/episodes", dependencies=viewer)
 async def list_episodes(wired: Wired, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> EpisodeList:
     """The newest episodes, newest first."""
     return EpisodeList(episodes=[view(episode) for episode in wired.gateway.swarm.recent_episodes(limit)])
 
 
-@router.get("/episodes/{episode_id}", dependencies=of_episode, responses=_problems(404))
+@router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=_problems(404))
 async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
     """An episode with every call: messages, tokens, who wrote them, log-probabilities and versions."""
     return wired.gateway.episode_tree(episode_id)
@@ -99,7 +110,7 @@ async def abort_episode(
     return view(await wired.gateway.abort(episode_id, body or AbortRequest(), idempotency_key=idempotency_key))
 
 
-@router.get("/status", dependencies=client)
+@router.get("/status", dependencies=viewer)
 async def get_status(wired: Wired) -> StatusResponse:
     """What the server does, and what training waits for."""
     return wired.gateway.status()
@@ -107,7 +118,7 @@ async def get_status(wired: Wired) -> StatusResponse:
 
 @router.get(
     "/events",
-    dependencies=client,
+    dependencies=viewer,
     response_class=StreamingResponse,
     responses={200: {"description": "Server-sent events, each one an `Event`.", "content": {"text/event-stream": {}}}},
 )
@@ -123,7 +134,7 @@ async def get_events(
     )
 
 
-@router.get("/job", dependencies=client)
+@router.get("/job", dependencies=viewer)
 async def get_job(wired: Wired) -> JobBody:
     """The job settings and their revision."""
     return wired.gateway.job()
@@ -153,20 +164,20 @@ async def stop_engine(wired: Wired) -> StatusResponse:
     return wired.gateway.status()
 
 
-@router.get("/checkpoints", dependencies=client)
+@router.get("/checkpoints", dependencies=viewer)
 async def list_checkpoints(wired: Wired) -> list[CheckpointInfo]:
     """The checkpoints on disk, oldest first."""
     return wired.gateway.store.listing()
 
 
-@router.post("/checkpoints", dependencies=client, responses=_problems(503, 507))
-async def create_checkpoint(wired: Wired) -> CheckpointInfo:
+@router.post("/checkpoints", dependencies=client, responses=_problems(409, 503, 507))
+async def create_checkpoint(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Save a checkpoint of the present policy, between two batches."""
     return await _written(wired.gateway.checkpoint())
 
 
-@router.post("/exports", dependencies=client, responses=_problems(503, 507))
-async def create_export(wired: Wired) -> CheckpointInfo:
+@router.post("/exports", dependencies=client, responses=_problems(409, 503, 507))
+async def create_export(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Write the present policy as a plain Hugging Face folder on the server's disk, between two batches."""
     return await _written(wired.gateway.export())
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
 from pydantic import BaseModel
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
@@ -121,7 +121,7 @@ async def _chat(body: ChatBody, request: Request, wired: Wiring, key: str, role:
             answer = await until_disconnect(request, _whole(chunks, body, gateway.model_name, created))
             if await request.is_disconnected():
                 raise ClientGone
-            return answer
+            return Response(answer.model_dump_json(), media_type="application/json")
     # What is wrong with a request shows before the first chunk, while the status can still say so.
     with delivery:
         first = await until_disconnect(request, _first(chunks))

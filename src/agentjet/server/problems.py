@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from agentjet.errors import Forbidden, InvalidRequest, Later, NotFound, RequestError, Unauthorized
+from agentjet.gateway.states import IllegalInState
 from agentjet.protocol import Problem
 from agentjet.server.disconnect import ClientGone
 
@@ -62,9 +63,8 @@ def openai_error(error: RequestError) -> dict[str, Any]:
         NotFound: "not_found_error",
         Later: "server_error",
     }
-    body = OpenAIErrorBody(
-        message=error.message, type=kind.get(type(error), "invalid_request_error"), param=error.param, code=error.code
-    )
+    name = "rate_limit_error" if error.status == 429 else kind.get(type(error), "invalid_request_error")
+    body = OpenAIErrorBody(message=error.message, type=name, param=error.param, code=error.code)
     return OpenAIError(error=body).model_dump()
 
 
@@ -87,28 +87,34 @@ def answer(path: str, error: RequestError) -> Response:
         param=error.param,
         retry_after=retry_after,
     )
-    return JSONResponse(
-        problem.model_dump(exclude_none=True), error.status, headers, media_type="application/problem+json"
-    )
+    body = problem.model_dump(exclude_none=True)
+    if isinstance(error, IllegalInState):  # Extension members, as RFC 9457 calls them.
+        body |= {"state": error.state, "legal": list(error.legal)}
+    return JSONResponse(body, error.status, headers, media_type="application/problem+json")
+
+
+def _path(request: Request) -> str:
+    """As it was routed: a URL is stripped of line breaks, and `/k/%0D/v1/` would be no inference route any more."""
+    return str(request.scope["path"])
 
 
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return answer(request.url.path, error)
+    return answer(_path(request), error)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    status = 400 if INFERENCE_PATH.match(request.url.path) else 422
-    return answer(request.url.path, describe_validation(error, status, _known_names(request)))
+    status = 400 if INFERENCE_PATH.match(_path(request)) else 422
+    return answer(_path(request), describe_validation(error, status, _known_names(request)))
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
-    what = f"{request.method} {scrubbed(request.url.path)}: {error.detail}"
+    what = f"{request.method} {scrubbed(_path(request))}: {error.detail}"
     response = answer(
-        request.url.path,
+        _path(request),
         RequestError(what, code=codes.get(error.status_code, "invalid_request"), status=error.status_code),
     )
     response.headers.update(error.headers or {})
@@ -121,14 +127,14 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     return answer(
-        request.url.path,
+        _path(request),
         RequestError("The server failed to handle this request; its log says why.", code="internal_error", status=500),
     )
 
 
 def describe_validation(error: RequestValidationError, status: int, known: tuple[str, ...]) -> InvalidRequest:
     """The first thing wrong with a body: names the key, the value and, for an unknown key, the nearest known one."""
-    first = error.errors()[0]
+    first = _most_telling(error.errors())
     name = _place(first["loc"]) or "the body"
     if first["type"] == "extra_forbidden":
         near = get_close_matches(str(first["loc"][-1]), known, n=1)
@@ -143,6 +149,15 @@ def describe_validation(error: RequestValidationError, status: int, known: tuple
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return InvalidRequest(f"{name}: {first['msg']} (given: {shown})", code="invalid_value", status=status, param=name)
+
+
+def _most_telling(errors: Sequence[Any]) -> Any:
+    """The first error, or of those at and below its place the deepest. A value that may be of several types has one
+    error for each type: the one that got furthest inside, and not just found another type, is about what was meant.
+    """
+    place = _place(errors[0]["loc"])
+    related = [error for error in errors if f"{_place(error['loc'])}.".startswith(f"{place}.")]
+    return max(related, key=lambda error: (len(_place(error["loc"])), not error["type"].endswith("_type")))
 
 
 def _place(loc: Sequence[int | str]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from agentjet.gateway import Gateway
+from agentjet.gateway import Gateway, log_context
 from agentjet.server.auth import Keys
 
 
@@ -20,13 +20,13 @@ class Wiring:
     keys: Keys
 
 
-def _wiring(request: Request) -> Wiring:
+async def _wiring(request: Request) -> Wiring:
     wiring = request.app.state.wiring
     assert isinstance(wiring, Wiring)
     return wiring
 
 
-def _bearer(
+async def _bearer(
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
 ) -> str:
     return credentials.credentials if credentials is not None else ""
@@ -38,16 +38,31 @@ Token = Annotated[str, Depends(_bearer)]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255)]
 
 
-def require_client(wired: Wired, token: Token) -> None:
-    """A token of the server, client's or admin's."""
+# Coroutines, because FastAPI runs plain functions in a thread, where what they say to the log's context is lost.
+
+
+async def require_viewer(wired: Wired, token: Token) -> None:
+    """Any token of the server."""
     wired.keys.control(token)
 
 
-def require_admin(wired: Wired, token: Token) -> None:
+async def require_client(wired: Wired, token: Token) -> None:
+    """A token of the server, client's or admin's."""
+    wired.keys.client(token)
+
+
+async def require_admin(wired: Wired, token: Token) -> None:
     """The admin token."""
     wired.keys.admin(token)
 
 
-def require_episode(episode_id: str, wired: Wired, token: Token) -> None:
-    """A token of the server, or the key of this very episode."""
+async def require_episode(episode_id: str, wired: Wired, token: Token) -> None:
+    """A client's or admin's token, or the key of this very episode."""
+    wired.keys.client(token, episode_id=episode_id)
+    log_context.episode_id.set(episode_id)
+
+
+async def require_episode_reader(episode_id: str, wired: Wired, token: Token) -> None:
+    """Any token of the server, or the key of this very episode."""
     wired.keys.control(token, episode_id=episode_id)
+    log_context.episode_id.set(episode_id)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentjet.config import JobConfig
-from agentjet.errors import Later
+from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
 from agentjet.swarm.ledger import Ledger
 from agentjet.swarm.records import Episode, Group
@@ -32,7 +32,10 @@ def trained_out(ledger: Ledger, job: JobConfig) -> bool:
 
 
 def admit(ledger: Ledger, job: JobConfig, request: BeginRequest, now: float) -> Group:
-    """The group a new training episode joins, perhaps a new one. Raises `Later` when the present batch needs none."""
+    """The group a new training episode joins, perhaps a new one.
+
+    Raises `Later` when the present batch needs none, `Conflict` (`group_closed`) when there is none to join.
+    """
     if ledger.pending is not None and not job.max_staleness:
         raise Later("The worker is learning a batch.", code="not_rolling", retry_after=RETRY_SECONDS)
     if trained_out(ledger, job):
@@ -49,6 +52,8 @@ def admit(ledger: Ledger, job: JobConfig, request: BeginRequest, now: float) -> 
             raise Later(
                 f"Group {name!r} has its {job.group_size} episodes.", code="group_full", retry_after=RETRY_SECONDS
             )
+    if request.join_only:
+        raise Conflict(f"There is no open group {name!r} to join.", code="group_closed")
     # A group that waits behind whole batches grows older by one version with each: so many may wait that none gets
     # too old.
     batches_ahead = job.max_staleness + 1 - (ledger.pending is not None)

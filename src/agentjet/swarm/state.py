@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -60,7 +61,8 @@ class Swarm:
     def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
         """Start an episode.
 
-        Raises `Later` (`not_rolling`, `batch_full`, `group_full`) when the present batch needs none.
+        Raises `Later` (`not_rolling`, `batch_full`, `group_full`) when the present batch needs none, `Conflict`
+        (`group_closed`) when it was to join a group and there is none.
         """
         scope = f"begin/{request.client_id}"
         known = self._ledger.recall(scope, idempotency_key, request)
@@ -403,6 +405,10 @@ class Swarm:
     def clients(self) -> dict[str, float]:
         """When each client was last seen; the most recent ones only."""
         return dict(self._leases.clients)
+
+    def holding(self) -> dict[str, int]:
+        """How many live episodes each client holds."""
+        return dict(Counter(episode.client_id for episode in self._ledger.live()))
 
     def waiting_for(self) -> str:
         """In words: what training waits for."""

@@ -15,6 +15,9 @@ from torch import Tensor
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of query, key and value."""
 
+FEW_KEYS = 384
+"""With fewer keys the fused backward pass is faster in float32 than in bfloat16, up to four times."""
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -49,6 +52,9 @@ def attend_part_backward(
 ) -> Gradients:
     """Gradients through this part, `out` and `lse` being those of all parts together."""
     if _is_fused(query, value):
+        if len(key) < FEW_KEYS and query.dtype != lse.dtype:
+            grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
+            mask = None if mask is None else mask.to(lse.dtype)
         tensors = _heads_first(grad_out, query, key, value, out)
         lse = lse.transpose(0, 1)[None]
         grads = _flash_backward(*tensors, lse, 0.0, causal, attn_mask=_in_4d(mask), scale=scale)

@@ -1,7 +1,7 @@
 """OpenAI's chat completions: bodies to canonical requests, chunks to answers.
 
-Equality of messages is by meaning, so what differs only in form becomes the same here: null content is the empty
-string, the text parts of a content list are joined, `developer` is `system`.
+Equality of messages is by meaning, so what differs only in form becomes the same here: an assistant's null content is
+the empty string, the text parts of a content list are joined, `developer` is `system`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def role_of(model: str, served: str, header: str) -> str:
             return role
     near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
-    raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found")
+    raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
 
 
 def to_request(body: ChatBody) -> CallRequest:
@@ -180,6 +180,11 @@ def _message(body: MessageBody, index: int) -> Message:
         raise InvalidRequest(
             f"{where}: a tool message, and only a tool message, names the tool_call_id it answers.",
             param=f"{where}.tool_call_id",
+        )
+    if body.content is None and body.role != "assistant":
+        raise InvalidRequest(
+            f"{where}.content is null or missing: only an assistant message may have no content.",
+            param=f"{where}.content",
         )
     return Message(
         role="system" if body.role == "developer" else body.role,

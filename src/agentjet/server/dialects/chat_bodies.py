@@ -56,6 +56,7 @@ class MessageBody(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    """Null or missing in an assistant message only."""
     reasoning_content: str | None = None
     """What an assistant thought before it answered, as the answers of this server have it."""
     tool_calls: list[ToolCallSentBack] | None = None
@@ -113,6 +114,8 @@ class ChatBody(Body):
         | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
         | None
     ) = None
+    """One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows
+    4."""
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -1,0 +1,185 @@
+"""Afterwards: the journal against the clients' books, the forests that were learned, and the wire's notes.
+
+Three witnesses that do not know of each other. Everything that must be zero is a number here; the caller judges.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from bench.breaking.records import Books
+
+EPISODES = """
+SELECT e.id, f.reward, f.num_calls, f.ended, a.status, a.reason, a.ended, g.state, g.reason, m.batch_id, s.batch_id
+FROM episodes e
+LEFT JOIN finishes f ON f.episode_id = e.id
+LEFT JOIN aborts a ON a.episode_id = e.id
+LEFT JOIN groups g ON g.id = e.group_id
+LEFT JOIN batch_members m ON m.episode_id = e.id
+LEFT JOIN steps s ON s.batch_id = m.batch_id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An episode as the journal ends with it."""
+
+    id: str
+    reward: float | None
+    num_calls: int | None
+    finished: float | None
+    lost_as: str | None
+    """`aborted` or `expired`."""
+    reason: str | None
+    lost: float | None
+    group_state: str | None
+    group_reason: str | None
+    batch: int | None
+    learned: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What became of everything."""
+
+    begun: int
+    finished: int
+    trained: int
+    waiting: int
+    dropped: dict[str, int]
+    """Finished, in a group that was dropped; by reason."""
+    unscored: dict[str, int]
+    """Aborted, expired and live."""
+    lost: list[str]
+    """Acknowledged and not in the journal, or otherwise there."""
+    trained_twice: list[str]
+    failures_scored: list[str]
+    """A reward that no agent returned."""
+    two_effects: list[str]
+    """Keys under which more than one episode was begun, and episodes with more than one key."""
+    batches: int
+
+    @property
+    def aborted(self) -> int:
+        """Finished episodes that will not train, each for a reason that is counted."""
+        return sum(self.dropped.values())
+
+
+def rows(journal: Path) -> dict[str, Row]:
+    """Every episode."""
+    with sqlite3.connect(journal) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+        return {row[0]: Row(*row) for row in db.execute(EPISODES)}
+
+
+def audit(journal: Path, books: Books, forests: Path, answers: Mapping[str, set[str]]) -> Audit:
+    """Hold the journal of a server that has ended against what others know."""
+    episodes = rows(journal)
+    finished = [row for row in episodes.values() if row.reward is not None]
+    dropped = Counter(row.group_reason or "?" for row in finished if row.group_state == "dropped")
+    unscored = Counter(row.lost_as or "live" for row in episodes.values() if row.reward is None)
+    learned = _learned(journal)
+    return Audit(
+        begun=len(episodes),
+        finished=len(finished),
+        trained=sum(row.learned is not None for row in finished),
+        waiting=sum(row.learned is None and row.group_state != "dropped" for row in finished),
+        dropped=dict(dropped),
+        unscored=dict(unscored),
+        lost=_lost(episodes, books) + _lost_calls(journal, episodes, books),
+        trained_twice=_trained_twice(episodes, forests, learned),
+        failures_scored=[row.id for row in finished if row.reward not in books.scoring.get(row.id, [])]
+        + sorted(set(books.failed) & {row.id for row in finished}),
+        two_effects=_two_effects(answers),
+        batches=len(learned),
+    )
+
+
+def _learned(journal: Path) -> list[int]:
+    with sqlite3.connect(journal) as db:
+        return [row[0] for row in db.execute("SELECT batch_id FROM steps ORDER BY batch_id")]
+
+
+def _lost(episodes: Mapping[str, Row], books: Books) -> list[str]:
+    """Acknowledged begins, rewards and aborts that the journal does not have."""
+    gone = [f"begin of {id}" for id in books.begun if id not in episodes]
+    known = {id: row.reward for id, row in episodes.items()}
+    gone += [f"reward of {id}" for id, reward in books.finished.items() if known.get(id) != reward]
+    gone += [f"abort of {id}" for id in books.aborted if id not in episodes or episodes[id].lost_as is None]
+    return gone
+
+
+def _lost_calls(journal: Path, episodes: Mapping[str, Row], books: Books) -> list[str]:
+    """Answers that an agent read: recorded, as long as the journal keeps calls; counted, once it need not."""
+    with sqlite3.connect(journal) as db:
+        kept = {row[0] for row in db.execute("SELECT id FROM calls")}
+    heard: Counter[str] = Counter(call["episode"] for call in books.calls.values())
+    gone = [
+        f"call {call} of {line['episode']}"
+        for call, line in books.calls.items()
+        if call not in kept and _must_have_calls(episodes.get(line["episode"]))
+    ]
+    for id, number in heard.items():
+        recorded = episodes[id].num_calls if id in episodes else 0
+        if recorded is not None and recorded < number:
+            gone.append(f"{number - recorded} calls of {id}")
+    return gone
+
+
+def _must_have_calls(row: Row | None) -> bool:
+    """Live, or finished and waiting: nothing has let its calls go."""
+    return row is not None and row.lost_as is None and row.batch is None and row.group_state != "dropped"
+
+
+def _trained_twice(episodes: Mapping[str, Row], forests: Path, learned: list[int]) -> list[str]:
+    """By the forests that the surviving batches were learned from, not by the journal's own word."""
+    times: Counter[str] = Counter()
+    for batch_id in learned:
+        kept: dict[str, Any] = msgpack.unpackb((forests / f"{batch_id:06d}.msgpack").read_bytes())
+        times.update(kept["members"])
+    twice = [id for id, number in times.items() if number > 1]
+    recorded = {id for id, row in episodes.items() if row.learned is not None}
+    return twice + sorted(recorded ^ set(times))
+
+
+def _two_effects(answers: Mapping[str, set[str]]) -> list[str]:
+    keys: Counter[str] = Counter(id for ids in answers.values() for id in ids)
+    return [key for key, ids in answers.items() if len(ids) > 1] + [id for id, number in keys.items() if number > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """An agent that hung: how long after its last sign of life its episode ended, and how long its batch waited."""
+
+    episode: str
+    expired_after: float
+    batch_waited: float
+
+
+def stuck(journal: Path, books: Books, since: float, offset: float) -> list[Stuck]:
+    """Of agents that hung after `since` (this machine's clock), while the server's clock was `offset` ahead."""
+    episodes = rows(journal)
+    found = []
+    with sqlite3.connect(journal) as db:
+        for id, hung in books.hung.items():
+            row = episodes.get(id)
+            if hung < since or row is None or row.lost is None:
+                continue
+            last_life = hung + offset
+            group = db.execute("SELECT group_id FROM episodes WHERE id = ?", (id,)).fetchone()[0]
+            composed, last_reward = db.execute(
+                "SELECT b.composed, MAX(f.ended) FROM batch_groups g JOIN batches b ON b.id = g.batch_id "
+                "JOIN batch_members m ON m.batch_id = b.id JOIN finishes f ON f.episode_id = m.episode_id "
+                "WHERE g.group_id = ?",
+                (group,),
+            ).fetchone()
+            waited = 0.0 if composed is None else max(0.0, composed - max(last_reward, last_life))
+            found.append(Stuck(id, row.lost - last_life, waited))
+    return found

@@ -1,0 +1,213 @@
+"""Inside the server's process: where it dies, what its disk refuses, and what its clock says.
+
+Everything is put on from outside, on the objects of a gateway that was just made: `src/` knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.config import JobConfig, ServeConfig
+from agentjet.swarm import Journal
+from agentjet.timeline.forest import Forest
+from agentjet.types import ModelCard, Sampled, SamplingParams
+from bench.breaking.plan import TRANSITIONS
+
+Say = Callable[..., None]
+"""Tells the bench, at once."""
+NO_PAGE_LIMIT = 2**30
+SMALL_FILE = 4096
+"""Bytes that a file may have while writes are refused: every file of a run is longer."""
+
+
+def die() -> None:
+    """As by a power cut: nothing is flushed, nobody is told."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Trap:
+    """Kills this process when the journal passes a certain point."""
+
+    def __init__(self, journal: Journal, folder: Path, say: Say) -> None:
+        self._journal = journal
+        self._folder = folder
+        self._say = say
+        self._at = self._when = ""
+        self._skip = 0
+        self._tears = False
+        self._sprung = False
+        """The row is written: the commit that has it on disk is the end."""
+        self._changes = journal._db.total_changes
+        """As of the last commit: some have nothing to write."""
+        for name in TRANSITIONS:
+            setattr(journal, name, self._guarded(name, getattr(journal, name)))
+        self._commit = journal.commit
+        journal.commit = self._committing  # type: ignore[method-assign]
+
+    def arm(self, at: str = "", when: str = "", skip: int = 0, tears: bool = False) -> None:
+        """Be ready to die at that point, after passing it `skip` times. Without arguments: be ready no longer."""
+        self._at, self._when, self._skip, self._tears, self._sprung = at, when, skip, tears, False
+
+    def _reached(self, name: str) -> bool:
+        if name != self._at:
+            return False
+        self._skip -= 1
+        return self._skip < 0
+
+    def _guarded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def guarded(*arguments: Any, **named: Any) -> Any:
+            is_it = self._reached(name)
+            if is_it and self._when == "before":
+                self._end()
+            result = original(*arguments, **named)
+            if is_it and self._when == "after":
+                self._end()
+            self._sprung = self._sprung or is_it
+            return result
+
+        return guarded
+
+    def _committing(self) -> None:
+        changes = self._journal._db.total_changes
+        is_it = changes > self._changes and (self._sprung or self._reached("commit"))
+        self._changes = changes
+        if is_it and self._when == "before":
+            self._end()
+        if is_it and self._tears:
+            self._keep_wal()
+        self._commit()
+        if is_it:
+            self._end()
+
+    def _keep_wal(self) -> None:
+        """The log as it was before the commit that nobody is told of; SQLite must not tidy it up meanwhile."""
+        self._journal._db.execute("PRAGMA wal_autocheckpoint = 0")
+        shutil.copyfile(f"{self._journal.path}-wal", self._folder / "wal-before")
+
+    def _end(self) -> None:
+        self._say(killed="gateway", at=self._at, when=self._when)
+        die()
+
+
+class MortalCompute(EmbeddedCompute):
+    """The worker, killed a moment after it was given something to do."""
+
+    say: Say
+
+    def __init__(self, config: ServeConfig) -> None:
+        super().__init__(config)
+        self._verb = ""
+        self._delay = 0.0
+        self._times = 0
+        self._newest = -1
+        self._saves_fail = False
+
+    def arm(self, verb: str = "", delay: float = 0.0, times: int = 1) -> None:
+        """Kill the worker `delay` seconds after it is given `verb`, the next `times` times.
+
+        `learn newest` is a batch that was never learned before, `learn` also one that is replayed.
+        """
+        self._verb, self._delay, self._times = verb, delay, times
+
+    def refuse_a_save(self) -> None:
+        """The next checkpoint finds the disk full."""
+        self._saves_fail = True
+
+    def _strike(self, verb: str) -> None:
+        if verb == self._verb and self._times:
+            self._times -= 1
+            asyncio.get_running_loop().call_later(self._delay, self._kill, verb)
+
+    def _kill(self, verb: str) -> None:
+        if self.pid is None:  # Not started yet.
+            asyncio.get_running_loop().call_later(0.02, self._kill, verb)
+            return
+        self.say(killed="worker", pid=self.pid, at=verb)
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def start(self) -> ModelCard:
+        self._strike("start")
+        card = await super().start()
+        self.say(worker=self.pid)
+        return card
+
+    def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
+        self._strike("sample")
+        return super().sample(token_ids, params)
+
+    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+        self._strike("learn")
+        if batch_id >= self._newest:
+            self._newest = batch_id
+            self._strike("learn newest")
+        return await super().learn(batch_id, forest, job)
+
+    async def save(self, path: Path) -> None:
+        self._strike("save")
+        if not self._saves_fail or self.pid is None:
+            await super().save(path)
+            return
+        self._saves_fail = False
+        limits = resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
+        try:
+            await super().save(path)
+        finally:
+            if self.pid is not None:
+                resource.prlimit(self.pid, resource.RLIMIT_FSIZE, limits)
+            self.say(disk="checkpoint full")
+
+
+class Disk:
+    """Of the journal: full, or refusing, for a while."""
+
+    def __init__(self, journal: Journal, say: Say) -> None:
+        self._journal = journal
+        self._say = say
+
+    def full(self, seconds: float) -> None:
+        """Not a page more: SQLite itself says that the disk is full."""
+        self._journal._db.execute("PRAGMA max_page_count = 1")  # Means: as it is now.
+        self._later(seconds, self._room)
+
+    def refuse(self, seconds: float) -> None:
+        """This process can lengthen no file: the operating system refuses in the middle of a write."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
+        self._later(seconds, self._accept)
+
+    def _later(self, seconds: float, end: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds, end)
+
+    def _room(self) -> None:
+        self._journal._db.execute(f"PRAGMA max_page_count = {NO_PAGE_LIMIT}")
+        self._say(disk="journal full")
+
+    def _accept(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        self._say(disk="writes refused")
+
+
+class JumpingClock:
+    """The time of day, off by what a file says: a clock that was set stays set when the server is started again."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.offset = float(json.loads(file.read_text())) if file.exists() else 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.offset
+
+    def jump(self, seconds: float) -> None:
+        self.offset += seconds
+        self._file.write_text(json.dumps(self.offset))

@@ -1,0 +1,144 @@
+"""Which faults a run has, in which order: everything that is drawn at random, drawn before anything runs.
+
+The kinds and their shares are fixed; a seed decides the order, the moments and the victims. A run of `WHOLE` faults or
+more passes through every transition of the journal at every moment.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+WHOLE = 150
+TRANSITIONS = (
+    "add_episode",
+    "add_call",
+    "add_undelivered",
+    "add_finish",
+    "add_abort",
+    "put_group",
+    "add_batch",
+    "remove_batch",
+    "add_step",
+    "prune",
+    "set_base_version",
+    "remember",
+    "add_event",
+)
+"""Methods of the journal that write; `commit` has them on disk."""
+MOMENTS = ("before", "after", "committed")
+"""Of a transition: before its row is written, after that, and once it is on disk while nobody was told."""
+RARE = ("set_base_version", "remove_batch", "add_undelivered")
+"""Transitions that must be provoked; short runs leave them out."""
+WORKER_VERBS = ("sample", "learn", "save", "start", "any")
+"""What a worker is doing when it is killed; `any`: whatever it does at a random time."""
+REQUESTS = ("begin", "finish", "chat", "abort")
+WIRE = ("request lost", "answer lost", "answer cut", "request twice", "hung up")
+DISKS = ("journal full", "writes refused", "checkpoint full")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong. `at` and `when` say where, `amount` how much or when, by kind; see `inject`."""
+
+    kind: str
+    at: str = ""
+    when: str = ""
+    amount: float = 0.0
+    skip: int = 0
+    """How many chances are passed over first."""
+
+
+SHARES = {
+    "gateway killed at a transition": 41,
+    "gateway killed at a random time": 12,
+    "gateway killed, WAL tail torn": 12,
+    "worker killed": 30,
+    "worker killed twice by one batch": 1,
+    "client killed": 26,
+    "request lost": 12,
+    "answer lost": 12,
+    "answer cut": 12,
+    "request twice": 12,
+    "hung up": 12,
+    "disk": 9,
+    "agent hangs": 14,
+    "clock jumps": 8,
+}
+"""Out of their sum."""
+WHOLE_RUNS_ONLY = ("worker killed twice by one batch", "gateway killed at a random time")
+"""They take long, and short runs have others like them."""
+
+
+def plan(num_faults: int, seed: int) -> list[Fault]:
+    """The faults of a run, in order."""
+    dice = random.Random(seed)
+    drawn = []
+    for kind, number in _numbers(num_faults).items():
+        drawn += _drawn(kind, number, dice)
+    dice.shuffle(drawn)
+    # An empty journal finds its base version once: these come first, and last of them the one that lets it be written.
+    first = sorted((fault for fault in drawn if fault.at == "set_base_version"), key=lambda f: MOMENTS.index(f.when))
+    return first + [fault for fault in drawn if fault not in first]
+
+
+def _numbers(num_faults: int) -> dict[str, int]:
+    """How many of each kind: by their shares, at least one of each, the commonest kinds giving or taking the rest."""
+    every = sum(SHARES.values())
+    numbers = {kind: max(1, share * num_faults // every) for kind, share in SHARES.items()}
+    if num_faults >= WHOLE:
+        numbers["gateway killed at a transition"] = max(41, numbers["gateway killed at a transition"])
+    else:
+        for kind in WHOLE_RUNS_ONLY:
+            del numbers[kind]
+    rest = [kind for kind in numbers if kind in WIRE or kind == "client killed"]
+    for i in range(max(0, num_faults - sum(numbers.values()))):
+        numbers[rest[i % len(rest)]] += 1
+    return numbers
+
+
+def _drawn(kind: str, number: int, dice: random.Random) -> list[Fault]:
+    if kind == "gateway killed at a transition":
+        return [
+            Fault(kind, at, when, skip=0 if at in RARE else dice.randrange(3))
+            for at, when in _transitions(number, dice)
+        ]
+    if kind == "gateway killed, WAL tail torn":
+        return [Fault(kind, "commit", "committed", dice.random(), dice.randrange(6)) for _ in range(number)]
+    if kind == "worker killed":
+        verbs = _dealt(WORKER_VERBS[: number if number < len(WORKER_VERBS) else None], number)
+        return [Fault(kind, verb, amount=_delay(verb, dice)) for verb in verbs]
+    if kind == "request twice":
+        return [Fault(kind, at, skip=dice.randrange(3)) for at in _dealt(("begin", "finish"), number)]
+    if kind in WIRE:
+        at = ("chat", "begin") if kind == "hung up" else REQUESTS
+        return [Fault(kind, one, amount=dice.random() / 4, skip=dice.randrange(3)) for one in _dealt(at, number)]
+    if kind == "disk":
+        return [Fault(kind, at, amount=0.5 + dice.random()) for at in _dealt(DISKS, number)]
+    if kind == "agent hangs":
+        return [Fault(kind, at) for at in _dealt(("silent", "silent", "silent", "busy"), number)]
+    if kind == "clock jumps":
+        return [Fault(kind, amount=amount) for amount in _dealt((30.0, -5.0), number)]
+    return [Fault(kind, amount=dice.random()) for _ in range(number)]
+
+
+def _transitions(number: int, dice: random.Random) -> list[tuple[str, str]]:
+    """Transitions and moments; the rare ones last to be drawn."""
+    every = [(at, when) for at in TRANSITIONS for when in MOMENTS] + [("commit", "before"), ("commit", "committed")]
+    dice.shuffle(every)
+    every.sort(key=lambda one: one[0] in RARE)
+    again = [one for one in every if one[0] not in RARE]
+    return [*every, *_dealt(again, max(0, number - len(every)))][:number]
+
+
+def _dealt(choices: Sequence[T], number: int) -> list[T]:
+    """`number` of them, each as often as the others."""
+    return [choices[i % len(choices)] for i in range(number)]
+
+
+def _delay(verb: str, dice: random.Random) -> float:
+    """Seconds after the verb was sent: within what it takes on a tiny model."""
+    return {"sample": 0.05, "learn": 0.03, "save": 0.05, "start": 2.0, "any": 1.0}[verb] * dice.random()

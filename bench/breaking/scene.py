@@ -1,0 +1,140 @@
+"""A run's processes together, and how they are brought back when something died."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from bench.breaking.client import ClientSettings
+from bench.breaking.plan import Fault
+from bench.breaking.victims import PATIENCE, Client, GivenUp, Server, ServerEnded
+from bench.breaking.wal import tear
+from bench.breaking.wire import Wire
+
+MAX_UNEXPECTED = 5
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened in a run."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    """That happened, by kind."""
+    moments: set[tuple[str, str]] = field(default_factory=set)
+    """Transitions, and moments of them, at which the gateway died."""
+    torn: Counter[str] = field(default_factory=Counter)
+    missed: list[Fault] = field(default_factory=list)
+    """Faults whose moment did not come."""
+    unexpected: list[str] = field(default_factory=list)
+    """A server that ended although nobody had killed it."""
+    gateway_s: list[float] = field(default_factory=list)
+    """From the death of a gateway to the first answer of the next."""
+    worker_s: list[float] = field(default_factory=list)
+    """From the death of a worker to the state in which the next one samples."""
+
+
+class Scene:
+    """Server, clients and the wire between them."""
+
+    def __init__(self, folder: Path, server: Server, wire: Wire, dice: random.Random, clients: list[Client]) -> None:
+        self.folder = folder
+        self.server = server
+        self.wire = wire
+        self.dice = dice
+        self.clients = clients
+        self.tally = Tally()
+        self._lives = Counter[int]()
+        self._respawning: set[asyncio.Task[None]] = set()
+
+    def live_clients(self) -> list[Client]:
+        return [client for client in self.clients if client.is_running]
+
+    async def bring_back(self) -> None:
+        """Start a server that just died, and wait until it answers."""
+        died = time.monotonic()
+        await self.server.start()
+        await self.server.up()
+        self.tally.gateway_s.append(time.monotonic() - died)
+
+    async def steady(self, *, rolling: bool) -> None:
+        """Wait until the server answers, or samples; one that ended by itself is noted, and started again as its
+        supervisor would.
+
+        Raises `GivenUp`.
+        """
+        while True:
+            try:
+                await (self.server.rolling() if rolling else self.server.up())
+                return
+            except ServerEnded as ended:
+                await self.server.dead(PATIENCE)
+                self.tally.unexpected.append(f"exit code {ended}\n{self.server.log_tail()}")
+                if len(self.tally.unexpected) > MAX_UNEXPECTED:
+                    raise GivenUp(f"the server ends again and again\n{self.server.log_tail()}") from None
+                await self.server.start()
+
+    def tear_wal(self) -> None:
+        """Damage what the dead server's last commit wrote, of which it told nobody."""
+        how = tear(self.server.data_dir / "journal.sqlite-wal", self.folder / "wal-before", self.dice)
+        self.tally.torn[how] += 1
+
+    async def replace_client(self, client: Client, after: float, *, same_name: bool) -> None:
+        """Kill a client; another one comes in its place, in the background, under the same name or a new one."""
+        await client.kill()
+        number = self.clients.index(client)
+        self._lives[number] += 1
+        life = f"{number}-{self._lives[number]}"
+        client.settings = replace(
+            client.settings,
+            client_id=client.settings.client_id if same_name else f"client-{life}",
+            book=str(self.folder / "books" / f"{life}.jsonl"),
+            seed=f"{client.settings.seed.split('/')[0]}/{life}",
+        )
+        respawn = asyncio.create_task(self._respawn(client, after))
+        self._respawning.add(respawn)
+        respawn.add_done_callback(self._respawning.discard)
+
+    async def _respawn(self, client: Client, after: float) -> None:
+        await asyncio.sleep(after)
+        await client.start()
+
+    async def settle_clients(self) -> None:
+        """Wait for those on their way."""
+        await asyncio.gather(*self._respawning)
+
+    async def close(self) -> None:
+        for respawn in list(self._respawning):
+            respawn.cancel()
+        await asyncio.gather(*self._respawning, return_exceptions=True)
+        for client in self.clients:
+            await client.kill()
+        await self.server.close()
+        await self.wire.close()
+
+
+def make_clients(
+    folder: Path, number: int, wire: Wire, token: str, *, seed: int, group_size: int, lease: float
+) -> list[Client]:
+    """The first is patient: its SDK repeats a request more often than by default, and so outlives a restart."""
+    (folder / "books").mkdir()
+    url = f"http://127.0.0.1:{wire.port}"
+    return [
+        Client(
+            folder,
+            ClientSettings(
+                url,
+                token,
+                client_id=f"client-{i}",
+                book=str(folder / "books" / f"{i}-0.jsonl"),
+                seed=f"{seed}.{i}",
+                group_size=group_size,
+                lease_seconds=lease,
+                max_retries=2 if i else 6,
+            ),
+        )
+        for i in range(number)
+    ]

@@ -1,0 +1,116 @@
+"""`agentjet serve`, and a bench that holds it by the throat: `python -m bench.breaking.server SETTINGS FOLDER`.
+
+All is the real thing but for what `hooks` puts on. Orders come in as lines of JSON on standard input; what happened
+goes out the same way on standard output, between the server's own lines. When the bench is gone, so is this process.
+
+Every forest that is about to be learned is kept in FOLDER: later, an undisturbed worker learns the same ones. One that
+is made again from the journal must be the same bytes; that it is not is told, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+
+from agentjet.cli import server_process
+from agentjet.compute import Compute
+from agentjet.config import ServeConfig
+from agentjet.errors import AgentJetError
+from agentjet.gateway import Gateway
+from agentjet.server import Keys
+from agentjet.swarm import Batch
+from agentjet.timeline.forest import Forest
+from bench.breaking.hooks import Disk, JumpingClock, MortalCompute, Trap, die
+
+
+def say(**fact: Any) -> None:
+    """One line for the bench, out before anything else happens."""
+    os.write(1, (json.dumps({"chaos": fact}) + "\n").encode())
+
+
+class Orders:
+    """Carries out what the bench orders, in the event loop, between two of the gateway's own turns."""
+
+    def __init__(self, trap: Trap, compute: MortalCompute, disk: Disk, clock: JumpingClock) -> None:
+        self._verbs: dict[str, Callable[..., None]] = {
+            "trap": trap.arm,
+            "worker": compute.arm,
+            "refuse a save": compute.refuse_a_save,
+            "journal full": disk.full,
+            "writes refused": disk.refuse,
+            "clock": clock.jump,
+        }
+        self._begun = b""
+        asyncio.get_running_loop().add_reader(0, self._read)
+
+    def _read(self) -> None:
+        read = os.read(0, 65536)
+        if not read:
+            die()  # The bench is gone.
+        *lines, self._begun = (self._begun + read).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            self._verbs[order["verb"]](**order["how"])
+            say(heard=order["number"])
+
+
+class ForestKeeper:
+    """Writes down what is about to be learned, once a batch, and compares when it is made again."""
+
+    def __init__(self, gateway: Gateway, folder: Path) -> None:
+        self._forest = gateway.swarm.forest
+        self._folder = folder
+        gateway.swarm.forest = self._keeping  # type: ignore[method-assign]
+
+    def _keeping(self, batch: Batch) -> Forest:
+        forest = self._forest(batch)
+        kept = {"members": list(batch.episode_ids), "job": batch.job.model_dump_json(), "forest": forest.to_wire()}
+        path = self._folder / f"{batch.id:06d}.msgpack"
+        if path.exists():
+            known = msgpack.unpackb(path.read_bytes())
+            if known["members"] == kept["members"] and known != kept:
+                say(drifted=batch.id)
+        whole = path.with_suffix(".part")
+        whole.write_bytes(msgpack.packb(kept))
+        whole.replace(path)
+        return forest
+
+
+def main() -> int:
+    config = ServeConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    folder = Path(sys.argv[2])
+    clock = JumpingClock(folder / "clock")
+
+    def make_gateway(config: ServeConfig, compute: Compute) -> Gateway:
+        assert isinstance(compute, MortalCompute)
+        gateway = Gateway(config, compute, clock=clock)
+        journal = gateway._journal
+        compute.say = say
+        ForestKeeper(gateway, folder / "forests")
+        gateway.chaos = Orders(Trap(journal, folder, say), compute, Disk(journal, say), clock)  # type: ignore[attr-defined]
+        say(gateway=os.getpid())
+        return gateway
+
+    wiring: Any = server_process
+    wiring.EmbeddedCompute = MortalCompute
+    wiring.Gateway = make_gateway
+    wiring.Keys = SimpleNamespace(open=partial(Keys.open, clock=clock))
+    try:
+        server_process.run(config)
+    except AgentJetError as error:
+        print(f"agentjet: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,251 @@
+"""The processes of a run: the server, started again on the same data dir whenever it died, and the clients.
+
+Only processes started here are ended, by their id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from agentjet.protocol import StatusResponse
+from bench.breaking.client import ClientSettings
+
+ROOT = Path(__file__).parents[2]
+POLL_SECONDS = 0.02
+PATIENCE = 120.0
+"""Seconds any one thing may take before the run is given up."""
+LOG_LINES = 15
+
+
+class GivenUp(Exception):
+    """The run cannot go on; says why, with the end of the server's log."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """One thread each, nothing of the caller's own server, and no network beyond loopback."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("AGENTJET_")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    return {**kept, **threads, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Server:
+    """`bench.breaking.server` on a fixed port and data dir, with what it said."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.data_dir = folder / "data"
+        self.log = folder / "server.log"
+        self.said: list[dict[str, Any]] = []
+        """Every fact the server told, over all its lives."""
+        settings = {**settings, "server": {"data_dir": str(self.data_dir), "port": self.port, "call_timeout": 60.0}}
+        (folder / "settings.json").write_text(json.dumps(settings))
+        self._numbers = itertools.count(1)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}/swarm/v1", trust_env=False, timeout=30)
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        assert self._process is not None, "the server was not started"
+        return self._process
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.breaking.server", str(self.folder / "settings.json"), str(self.folder)),
+            cwd=ROOT,
+            env=environment(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        self._reader = asyncio.create_task(self._listen(self._process))
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        with self.log.open("ab") as log:
+            async for line in process.stdout:
+                if line.startswith(b'{"chaos"'):
+                    self.said.append({"time": time.monotonic(), **json.loads(line)["chaos"]})
+                log.write(line)
+                log.flush()
+
+    async def order(self, verb: str, /, **how: Any) -> bool:
+        """Send an order; whether the server lived to hear it."""
+        number, heard = next(self._numbers), len(self.said)
+        with contextlib.suppress(ConnectionError):
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps({"verb": verb, "how": how, "number": number}).encode() + b"\n")
+            await self.process.stdin.drain()
+        await self.until(lambda: not self.is_running or any(fact.get("heard") == number for fact in self.said[heard:]))
+        return self.is_running
+
+    async def dead(self, within: float) -> bool:
+        """Wait until the process is gone, and all it said was read; whether it is."""
+        try:
+            await asyncio.wait_for(self.process.wait(), within)
+        except TimeoutError:
+            return False
+        if self._reader is not None:
+            await self._reader
+        return True
+
+    async def kill(self) -> None:
+        """As a power cut would."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.dead(PATIENCE)
+
+    async def stop(self) -> int:
+        """Ctrl-C: a checkpoint, then the end; returns the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        if not await self.dead(PATIENCE):
+            raise GivenUp(f"the server does not end\n{self.log_tail()}")
+        return self.process.returncode or 0
+
+    async def close(self) -> None:
+        """Whatever state it is in."""
+        if self.is_running:
+            await self.kill()
+        await self._http.aclose()
+
+    @property
+    def token(self) -> str:
+        return (self.data_dir / "token").read_text().strip()
+
+    async def status(self) -> StatusResponse | None:
+        """None while nobody answers."""
+        try:
+            answer = await self._http.get("/status", headers={"Authorization": f"Bearer {self.token}"})
+            return StatusResponse.model_validate_json(answer.content) if answer.is_success else None
+        except (httpx.TransportError, OSError):
+            return None
+
+    async def export(self) -> Path:
+        """The present policy, as a folder."""
+        answer = await self._http.post("/exports", headers={"Authorization": f"Bearer {self.token}"}, timeout=PATIENCE)
+        return Path(answer.raise_for_status().json()["path"])
+
+    async def up(self) -> StatusResponse:
+        """Wait until it answers."""
+        return await self._wait(lambda status: True)
+
+    async def rolling(self, since: int = 0) -> StatusResponse:
+        """Wait until it samples, with a worker that it told of after the first `since` facts."""
+        await self.until(lambda: not self.is_running or any("worker" in fact for fact in self._life(since)))
+        return await self._wait(lambda status: status.state in ("rolling", "learning"))
+
+    async def at(self, policy_version: int) -> StatusResponse:
+        """Wait until that version is learned."""
+        return await self._wait(lambda status: status.policy_version >= policy_version)
+
+    async def _wait(self, enough: Callable[[StatusResponse], bool]) -> StatusResponse:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            status = await self.status()
+            if status is not None and enough(status):
+                return status
+            if not self.is_running:
+                raise ServerEnded(self.process.returncode)
+            if time.monotonic() > deadline or (status is not None and status.state == "failed"):
+                raise GivenUp(f"the server is stuck: {status}\n{self.log_tail()}")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def until(self, predicate: Callable[[], bool], within: float = PATIENCE) -> bool:
+        """Wait for a fact; whether it came."""
+        deadline = time.monotonic() + within
+        while not predicate():
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
+
+    def _life(self, since: int) -> list[dict[str, Any]]:
+        """What the present process said, after the first `since` facts."""
+        born = max((i for i, fact in enumerate(self.said) if "gateway" in fact), default=0)
+        return self.said[max(born, since) :]
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The worker of the present process that came up last."""
+        workers = [int(fact["worker"]) for fact in self._life(0) if "worker" in fact]
+        return workers[-1] if workers else None
+
+    def log_tail(self) -> str:
+        return "\n".join("    " + line for line in self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+
+
+class ServerEnded(Exception):
+    """The server ended while it was waited for, and nobody had killed it."""
+
+
+class Client:
+    """A client process; a new one takes its place when it is killed."""
+
+    def __init__(self, folder: Path, settings: ClientSettings) -> None:
+        self._folder = folder
+        self.settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with (self._folder / "clients.log").open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "bench.breaking.client", self.settings.to_json()),
+                cwd=ROOT,
+                env=environment(),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def tell(self, line: str) -> None:
+        """An order: `hang silent`, `hang busy`, `stop`."""
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(line.encode() + b"\n")
+            await self._process.stdin.drain()
+
+    def num_hung(self) -> int:
+        """Signs of life of agents that hang."""
+        book = Path(self.settings.book)
+        return book.read_text().count('"hung"') if book.exists() else 0
+
+    async def stop(self, within: float) -> None:
+        """Let it end what it is at; killed when that takes long."""
+        await self.tell("stop")
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), within)
+        await self.kill()

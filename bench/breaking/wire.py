@@ -1,0 +1,164 @@
+"""The network between clients and server, on loopback: it loses requests and answers, sends them twice, hangs up.
+
+One request a connection: the server is told so, hence every answer ends with the connection. What was answered to which
+`Idempotency-Key` is kept, since one key must have one effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from bench.breaking.plan import Fault
+
+PATHS = {
+    "begin": re.compile(rb"POST /swarm/v1/episodes "),
+    "finish": re.compile(rb"POST /swarm/v1/episodes/[^/ ]+/finish "),
+    "abort": re.compile(rb"POST /swarm/v1/episodes/[^/ ]+/abort "),
+    "chat": re.compile(rb"POST /v1/chat/completions "),
+}
+KEY = re.compile(rb"\r\nidempotency-key: *(\S+)", re.IGNORECASE)
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+CONNECTION = re.compile(rb"\r\nconnection:[^\r]*", re.IGNORECASE)
+WIDE = b'"n":8'
+"""In the body of a request for several completions: some are recorded well before the last."""
+
+
+@dataclass(slots=True)
+class Order:
+    """The next request of that kind meets this fault."""
+
+    fault: Fault
+    skip: int
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Wire:
+    """Listens on `port` for clients; the server is at `server_port`, when it is there at all."""
+
+    def __init__(self, server_port: int) -> None:
+        self.port = 0
+        self.answers: defaultdict[str, set[str]] = defaultdict(set)
+        """Episode ids that were answered to a `begin`, by its key."""
+        self._server_port = server_port
+        self._orders: list[Order] = []
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=2**20)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def order(self, fault: Fault) -> Order:
+        """Wait for its `done` to know that it happened; `cancel` it when that takes too long."""
+        order = Order(fault, fault.skip)
+        self._orders.append(order)
+        return order
+
+    def cancel(self, order: Order) -> None:
+        if order in self._orders:
+            self._orders.remove(order)
+
+    def _fault(self, request: bytes) -> Order | None:
+        """The order that this request meets, if any."""
+        for order in self._orders:
+            meant = PATHS[order.fault.at].match(request) is not None
+            if order.fault.kind == "hung up" and order.fault.at == "chat":
+                meant = meant and WIDE in request
+            if not meant:
+                continue
+            order.skip -= 1
+            if order.skip < 0:
+                self._orders.remove(order)
+                return order
+        return None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        order = None
+        try:
+            request = await self._read(reader)
+            order = self._fault(request)
+            await self._forward(request, order, reader, writer)
+            if order is not None:
+                order.done.set()
+        except (OSError, asyncio.IncompleteReadError):
+            # The server is down, or the client gone: the other side sees a closed connection.
+            if order is not None:
+                self._orders.append(order)
+        finally:
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = LENGTH.search(head)
+        body = await reader.readexactly(int(length[1])) if length else b""
+        return CONNECTION.sub(b"", head[:-2]) + b"Connection: close\r\n\r\n" + body
+
+    async def _forward(
+        self, request: bytes, order: Order | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        kind = order.fault.kind if order is not None else ""
+        if kind == "request lost":
+            return
+        if kind == "request twice":
+            first, answer = await asyncio.gather(self._ask(request), self._ask(request))
+            writer.write(answer or first)
+        elif kind == "answer lost":
+            await self._ask(request)
+            return
+        elif kind == "answer cut":
+            answer = await self._ask(request)
+            writer.write(answer[: len(answer) * 2 // 3])
+        elif kind == "hung up" and order is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ask(request), 0.02 + order.fault.amount)
+            return
+        else:
+            await self._relay(request, reader, writer)
+        await writer.drain()
+
+    async def _ask(self, request: bytes) -> bytes:
+        """The whole answer; hangs up when cancelled."""
+        upstream, downstream = await asyncio.open_connection("127.0.0.1", self._server_port)
+        try:
+            downstream.write(request)
+            answer = await upstream.read(-1)
+        finally:
+            downstream.close()
+        self._note(request, answer)
+        return answer
+
+    async def _relay(self, request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """As it comes, so that streams stream; a client that hangs up is felt by the server."""
+        upstream, downstream = await asyncio.open_connection("127.0.0.1", self._server_port)
+        gone = asyncio.create_task(reader.read(1))
+        answer = b""
+        try:
+            downstream.write(request)
+            while True:
+                more = asyncio.create_task(upstream.read(65536))
+                await asyncio.wait([more, gone], return_when=asyncio.FIRST_COMPLETED)
+                if not more.done():
+                    more.cancel()
+                    return
+                if not (piece := more.result()):
+                    break
+                answer += piece
+                writer.write(piece)
+            self._note(request, answer)
+        finally:
+            gone.cancel()
+            downstream.close()
+
+    def _note(self, request: bytes, answer: bytes) -> None:
+        key = KEY.search(request)
+        if key and PATHS["begin"].match(request) and answer.startswith(b"HTTP/1.1 200"):
+            with contextlib.suppress(ValueError):  # Cut off by a server that died.
+                self.answers[key[1].decode()].add(json.loads(answer.partition(b"\r\n\r\n")[2])["episode_id"])

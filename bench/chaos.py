@@ -1,0 +1,251 @@
+"""Nothing is lost, trained twice, or scored by its failure, whatever is killed: `python -m bench.chaos`.
+
+A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. Faults come one after the other,
+drawn from a seed: the gateway is killed at every transition of its journal and at random times, its log's tail torn;
+the worker is killed while it samples, learns, saves and starts; clients are killed; requests and answers are lost, cut
+and sent twice; the disk is full; agents hang; the clock jumps. Afterwards the journal is held against the clients' own
+books, and an undisturbed worker learns the same episodes: its weights must be the same, bit by bit.
+
+A table, then one JSON object as the last line. The exit code is 1 when a promise was not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.breaking import reference
+from bench.breaking.audit import Audit, Stuck, audit, stuck
+from bench.breaking.inject import first_steps, inject
+from bench.breaking.plan import Fault, plan
+from bench.breaking.records import read
+from bench.breaking.scene import Scene, Tally, make_clients
+from bench.breaking.victims import Server, ServerEnded
+from bench.breaking.wire import Wire
+from bench.gatewaying.report import percentile
+
+LEASE_SECONDS = 3.0
+NUM_CLIENTS = 3
+GROUP_SIZE = 3
+MAX_TRIES = 3
+"""Of a fault whose moment does not come."""
+AIMS = {"gateway_p95": 3.0, "worker_p95": 10.0}
+"""Seconds."""
+JOB = {
+    "batch_size": 2,
+    "group_size": GROUP_SIZE,
+    "min_group_size": 2,
+    "max_tokens": 8,
+    "lease_seconds": LEASE_SECONDS,
+    "max_episode_seconds": 12.0,
+    "checkpoint_every": 2,
+    "keep_checkpoints": 2,
+    "optimizer": {"lr": 1e-3},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run, judged."""
+
+    tally: Tally
+    audit: Audit
+    stuck: list[Stuck]
+    drifted: int
+    """Forests that were other bytes when they were made again."""
+    weights_equal: bool
+    seconds: float
+
+    def kept(self) -> dict[str, bool]:
+        """The promises, and whether they were kept."""
+        a = self.audit
+        return {
+            "finished = trained + waiting + dropped for a reason": a.finished == a.trained + a.waiting + a.aborted,
+            "something was trained": a.trained > 0,
+            "nothing acknowledged was lost": not a.lost,
+            "nothing was trained twice": not a.trained_twice,
+            "no failure was scored": not a.failures_scored,
+            "one key, one effect": not a.two_effects,
+            "a replayed forest is the same bytes": not self.drifted,
+            "weights equal those of an undisturbed run": self.weights_equal,
+            "nothing ended that was not killed": not self.tally.unexpected,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        a, t = self.audit, self.tally
+        return {
+            "faults": t.faults.total(),
+            "finished": a.finished,
+            "trained": a.trained,
+            "waiting": a.waiting,
+            "aborted": a.aborted,
+            "lost": len(a.lost),
+            "trained_twice": len(a.trained_twice),
+            "failures_scored": len(a.failures_scored),
+            "recovery_s": {
+                "gateway_p95": round(percentile(t.gateway_s, 95), 2),
+                "worker_p95": round(percentile(t.worker_s, 95), 2),
+            },
+            "weights_equal": self.weights_equal,
+            "stuck_s": {
+                "lease": LEASE_SECONDS,
+                "expired_max": round(max((one.expired_after for one in self.stuck), default=0.0), 2),
+                "batch_waited_max": round(max((one.batch_waited for one in self.stuck), default=0.0), 2),
+                "measured": len(self.stuck),
+            },
+            "transitions": len(t.moments),
+            "batches": a.batches,
+            "episodes": {"begun": a.begun, "dropped": a.dropped, **a.unscored},
+            "by_kind": dict(t.faults),
+            "torn": dict(t.torn),
+            "missed": len(t.missed),
+            "seconds": round(self.seconds),
+        }
+
+
+async def run(folder: Path, num_faults: int, seed: int, num_calm: int, console: Console) -> Outcome:
+    """The whole of it, in `folder`."""
+    began = time.monotonic()
+    (folder / "forests").mkdir()
+    reference.make_model(folder / "model")
+    model = {"name": str(folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
+    settings = {"model": model, "sampler": {"max_concurrent": 4, "cache_tokens": 8192}, "job": JOB}
+    faults = plan(num_faults, seed)
+    first = [fault for fault in faults if fault.at == "set_base_version"]
+    base = None
+    if first:
+        checkpoint = await reference.make_base(settings, folder / "data")
+        base = checkpoint.rename(folder / "base")
+        shutil.copytree(base, checkpoint)
+    server = Server(folder, settings)
+    wire = Wire(server.port)
+    await wire.open()
+    scene = Scene(folder, server, wire, random.Random(seed), [])
+    try:
+        await first_steps(scene, first)
+        scene.clients += make_clients(
+            folder, NUM_CLIENTS, wire, server.token, seed=seed, group_size=GROUP_SIZE, lease=LEASE_SECONDS
+        )
+        for client in scene.clients:
+            await client.start()
+        await break_things(scene, [fault for fault in faults if fault not in first], console)
+        measured_from, offset = await calm(scene, num_calm)
+        exported = await finish(scene)
+        books = read(folder / "books")
+        journal = server.data_dir / "journal.sqlite"
+        found = audit(journal, books, folder / "forests", wire.answers)
+        console.print("an undisturbed worker learns the same batches ...")
+        truth = await reference.undisturbed(settings, base, folder / "forests", folder / "undisturbed", found.batches)
+        return Outcome(
+            tally=scene.tally,
+            audit=found,
+            stuck=stuck(journal, books, measured_from, offset),
+            drifted=sum("drifted" in fact for fact in server.said),
+            weights_equal=reference.equal_weights(exported, truth),
+            seconds=time.monotonic() - began,
+        )
+    finally:
+        await scene.close()
+
+
+async def break_things(scene: Scene, faults: list[Fault], console: Console) -> None:
+    """Fault after fault; one whose moment did not come is tried again at the end."""
+    backlog, began = [(fault, 1) for fault in faults], time.monotonic()
+    while backlog:
+        fault, tries = backlog.pop(0)
+        so_far = f"{time.monotonic() - began:6.1f} s {scene.tally.faults.total():4}"
+        console.print(f"{so_far} {fault.kind} {fault.at} {fault.when}")
+        try:
+            happened = await inject(scene, fault)
+        except ServerEnded:  # Noted, and started again, before the next one.
+            happened = False
+        if happened:
+            scene.tally.faults[fault.kind] += 1
+        elif tries < MAX_TRIES:
+            backlog.append((fault, tries + 1))
+        else:
+            scene.tally.missed.append(fault)
+        await asyncio.sleep(0.3 * scene.dice.random())
+
+
+async def calm(scene: Scene, num_stuck: int) -> tuple[float, float]:
+    """Nothing fails but agents that hang, one after the other; returns since when (this machine's clock), and how far
+    the server's clock is ahead.
+    """
+    await scene.settle_clients()
+    await scene.steady(rolling=True)
+    status = await scene.server.status()
+    assert status is not None
+    await scene.server.at(status.policy_version + 2)
+    since = time.time()
+    for i in range(num_stuck):
+        status = await scene.server.up()
+        await scene.clients[i % len(scene.clients)].tell("hang silent")
+        await asyncio.sleep(2 * LEASE_SECONDS)
+        await scene.server.at(status.policy_version + 1)
+    offset = scene.folder / "clock"
+    return since, json.loads(offset.read_text()) if offset.exists() else 0.0
+
+
+async def finish(scene: Scene) -> Path:
+    """Clients first, then the server, in order; returns the last policy."""
+    await asyncio.gather(*(client.stop(within=30.0) for client in scene.clients))
+    exported = await scene.server.export()
+    await scene.server.stop()
+    return exported
+
+
+def table(outcome: Outcome) -> Table:
+    grid = Table("", "")
+    t, a = outcome.tally, outcome.audit
+    for kind, number in sorted(t.faults.items(), key=lambda item: -item[1]):
+        grid.add_row(kind, str(number))
+    grid.add_section()
+    summary = outcome.summary()
+    for name in ("faults", "finished", "trained", "waiting", "aborted", "lost", "trained_twice", "failures_scored"):
+        grid.add_row(name, str(summary[name]))
+    for name, aim in AIMS.items():
+        grid.add_row(f"recovery, {name}", f"{summary['recovery_s'][name]} s (aim {aim:g} s)")
+    stuck_s = summary["stuck_s"]
+    grid.add_row("a stuck episode delayed its batch by", f"{stuck_s['batch_waited_max']} s (lease {LEASE_SECONDS:g} s)")
+    grid.add_section()
+    for promise, is_kept in outcome.kept().items():
+        grid.add_row(promise, "yes" if is_kept else "NO")
+    for wrong in [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected]:
+        grid.add_row("", wrong)
+    for fault in t.missed:
+        grid.add_row("its moment did not come", f"{fault.kind} {fault.at} {fault.when}")
+    return grid
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="measure one stuck episode only, not six")
+    parser.add_argument("--keep", type=Path, help="an empty folder for journal, books and logs; else they are removed")
+    given = parser.parse_args()
+    console = Console(stderr=True, soft_wrap=True)
+    with tempfile.TemporaryDirectory() as made:
+        folder = given.keep or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome = asyncio.run(run(folder.resolve(), given.faults, given.seed, 1 if given.quick else 6, console))
+    Console(width=120).print(table(outcome))
+    print(json.dumps({"bench": "chaos", "seed": given.seed, **outcome.summary()}))
+    return 0 if all(outcome.kept().values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

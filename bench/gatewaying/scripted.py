@@ -1,0 +1,105 @@
+"""A model that is a script: a `Compute` in the gateway's own process that always says the same twenty tokens.
+
+It costs next to nothing, so that what is measured is the gateway. The tokenizer is a real one (byte-level BPE without
+merges, so a token is a byte) in a real folder, with a real chat template. Nothing is ever learned: the bench takes
+care that no batch is filled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from agentjet.compute import WorkerStatus
+from agentjet.config import JobConfig
+from agentjet.timeline import Forest
+from agentjet.types import ModelCard, Sampled, SamplingParams
+
+MODEL = "scripted"
+ANSWER = "Look at row 42 next"
+"""Nineteen tokens, and the one that ends a turn."""
+CONTEXT_LENGTH = 16_384
+END = "<|im_end|>"
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+
+def make_card(folder: Path) -> ModelCard:
+    """Write the tokenizer into `folder`, which is made; returns the card that a worker would send."""
+    special = ("<|endoftext|>", "<|im_start|>", END)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate((*special, *letters))}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return ModelCard(
+        name=MODEL,
+        tokenizer_path=str(folder),
+        chat_template=TEMPLATE,
+        context_length=CONTEXT_LENGTH,
+        end_tokens=(special.index(END),),
+        eos_token=END,
+    )
+
+
+def answer_tokens(card: ModelCard) -> tuple[int, ...]:
+    """What the script says, as the card's tokenizer writes it, and the token that ends the turn."""
+    made = Tokenizer.from_file(f"{card.tokenizer_path}/tokenizer.json")
+    return (*made.encode(ANSWER, add_special_tokens=False).ids, card.end_tokens[0])
+
+
+class ScriptedCompute:
+    """See `compute.protocol.Compute`. A completion takes `seconds`, its tokens evenly spread over them."""
+
+    def __init__(self, card: ModelCard, seconds: float) -> None:
+        self._card = card
+        self._answer = answer_tokens(card)
+        self._seconds = seconds
+
+    async def start(self) -> ModelCard:
+        return self._card
+
+    async def describe(self) -> ModelCard:
+        return self._card
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+        """Every piece has its own due time, counted from the start, so that late ones do not add up."""
+        loop = asyncio.get_running_loop()
+        began, answer = loop.time(), self._answer
+        for start in range(0, len(answer), params.piece_tokens):
+            piece = answer[start : start + params.piece_tokens]
+            done = start + len(piece)
+            await asyncio.sleep(max(0.0, began + self._seconds * done / len(answer) - loop.time()))
+            yield Sampled(piece, (-0.5,) * len(piece), 0, "stop" if done == len(answer) else None)
+
+    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+        raise AssertionError("the bench fills no batch")
+
+    async def save(self, path: Path) -> None:
+        raise AssertionError("nothing was learned, so nothing is saved")
+
+    async def load(self, path: Path) -> int:
+        raise AssertionError("a fresh data dir has no checkpoints")
+
+    async def export(self, path: Path) -> None:
+        raise AssertionError("nobody asks for an export")
+
+    async def status(self) -> WorkerStatus:
+        return WorkerStatus(0, "idle")
+
+    async def close(self) -> None:
+        return
+
+    async def died(self) -> str:
+        """Never."""
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never

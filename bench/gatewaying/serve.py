@@ -1,0 +1,95 @@
+"""The gateway under load, as a process: `python -m bench.gatewaying.serve --data-dir ...`.
+
+Everything of `agentjet serve` but the worker: uvicorn on loopback, keys, renderer, trees, and a journal on disk. Says
+its address on standard output when it is ready and ends on SIGTERM. Beside the product's routes it has `GET /counters`:
+resident memory, CPU seconds, and the time spent in COMMIT since that was last asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from agentjet.config import ServeConfig
+from agentjet.gateway import Gateway
+from agentjet.server import Keys, create_app
+from agentjet.server.listening import calm_collector, options
+from bench.gatewaying.report import Counters, percentile
+from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_card
+
+ROOM = 1000
+"""Groups of a batch, and episodes of a group: far more than any run begins, so that nothing is ever learned."""
+
+
+class TimedConnection:
+    """A journal's connection that remembers how long every COMMIT took."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self.commits: list[float] = []
+
+    def execute(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
+        began = time.perf_counter()
+        cursor = self._connection.execute(statement, *arguments)
+        if statement == "COMMIT":
+            self.commits.append(time.perf_counter() - began)
+        return cursor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def config(data_dir: Path) -> ServeConfig:
+    job = {"batch_size": ROOM, "group_size": ROOM, "lease_seconds": 3600.0, "max_episode_seconds": 3600.0}
+    return ServeConfig.model_validate({"model": {"name": MODEL}, "server": {"data_dir": data_dir}, "job": job})
+
+
+def counters(timed: TimedConnection) -> Counters:
+    """Since the last time; memory in MiB (Linux)."""
+    commits, timed.commits = timed.commits, []
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Counters(
+        rss_mb=pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        cpu_s=time.process_time(),
+        commits=len(commits),
+        commit_s=sum(commits),
+        commit_p50_ms=1000 * percentile(commits, 50),
+        commit_p99_ms=1000 * percentile(commits, 99),
+    )
+
+
+async def serve(data_dir: Path, seconds: float, synchronous: str) -> None:
+    gateway = Gateway(config(data_dir), ScriptedCompute(make_card(data_dir / "tokenizer"), seconds))
+    gateway._journal._db.execute(f"PRAGMA synchronous = {synchronous}")
+    timed = TimedConnection(gateway._journal._db)
+    gateway._journal._db = timed  # type: ignore[assignment]
+    app = create_app(gateway, Keys.open(data_dir))
+    app.add_api_route("/counters", lambda: counters(timed))
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+        await gateway.start()
+        await gateway.ready()
+        calm_collector()
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        await uvicorn.Server(options(app, gateway.config.server)).serve([listener])
+    await gateway.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=0.0, help="what a completion takes")
+    parser.add_argument("--synchronous", choices=("FULL", "OFF"), default="FULL", help="SQLite's; FULL is the product")
+    given = parser.parse_args()
+    asyncio.run(serve(given.data_dir, given.seconds, given.synchronous))
+
+
+if __name__ == "__main__":
+    main()

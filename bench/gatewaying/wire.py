@@ -1,0 +1,125 @@
+"""A lean HTTP/1.1 client: one keep-alive connection, one request at a time, answers as bytes.
+
+A general client (httpx) costs a request about as much as the gateway does, and would be what is measured. This one
+knows what the servers of this bench send: a body with its length, or a chunked one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+LAST_CHUNK = b"0\r\n\r\n"
+IDLE_SECONDS = 4.0
+"""A connection that was idle for longer is not used again, as in SDKs: uvicorn closes it after 5 seconds, and a request
+that crosses the closing is lost.
+"""
+
+
+class BrokenConnection(Exception):
+    """The server closed the connection under a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`sent` and `done` are `time.perf_counter()` before the request's first byte and after the reply's last."""
+
+    status: int
+    body: bytes
+    sent: float
+    done: float
+
+
+class Connection(asyncio.Protocol):
+    """To one server. Reconnects after a while without requests."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None and parts.port is not None, f"{url} names no host and port"
+        self._address = (parts.hostname, parts.port)
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._waiting: asyncio.Future[float] | None = None
+        self._head_end = -1
+        self._idle_since = 0.0
+
+    async def request(self, method: str, path: str, token: str, body: bytes = b"") -> Reply:
+        """Raises `BrokenConnection`, or `OSError` when there is no connection to be had."""
+        loop = asyncio.get_running_loop()
+        if time.perf_counter() - self._idle_since > IDLE_SECONDS:
+            self.close()
+        if self._transport is None:
+            await loop.create_connection(lambda: self, *self._address)
+        assert self._transport is not None
+        self._received.clear()
+        self._head_end = -1
+        self._waiting = loop.create_future()
+        host, port = self._address
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {token}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        sent = time.perf_counter()
+        self._transport.write(head.encode() + body)
+        done = self._idle_since = await self._waiting
+        status, content = parse(bytes(self._received))
+        return Reply(status, content, sent, done)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._waiting is not None and not self._waiting.done() and self._is_whole():
+            self._waiting.set_result(time.perf_counter())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(BrokenConnection(str(exc or "closed by the server")))
+
+    def _is_whole(self) -> bool:
+        if self._head_end < 0:
+            self._head_end = self._received.find(b"\r\n\r\n")
+            if self._head_end < 0:
+                return False
+        length = _content_length(bytes(self._received[: self._head_end]))
+        if length is None:
+            return self._received.endswith(LAST_CHUNK)
+        return len(self._received) >= self._head_end + 4 + length
+
+
+def parse(raw: bytes) -> tuple[int, bytes]:
+    """Status and body of a whole reply."""
+    head, _, body = raw.partition(b"\r\n\r\n")
+    status = int(head[9:12])
+    return status, body if _content_length(head) is not None else dechunked(body)
+
+
+def dechunked(raw: bytes) -> bytes:
+    """The content of a chunked body."""
+    content, at = bytearray(), 0
+    while True:
+        line_end = raw.index(b"\r\n", at)
+        size = int(raw[at:line_end], 16)
+        if size == 0:
+            return bytes(content)
+        content += raw[line_end + 2 : line_end + 2 + size]
+        at = line_end + 2 + size + 2
+
+
+def _content_length(head: bytes) -> int | None:
+    """None for a chunked body."""
+    lower = head.lower()
+    at = lower.find(b"\r\ncontent-length:")
+    if at < 0:
+        return None
+    return int(lower[at + 17 :].split(b"\r\n", 1)[0])

@@ -1,0 +1,53 @@
+"""The gradient of the forest against that of one row per call, in float64, on a small model of the same kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.policy import Policy
+from agentjet.config import JobConfig, ModelConfig
+from agentjet.config.schema import OptimizerConfig
+from agentjet.timeline import Row
+from bench.merging.modes import lay_out, make_learner
+
+
+def gradient_error(rows: Sequence[Row], folder: Path, budget: int) -> float:
+    """Relative error in the 2-norm over all weights."""
+    policy = load_policy(ModelConfig.model_validate({"name": str(folder), "dtype": "float32", "device": "cpu"}))
+    _in_double(policy)
+    forest, baseline = (_gradient(policy, mode, rows, budget) for mode in ("forest", "call"))
+    return float((forest - baseline).norm() / baseline.norm())
+
+
+def _gradient(policy: Policy, mode: str, rows: Sequence[Row], budget: int) -> Tensor:
+    """What the optimiser would be given."""
+    learner = make_learner(policy, mode)
+    taken: list[Tensor] = []
+
+    def take(optimizer: OptimizerConfig) -> float:
+        taken.append(torch.cat([master.grad.flatten() for master in learner._masters.values()]))
+        learner._optimizer.zero_grad()
+        return 0.0
+
+    learner._apply = take  # type: ignore[method-assign]
+    learner.learn(lay_out(mode, rows), JobConfig(micro_batch_tokens=budget), 0)
+    return taken[0]
+
+
+def _in_double(policy: Policy) -> None:
+    """Float64 throughout: `transformers` computes norms in float32 whatever the weights are, so theirs are replaced."""
+    policy.model.double()
+    for module in policy.model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(_norm, module)  # type: ignore[method-assign]
+
+
+def _norm(module: nn.Module, hidden: Tensor) -> Tensor:
+    scale: Tensor = (hidden.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+    return module.weight * hidden * scale

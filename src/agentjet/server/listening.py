@@ -1,0 +1,41 @@
+"""How the application is served: uvicorn's options, and a garbage collector that does not stop every call."""
+
+from __future__ import annotations
+
+import gc
+
+import uvicorn
+from fastapi import FastAPI
+
+from agentjet.config import ServerConfig
+
+GRACE_SECONDS = 5
+"""How long open connections may take to end at the stop, once the engine has stopped."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection, so that it is they who close it: not while they send a request on it."""
+
+
+def options(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
+    """Of a server of the gateway's application. Sockets are the caller's."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,  # Request lines may carry keys.
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_certfile=server.tls_cert or None,
+        ssl_keyfile=server.tls_key or None,
+    )
+
+
+def calm_collector() -> None:
+    """Look for cycles among what is young, and seldom among what has grown old: call it once everything is loaded.
+
+    A full collection walks every tree of every open episode, half a second with a thousand of them, and finds a few
+    exceptions: what is finished goes by its reference count.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 100)

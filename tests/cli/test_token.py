@@ -1,0 +1,56 @@
+"""`agentjet token`: shows a token and nothing else, replaces one while a server runs, and says what that ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentjet.cli.main import app
+from agentjet.errors import ConfigError, Unauthorized
+from agentjet.server import Keys
+
+
+def token(*arguments: str, data_dir: Path) -> str:
+    done = CliRunner().invoke(app, ["token", *arguments, "--data-dir", str(data_dir)], catch_exceptions=True)
+    if isinstance(done.exception, Exception):
+        raise done.exception
+    return done.output
+
+
+@pytest.mark.parametrize("role", ["client", "admin", "viewer"])
+def test_shown_and_replaced_while_a_server_runs(role: str, tmp_path: Path) -> None:
+    running = Keys.open(tmp_path)
+    key = running.sign("ep1", 2e10)
+    before = token("show", role, data_dir=tmp_path).strip()
+    assert running.control(before) == role
+    said = token("rotate", role, data_dir=tmp_path)
+    after = token("show", role, data_dir=tmp_path).strip()
+    assert after != before and before not in said and after not in said
+    assert running.control(after) == role and running.episode(key) == "ep1"
+    with pytest.raises(Unauthorized):
+        running.control(before)
+
+
+def test_rotating_the_keys_voids_them_and_no_token(tmp_path: Path) -> None:
+    running = Keys.open(tmp_path)
+    key = running.sign("ep1", 2e10)
+    held = token("show", "client", data_dir=tmp_path).strip()
+    assert "void" in token("rotate", "keys", data_dir=tmp_path)
+    assert running.control(held) == "client"
+    with pytest.raises(Unauthorized):
+        running.episode(key)
+
+
+def test_the_secret_of_the_keys_is_shown_to_nobody(tmp_path: Path) -> None:
+    Keys.open(tmp_path)
+    done = CliRunner().invoke(app, ["token", "show", "keys", "--data-dir", str(tmp_path)])
+    assert done.exit_code == 2 and (tmp_path / "key-secret").read_text().strip() not in done.output
+
+
+def test_a_folder_without_a_server(tmp_path: Path) -> None:
+    for command in ("show", "rotate"):
+        with pytest.raises(ConfigError, match="token is not there"):
+            token(command, "client", data_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,89 @@
+"""The table of the engine's states.
+
+Pinned here:
+1. every state can be reached and left; nothing follows that the table does not name;
+2. a stop while an errand is carried out does not begin another batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from agentjet.errors import Later
+from agentjet.gateway.states import DEMANDS, NEXT, IllegalInState, check, demand
+from agentjet.protocol import BeginRequest
+from agentjet.types import EngineState
+from tests.fakes import running
+
+STATES: tuple[EngineState, ...] = get_args(EngineState)
+
+
+def test_the_table_is_whole() -> None:
+    assert set(NEXT) == set(DEMANDS) == set(STATES)
+    assert {following for ways in NEXT.values() for following in ways} == set(STATES)
+    assert all(ways - {state} for state, ways in NEXT.items())
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_only_what_the_table_names_follows(state: EngineState) -> None:
+    for following in STATES:
+        if following in NEXT[state]:
+            check(state, following)
+        else:
+            with pytest.raises(AssertionError, match=f"{state} to {following}"):
+                check(state, following)
+
+
+def test_a_refusal_says_what_is_legal() -> None:
+    demand("checkpoint", "rolling")
+    with pytest.raises(IllegalInState, match="legal now: start") as refused:
+        demand("export", "offline")
+    assert (refused.value.status, refused.value.state, refused.value.legal) == (409, "offline", ("start",))
+
+
+@pytest.mark.anyio
+async def test_a_stop_during_an_errand_begins_no_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 1}) as run:
+        under_way, go_on = asyncio.Event(), asyncio.Event()
+
+        async def errand() -> str:
+            under_way.set()
+            await go_on.wait()
+            return "done"
+
+        saving = asyncio.create_task(run.gateway.engine.between_batches("export", errand))
+        await under_way.wait()
+        last = run.gateway.last_event
+        run.gateway.swarm.ready = lambda: True  # type: ignore[method-assign]
+        stopping = asyncio.create_task(run.gateway.stop_engine())
+        await run.until(lambda: run.gateway.engine.state == "draining")
+        go_on.set()
+        assert await saving == "done"
+        await stopping
+        entered = [event.body["state"] for event in run.gateway.swarm.events(last) if event.kind == "state"]
+        assert entered == ["draining", "offline"] and "the worker failed" not in caplog.text
+        with pytest.raises(IllegalInState):
+            await run.gateway.checkpoint()
+
+
+@pytest.mark.anyio
+async def test_an_errand_whose_turn_never_comes_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.may_sample.clear()
+        episode = await run.gateway.begin(BeginRequest(task_id="t", mode="eval"))
+        asking = asyncio.create_task(run.say(episode.id))
+        await run.until(lambda: len(run.compute.asked) == 1)
+        saving = asyncio.create_task(run.gateway.checkpoint())
+        await asyncio.sleep(0.01)
+        stopping = asyncio.create_task(run.gateway.stop_engine())
+        await run.until(lambda: run.gateway.engine.state == "draining")
+        run.compute.may_sample.set()
+        await stopping
+        with pytest.raises(Later):
+            await saving
+        await asyncio.gather(asking, return_exceptions=True)
+        assert run.gateway.engine.state == "offline"

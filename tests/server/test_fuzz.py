@@ -1,0 +1,247 @@
+"""Every route, with whatever its schema allows and forbids, by everybody.
+
+Pinned here:
+1. no request, well-formed or not, by whichever role, is answered with an error of the server's own, a status that
+   `/openapi.json` does not name, or a body that is not as it says;
+2. a body that is no JSON, or no request, is a 4xx in the dialect's own shape on every inference route;
+3. no mutation of a key gets past the door.
+
+A run makes about 2,000 requests of the first kind; `--hypothesis-profile=thorough` makes 100,000, in about half an
+hour of one core.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Literal
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import load_all_checks
+from schemathesis.core.failures import FailureGroup
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from agentjet.client.threads import LoopThread
+from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
+
+pytestmark = pytest.mark.slow
+load_all_checks()
+
+Role = Literal["nobody", "viewer", "client", "admin", "agent"]
+TOKENS: dict[Role, str] = {"viewer": VIEWER, "client": TOKEN, "admin": ADMIN}
+CASES = max(400, 10 * settings.default.max_examples)
+"""Of each role."""
+ENDLESS = "GET /swarm/v1/events"
+CHECKS = [
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+OWN_ERRORS = (503, 507)
+"""Statuses from 500 on that are meant: later, and no room on the disk."""
+HEALTH = list(HealthCheck)
+
+
+class Target:
+    """The real application over a scripted worker, asked in its own event loop, without a network in between."""
+
+    def __init__(self, served: Served, loop: LoopThread) -> None:
+        self.served = served
+        self._loop = loop
+        self.app = served.app
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app, raise_app_exceptions=False))
+        self.schema = schemathesis.openapi.from_dict(self.app.openapi())
+        self.episode: dict[str, Any] = {}
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def refresh(self) -> None:
+        """Bring up what an earlier request stopped, and have an episode that lives."""
+        gateway = self.served.run.gateway
+
+        async def wake() -> None:
+            await gateway.start_engine()
+            await gateway.ready()
+            known = self.episode.get("episode_id")
+            if known is None or gateway.swarm.episode(known).status != "live":
+                self.episode = await self.served.begin(mode="eval", client_id="refreshed")
+
+        self._loop.run(wake())
+
+    def send(self, prepared: requests.PreparedRequest, role: Role) -> httpx.Response:
+        """What `role` gets for it."""
+        headers = {name: value for name, value in prepared.headers.items() if name.lower() != "authorization"}
+        token = self.episode.get("api_key", "") if role == "agent" else TOKENS.get(role, "")
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        assert prepared.method is not None and prepared.url is not None
+        content = prepared.body.encode() if isinstance(prepared.body, str) else prepared.body
+        return self.post(prepared.url, headers, content, method=prepared.method)
+
+    def post(self, url: str, headers: Any, content: bytes | None, *, method: str = "POST") -> httpx.Response:
+        request = httpx.Request(method, url, headers=headers, content=content)
+        return self._loop.run(self._http.send(request))
+
+    def inference_routes(self) -> list[str]:
+        """The routes that take a conversation, those with a key in the path filled in."""
+        paths = self.app.openapi()["paths"]
+        found = [path for path, ways in paths.items() if "post" in ways and not path.startswith("/swarm/")]
+        return [path.replace("{key}", self.episode["api_key"]) for path in found]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    loop = LoopThread()
+    context = serving(tmp_path_factory.mktemp("fuzz") / "data")
+    yield Target(loop.run(context.__aenter__()), loop)
+    loop.run(context.__aexit__(None, None, None))
+    loop.stop()
+
+
+def meant(case: schemathesis.Case, target: Target, draw: st.DataObject) -> None:
+    """Lead some of the cases further in than chance would, and none into a long wait."""
+    deep = draw.draw(st.booleans(), label="deep")
+    if deep and "episode_id" in case.path_parameters:
+        case.path_parameters["episode_id"] = target.episode["episode_id"]
+    if deep and "key" in case.path_parameters:
+        case.path_parameters["key"] = target.episode["api_key"]
+    if isinstance(case.body, dict):
+        if isinstance(case.body.get("wait"), int | float):
+            case.body["wait"] = 0
+        if deep and "model" in case.body:
+            case.body["model"] = "policy"
+        if deep and "revision" in case.body:
+            case.body |= {"revision": target.served.run.gateway.job().revision, "job": {"max_tokens": 16}}
+
+
+@pytest.mark.parametrize("role", ["nobody", "viewer", "client", "admin", "agent"])
+def test_every_route_answers_as_documented(target: Target, role: Role) -> None:
+    operations = [found.ok() for found in target.schema.get_all_operations()]
+    if role in TOKENS:
+        operations = [operation for operation in operations if operation.label != ENDLESS]
+    kinds = [operation.as_strategy(generation_mode=mode) for operation in operations for mode in GenerationMode]
+
+    @settings(max_examples=CASES, deadline=None, suppress_health_check=HEALTH, database=None)
+    @given(case=st.sampled_from(kinds).flatmap(lambda kind: kind), draw=st.data())
+    def run(case: schemathesis.Case, draw: st.DataObject) -> None:
+        if draw.draw(st.integers(0, 3), label="refresh") or not target.episode:
+            target.refresh()
+        meant(case, target, draw)
+        asked = requests.Request(**case.as_transport_kwargs(base_url="http://127.0.0.1")).prepare()
+        answer = target.send(asked, role)
+        target.seen[role, answer.status_code] += 1
+        assert answer.status_code < 500 or answer.status_code in OWN_ERRORS, answer.text
+        case.validate_response(answer, checks=CHECKS)
+
+    run()
+    statuses = {status for who, status in target.seen if who == role}
+    print(role, {status: count for (who, status), count in sorted(target.seen.items()) if who == role})
+    assert statuses >= {"nobody": {401}, "viewer": {200, 403}, "agent": {200, 403}}.get(role, {200})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+WELL = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hello"}]}).encode()
+FIELDS = ["model", "messages", "n", "stop", "stream", "tools", "temperature", "seed", "max_tokens", "metadata"]
+
+
+def spoiled(field: str, value: Any) -> bytes:
+    """A request with one field replaced; what becomes of it may still be well."""
+    return json.dumps({**json.loads(WELL), field: value}).encode()
+
+
+BODIES = st.one_of(
+    st.binary(),
+    st.integers(0, len(WELL) - 1).map(lambda end: WELL[:end]),
+    st.tuples(st.integers(0, len(WELL)), st.binary(min_size=1)).map(lambda t: WELL[: t[0]] + t[1] + WELL[t[0] :]),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    st.integers(1, 3000).map(lambda depth: b"[" * depth + b"]" * depth),
+    st.tuples(st.sampled_from(FIELDS), st.integers(1, 3000)).map(
+        lambda t: b'{"model": "policy", "' + t[0].encode() + b'": ' + b"[" * t[1] + b"]" * t[1] + b"}"
+    ),
+    st.tuples(st.sampled_from(FIELDS), JSON).map(lambda t: spoiled(*t)),
+    st.integers(4000, 6000).map(lambda digits: b'{"model": "policy", "seed": ' + b"9" * digits + b"}"),
+    st.sampled_from([WELL.decode().encode("utf-16"), b"\xef\xbb\xbf" + WELL[1:], b'{"model": NaN}', b"", b"null"]),
+)
+
+
+@given(body=BODIES, content_type=st.sampled_from(["application/json", "text/plain", "", "multipart/form-data"]))
+@settings(max_examples=CASES // 2, deadline=None, suppress_health_check=HEALTH, database=None)
+def test_bodies_that_are_no_requests(target: Target, body: bytes, content_type: str) -> None:
+    target.refresh()
+    headers = {"Authorization": f"Bearer {target.episode['api_key']}", "Content-Type": content_type}
+    for route in target.inference_routes():
+        answer = target.post(f"http://127.0.0.1{route}", headers, body)
+        if answer.status_code == 200 and _is_well(body):
+            continue
+        assert 400 <= answer.status_code < 500, (answer.status_code, answer.text)
+        error = answer.json()["error"]
+        assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+
+
+def _is_well(body: bytes) -> bool:
+    """Whether a spoiled body may be a request all the same."""
+    try:
+        return isinstance(json.loads(body), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+@pytest.mark.parametrize("key", ["%0D", "%0A", "%09", "%00", "%20", "%C3%A9", "%ff", "..", "%2e%2e"])
+def test_paths_with_strange_keys_answer_in_the_shape_of_their_dialect(target: Target, key: str) -> None:
+    for body, statuses in ((WELL, (401,)), (b'{"model": 1}', (400,))):
+        answer = target.post(
+            f"http://127.0.0.1/k/{key}/v1/chat/completions", {"Content-Type": "application/json"}, body
+        )
+        if answer.status_code == 404 and ".." in key:  # The client resolves it, and it is another path.
+            continue
+        assert answer.status_code in statuses and answer.json()["error"]["message"], (key, answer.text)
+
+
+@given(data=st.data())
+@settings(max_examples=CASES // 4, deadline=None, suppress_health_check=HEALTH, database=None)
+def test_no_mutated_key_gets_in(target: Target, data: st.DataObject) -> None:
+    target.refresh()
+    key = target.episode["api_key"]
+    # Of the characters a header may carry, and the server's own tokens have.
+    alphabet = "ABCXYZabcxyz0189-_.=+/~ ajk"
+    start = data.draw(st.integers(0, len(key)))
+    end = data.draw(st.integers(start, len(key)))
+    made = key[:start] + data.draw(st.text(alphabet, max_size=5)) + key[end:]
+    if made.strip() == key:
+        return
+    headers = {"Authorization": f"Bearer {made}"}
+    own = f"/swarm/v1/episodes/{target.episode['episode_id']}"
+    for method, path in (("POST", f"{own}/heartbeat"), ("GET", "/v1/models"), ("GET", "/swarm/v1/status")):
+        answer = target.post(f"http://127.0.0.1{path}", headers, None, method=method)
+        assert answer.status_code == 401, (method, path, answer.status_code)
+
+
+def test_the_checks_notice(target: Target) -> None:
+    """An undocumented status and an undocumented shape are found, so their absence above means something."""
+    [operation] = [f.ok() for f in target.schema.get_all_operations() if f.ok().label == "GET /swarm/v1/status"]
+    case = operation.Case()
+    request = httpx.Request("GET", "http://127.0.0.1/swarm/v1/status")
+    for wrong in (
+        httpx.Response(418, json={}, request=request),
+        httpx.Response(200, json={"state": "asleep"}, request=request),
+    ):
+        wrong.elapsed = timedelta(0)
+        with pytest.raises(FailureGroup):
+            case.validate_response(wrong, checks=CHECKS)

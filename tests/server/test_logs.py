@@ -1,0 +1,122 @@
+"""What is written to the log.
+
+Pinned here:
+1. a record says which episode or batch it is about, without its author passing that on;
+2. JSON lines are JSON, one a record, traceback included;
+3. keys and tokens are in no line, wherever in a record they stand: message, arguments, traceback, event.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.errors import WorkerDied
+from agentjet.gateway import log_context
+from agentjet.server.logs import LogFormat, prepared, scrubbed
+from tests.server.serving import TOKEN, Keys, serving
+
+
+@contextmanager
+def written(log_format: LogFormat) -> Iterator[io.StringIO]:
+    """What the root logger's records become."""
+    stream = io.StringIO()
+    handler = prepared(logging.StreamHandler(stream), log_format, "%(levelname)s: %(message)s")
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield stream
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+@pytest.mark.anyio
+async def test_records_say_what_they_are_about(tmp_path: Path) -> None:
+    with written("json") as stream:
+        async with serving(tmp_path / "d") as served:
+            served.run.compute.fail_learn = [WorkerDied("out of memory")]
+            await served.run.batch()
+            begun = await served.begin(mode="eval")
+            served.run.gateway.heartbeat = None  # type: ignore[assignment, method-assign]
+            own = f"/swarm/v1/episodes/{begun['episode_id']}"
+            assert (await served.http.post(f"{own}/heartbeat")).status_code == 500
+    found = lines(stream)
+    steps = [line for line in found if line.get("event", {}).get("kind") == "step"]
+    assert [line["batch_id"] for line in steps] == [0]
+    assert steps[0]["event"]["body"]["metrics"]["reward/mean"] == 0.5
+    finished = [line["episode_id"] for line in found if "finished" in line["message"]]
+    assert sorted(finished) == ["ep000001", "ep000002", "ep000003", "ep000004"]
+    broken = [line for line in found if "traceback" in line]
+    assert [line["episode_id"] for line in broken] == [begun["episode_id"]]
+    assert {"time", "level", "logger", "message"} <= found[0].keys()
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_batch_at_hand_is_named(log_format: LogFormat) -> None:
+    with written(log_format) as stream, log_context.learning(7):
+        logging.getLogger("some.library").warning("careful")
+    logging.getLogger("some.library").warning("nobody writes this")
+    assert stream.getvalue().splitlines()[0].startswith("WARNING: careful batch_id=7" if log_format == "text" else "{")
+    assert log_format == "text" or lines(stream)[0]["batch_id"] == 7
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_secrets_are_in_no_line(log_format: LogFormat) -> None:
+    key = Keys(token=TOKEN, admin_token="a" * 20).sign("ep000001", 2e9)
+    with written(log_format) as stream:
+        log = logging.getLogger("agentjet.test")
+        log.error("GET /k/%s/v1/models failed", key)
+        log.error("asked with %r", {"Authorization": f"Bearer {TOKEN}", "x": key})
+        log.error("an event", extra={"event": {"body": {"reason": f"I was {key}, at /k/{key}/v1"}}})
+        try:
+            raise ValueError(f"wrong key {key}")
+        except ValueError:
+            log.exception("it broke")
+    assert stream.getvalue().count("…") >= 4
+    signature = key.rpartition(".")[2]
+    for secret in (key, signature, TOKEN):
+        assert secret not in stream.getvalue()
+    if log_format == "json":
+        assert len(lines(stream)) == 4
+
+
+@pytest.mark.parametrize(
+    "text", ["a bearer of news", "/kit/x", "ajk", "https://host/v1/models", "bearer", "episode ep000001 finished"]
+)
+def test_the_rest_is_left_alone(text: str) -> None:
+    assert scrubbed(text) == text
+
+
+@pytest.mark.anyio
+async def test_no_secret_in_what_a_server_logs_and_tells(tmp_path: Path) -> None:
+    """Through every route that sees one, failing ones too."""
+    with written("text") as stream:
+        async with serving(tmp_path / "d") as served:
+            begun = await served.begin()
+            key = begun["api_key"]
+            await served.http.get(f"/k/{key}/v1/models")
+            lost = await served.http.get(f"/k/{key}/v1/nowhere")
+            wrong = await served.http.post(f"/k/{key}/v2")
+            served.run.gateway.call = None  # type: ignore[method-assign, assignment]
+            body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+            broken = await served.http.post(f"/k/{key}/v1/chat/completions", json=body)
+            assert (lost.status_code, wrong.status_code, broken.status_code) == (404, 404, 500)
+            told = [(await served.http.get(f"/swarm/v1/{path}")).text for path in ("status", "episodes", "job")]
+    assert "Traceback" in stream.getvalue()
+    for text in (stream.getvalue(), lost.text, wrong.text, broken.text, *told):
+        assert key not in text and key.rpartition(".")[2] not in text and TOKEN not in text

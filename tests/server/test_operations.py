@@ -1,0 +1,123 @@
+"""What whoever runs the server sees of it.
+
+Pinned here:
+1. `/healthz` answers without a token whatever the engine does, `/readyz` says whether it may be sent work;
+2. `/metrics` is Prometheus' format, takes any token of the server, and its numbers are those of the status;
+3. a viewer reads what there is to read, and is refused everything else with a stable code;
+4. what the engine's state does not allow is 409 with the state and what is legal; what waiting helps is 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.serving import ADMIN, VIEWER, Served, serving
+
+pytestmark = pytest.mark.anyio
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def samples(served: Served) -> dict[str, float]:
+    """Every sample of `/metrics` by its name and label value."""
+    response = await served.http.get("/metrics", headers=bearer(VIEWER))
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
+    return {
+        "/".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+async def test_alive_and_ready(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path / "d", prepare=lambda compute: compute.may_start.clear(), wait_ready=False) as served,
+        httpx.AsyncClient(base_url=served.url, verify=False) as stranger,
+    ):
+        loading = await stranger.get("/readyz")
+        assert (loading.status_code, loading.json()) == (503, {"ready": False, "state": "loading"})
+        assert (await stranger.get("/healthz")).json() == {"status": "alive"}
+        served.run.compute.may_start.set()
+        await served.run.gateway.ready()
+        assert (await stranger.get("/readyz")).json() == {"ready": True, "state": "rolling"}
+        assert (await served.http.post("/swarm/v1/stop", headers=bearer(ADMIN))).status_code == 200
+        assert (await stranger.get("/readyz")).json() == {"ready": False, "state": "offline"}
+        assert (await stranger.get("/healthz")).status_code == 200
+        refused = await stranger.get("/metrics")
+        assert (refused.status_code, refused.json()["code"]) == (401, "token_missing")
+        assert {"200", "503"} <= served.app.openapi()["paths"]["/readyz"]["get"]["responses"].keys()
+
+
+async def test_metrics(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        before = await samples(served)
+        assert before["agentjet_policy_version"] == 0 and before["agentjet_state/rolling"] == 1
+        await served.run.batch()
+        await served.begin(mode="eval")
+        now = await samples(served)
+        assert now["agentjet_policy_version"] == 1
+        assert now["agentjet_episodes_total/finished"] == now["agentjet_episodes_total/trained"] == 4
+        assert (now["agentjet_episodes/live"], now["agentjet_episodes/waiting"]) == (1, 0)
+        assert now["agentjet_step/reward/mean"] == 0.5
+        assert sum(value for name, value in now.items() if name.startswith("agentjet_state/")) == 1
+        assert now["agentjet_journal_bytes"] > 0 and now["agentjet_state_seconds"] >= 0
+        assert now["agentjet_calls_active"] == 0 and now["agentjet_clients"] >= 1
+
+
+async def test_a_viewer_reads_only(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = (await served.begin())["episode_id"]
+        own = f"/swarm/v1/episodes/{episode}"
+        for path in ("status", "episodes", f"episodes/{episode}", "job", "checkpoints"):
+            answer = await served.http.get(f"/swarm/v1/{path}", headers=bearer(VIEWER))
+            assert answer.status_code == 200, path
+        async with served.http.stream("GET", "/swarm/v1/events", headers=bearer(VIEWER)) as events:
+            assert events.status_code == 200
+        for path in ("/swarm/v1/episodes", "/swarm/v1/checkpoints", "/swarm/v1/exports", f"{own}/heartbeat"):
+            refused = await served.http.post(path, headers=bearer(VIEWER), json={})
+            assert (refused.status_code, refused.json()["code"]) == (403, "client_token_needed"), path
+        for path, body in ((f"{own}/finish", {"reward": 1}), (f"{own}/abort", {})):
+            refused = await served.http.post(path, headers=bearer(VIEWER), json=body)
+            assert (refused.status_code, refused.json()["code"]) == (403, "client_token_needed"), path
+        for method, path in (("POST", "/swarm/v1/start"), ("POST", "/swarm/v1/stop"), ("PUT", "/swarm/v1/job")):
+            refused = await served.http.request(
+                method, path, headers=bearer(VIEWER), json={"revision": 1, "job": {}} if method == "PUT" else None
+            )
+            assert (refused.status_code, refused.json()["code"]) == (403, "admin_token_needed"), path
+        refused = await served.http.get("/v1/models", headers=bearer(VIEWER))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "episode_key_needed")
+        assert served.run.gateway.swarm.episode(episode).status == "live"
+
+
+async def test_what_the_state_does_not_allow(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        await served.run.batch()
+        served.run.compute.may_sample.clear()
+        episode = await served.begin(mode="eval")
+        asking = asyncio.create_task(served.run.say(episode["episode_id"]))
+        await served.run.until(lambda: served.run.compute.asked[-1].finished is False)
+        stopping = asyncio.create_task(served.http.post("/swarm/v1/stop", headers=bearer(ADMIN)))
+        await served.run.until(lambda: served.run.gateway.engine.state == "draining")
+        wait = await served.http.post("/swarm/v1/start", headers=bearer(ADMIN))
+        assert (wait.status_code, wait.json()["code"]) == (503, "engine_stopping") and wait.headers["Retry-After"]
+        refused = (await served.http.post("/swarm/v1/checkpoints")).json()
+        assert (refused["code"], refused["state"], refused["legal"]) == ("illegal_in_state", "draining", [])
+        served.run.compute.may_sample.set()
+        assert (await stopping).json()["state"] == "offline"
+        await asyncio.gather(asking, return_exceptions=True)
+        for path in ("/swarm/v1/checkpoints", "/swarm/v1/exports"):
+            refused = await served.http.post(path)
+            assert refused.status_code == 409 and refused.headers["content-type"] == "application/problem+json"
+            body = refused.json()
+            assert (body["code"], body["state"], body["legal"]) == ("illegal_in_state", "offline", ["start"])
+            assert "start" in body["detail"]
+        # Begins and calls of a stopped engine are worth another try: a restart looks like this from outside.
+        later = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
+        assert (later.status_code, later.json()["code"]) == (503, "engine_stopped")

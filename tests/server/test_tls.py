@@ -1,0 +1,98 @@
+"""HTTPS, and what is refused without it.
+
+Pinned here:
+1. with a certificate the server speaks HTTPS, and the address it gives its agents is an https one; so it is behind a
+   proxy that ends TLS;
+2. an address that is no loopback one takes a certificate or an explicit word, and the refusal names both;
+3. a certificate that is missing, or another key's, is refused before the server begins.
+"""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentjet.config import ServerConfig, load_config
+from agentjet.errors import ConfigError
+from agentjet.server.tls import check_certificate
+from tests.server.serving import TOKEN, serving
+
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def make_certificate(folder: Path, *, passphrase: str = "") -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1 and its key."""
+    folder.mkdir()
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    protection = ["-passout", f"pass:{passphrase}"] if passphrase else ["-nodes"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    try:
+        subprocess.run(
+            [*command, *names, *protection, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
+        )
+    except FileNotFoundError:
+        pytest.skip("the program openssl, which makes the certificate, is not installed")
+    return cert, key
+
+
+@pytest.mark.anyio
+async def test_https(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path / "tls")
+    check_certificate(ServerConfig(tls_cert=str(cert), tls_key=str(key)))
+    async with serving(tmp_path / "d", server={"tls_cert": str(cert), "tls_key": str(key)}) as served:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        async with httpx.AsyncClient(base_url=served.url, verify=trusting, headers=HEADERS) as http:
+            begun = (await http.post("/swarm/v1/episodes", json={"task_id": "t"})).json()
+            assert begun["base_url"] == f"{served.url}/v1" and begun["base_url"].startswith("https://")
+            models = await http.get(
+                f"{begun['base_url']}/models", headers={"Authorization": f"Bearer {begun['api_key']}"}
+            )
+            assert models.status_code == 200
+        async with httpx.AsyncClient(verify=ssl.create_default_context()) as distrusting:
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await distrusting.get(f"{served.url}/healthz")
+        async with httpx.AsyncClient(verify=False) as plain:
+            with pytest.raises(httpx.HTTPError):
+                await plain.get(served.url.replace("https", "http") + "/healthz")
+
+
+@pytest.mark.anyio
+async def test_behind_a_proxy_that_ends_tls(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", server={"allowed_hosts": "box.example"}) as served:
+        forwarded = {"Host": "box.example", "X-Forwarded-Proto": "https"}
+        begun = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"}, headers=forwarded)
+        assert begun.json()["base_url"] == "https://box.example/v1"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "box.example"])
+def test_other_addresses_take_tls_or_a_word(host: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [f"server.host={host}"], environ={})
+    for way_out in ("server.tls_cert", "server.insecure", "--insecure", "tunnel"):
+        assert way_out in str(refused.value)
+    assert f"server.host = {host!r}" in str(refused.value)
+    for granted in (["server.insecure=true"], ["server.tls_cert=c.pem", "server.tls_key=k.pem"]):
+        assert load_config(None, [f"server.host={host}", *granted], environ={}).server.host == host
+
+
+@pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
+def test_half_a_certificate_is_refused(given: str) -> None:
+    missing = {"tls_cert": "tls_key", "tls_key": "tls_cert"}[given]
+    with pytest.raises(ConfigError, match=f"{given} = 'x.pem' needs {missing}"):
+        load_config(None, [f"server.{given}=x.pem"], environ={})
+
+
+def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path / "a")
+    _, foreign = make_certificate(tmp_path / "b")
+    locked = make_certificate(tmp_path / "c", passphrase="open sesame")
+    for wrong in ((cert, foreign), (cert, cert), locked):
+        with pytest.raises(ConfigError, match=r"tls_cert = .* and server\.tls_key = .* cannot be used together"):
+            check_certificate(ServerConfig(tls_cert=str(wrong[0]), tls_key=str(wrong[1])))
+    with pytest.raises(ConfigError, match=r"server\.tls_cert = .*nowhere.* cannot be read"):
+        check_certificate(ServerConfig(tls_cert=str(tmp_path / "nowhere"), tls_key=str(key)))
