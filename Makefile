@@ -33,10 +33,10 @@ demo: setup  ## train SmolLM2-135M from an agent: reward curve, report and expor
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)
 
 test: setup  ## run every test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 fast: setup  ## run the tests that start no server and take no time
-	$(BIN)/python -m pytest -q -m "not e2e and not slow"
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not e2e and not slow"
 
 check: setup  ## format, lint, types, and who may import whom
 	$(BIN)/ruff format --check .
@@ -44,10 +44,12 @@ check: setup  ## format, lint, types, and who may import whom
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the library's, merging against rows, what the light parts weigh
+bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the library's, merging against rows, the gateway against a proxy, kills, and what the light parts weigh
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.sampler
 	$(BIN)/python -m bench.merge
+	$(BIN)/python -m bench.gateway
+	$(BIN)/python -m bench.chaos
 	$(BIN)/python -m bench.footprint
 
 docs: setup  ## write the page that is made from the program

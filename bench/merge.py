@@ -36,8 +36,11 @@ from bench.merging.replay import conversation_rows
 from bench.merging.workloads import REAL, SYNTHETIC, VOCABULARY, Lengths, Shape, limits, subagents, turns
 
 NAMES = (*SYNTHETIC, REAL)
+BY_DEFAULT = [name for name in NAMES if name != "turns40_long"]
 WITHOUT_CALLS = ("turns40_long",)
 """Two million tokens as one row per call: that baseline is left out."""
+WITH_MEMORY = ("turns12", "turns40", "shared_prompt", REAL)
+"""Where peak memory is worth the time of another step."""
 QUICK_SHRINK = 20
 EXACT = Lengths(prompt=20, context=5, sampled=4)
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
@@ -97,7 +100,7 @@ def compare(settings: Settings, workload: str, repeats: int, console: Console) -
         steps = 1 if mode == "call" else repeats
         step = measured(_with_steps(settings, steps), mode, workload)
         result |= {f"{mode}_s": statistics.median(step.seconds), f"{mode}_tokens": step.tokens}
-        if mode != "call":
+        if mode != "call" and workload in WITH_MEMORY:
             apart = step if settings.quick else measured(_with_steps(settings, 1), mode, workload, **ALLOCATOR)
             result[f"{mode}_peak_mb"] = apart.peak_mb
     result |= {
@@ -128,7 +131,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
     for name, r in results.items():
         seconds = [f"{r[f'{mode}_s']:.2f}" if f"{mode}_s" in r else "" for mode in MODES]
         against_call = f"{r['vs_call']:.2f}" if r["vs_call"] else ""
-        memory = f"{r['forest_peak_mb']:.0f} / {r['timeline_peak_mb']:.0f}"
+        memory = f"{r['forest_peak_mb']:.0f} / {r['timeline_peak_mb']:.0f}" if "forest_peak_mb" in r else ""
         ratios = [
             against_call,
             f"{r['token_ratio']:.2f}",
@@ -164,9 +167,11 @@ def gateway_figures(quick: bool, console: Console) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=NAMES, default=BY_DEFAULT, metavar="NAME", help=", ".join(NAMES)
+    )
     parser.add_argument("--real", default="", metavar="PATH", help="recorded conversations; without, `real` is skipped")
-    parser.add_argument("--tasks", type=int, default=3, help="tasks of `real`, each with all its trials")
+    parser.add_argument("--tasks", type=int, default=2, help="tasks of `real`, each with all its trials")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch, in every mode")

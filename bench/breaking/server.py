@@ -14,9 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -26,7 +24,6 @@ from agentjet.compute import Compute
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
 from agentjet.gateway import Gateway
-from agentjet.server import Keys
 from agentjet.swarm import Batch
 from agentjet.timeline.forest import Forest
 from bench.breaking.hooks import Disk, JumpingClock, MortalCompute, Trap, die
@@ -88,22 +85,22 @@ class ForestKeeper:
 def main() -> int:
     config = ServeConfig.model_validate_json(Path(sys.argv[1]).read_text())
     folder = Path(sys.argv[2])
-    clock = JumpingClock(folder / "clock")
+    jumping = JumpingClock(folder / "clock")
 
-    def make_gateway(config: ServeConfig, compute: Compute) -> Gateway:
+    def make_gateway(config: ServeConfig, compute: Compute, *, clock: Callable[[], float]) -> Gateway:
         assert isinstance(compute, MortalCompute)
         gateway = Gateway(config, compute, clock=clock)
         journal = gateway._journal
         compute.say = say
         ForestKeeper(gateway, folder / "forests")
-        gateway.chaos = Orders(Trap(journal, folder, say), compute, Disk(journal, say), clock)  # type: ignore[attr-defined]
+        gateway.chaos = Orders(Trap(journal, folder, say), compute, Disk(journal, say), jumping)  # type: ignore[attr-defined]
         say(gateway=os.getpid())
         return gateway
 
     wiring: Any = server_process
     wiring.EmbeddedCompute = MortalCompute
     wiring.Gateway = make_gateway
-    wiring.Keys = SimpleNamespace(open=partial(Keys.open, clock=clock))
+    wiring.steady_clock = lambda: jumping
     try:
         server_process.run(config)
     except AgentJetError as error:

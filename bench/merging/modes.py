@@ -28,14 +28,16 @@ from agentjet.timeline.forest import select
 from bench.merging.workloads import timelines
 
 MODES = ("call", "timeline", "forest")
+ENOUGH_SECONDS = 30.0
+"""Steps that took so long together are not repeated: their noise is small beside them."""
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a mode is run: the type of the weights, threads, tokens of a micro-batch, counted steps."""
+    """How a mode is run: the type of the weights, threads, tokens of a micro-batch, most counted steps."""
 
-    dtype: str = "auto"
+    dtype: str = "float32"
     threads: int = 2
     budget: int = 8192
     steps: int = 1
@@ -167,6 +169,8 @@ def measure(mode: str, rows: Sequence[Row], folder: Path, run: Run) -> Measured:
         metrics = learner.learn(lay_out(mode, rows), job, version)
         seconds.append(time.perf_counter() - began)
         tokens = round(metrics["forest/tokens_computed"])
+        if sum(seconds) > ENOUGH_SECONDS:
+            break
     return Measured(seconds, tokens, _peak_mb() - before)
 
 

@@ -12,7 +12,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -59,14 +60,23 @@ def run(config: ServeConfig) -> None:
         raise SystemExit(exit_code)
 
 
+def steady_clock() -> Callable[[], float]:
+    """Unix seconds that never jump while the process lives: a clock set back would hold leases open, one set forward
+    would end them all at once.
+    """
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None) -> int:
     """Returns the exit code."""
-    gateway = Gateway(config, EmbeddedCompute(config))
+    clock = steady_clock()
+    gateway = Gateway(config, EmbeddedCompute(config), clock=clock)
     gateway.tracing.tracer = tracer
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs", config.server.log_format)
     url = _url(listener, config.server)
-    keys = Keys.open(data_dir, token=server_token())
+    keys = Keys.open(data_dir, token=server_token(), clock=clock)
     http = _Http(options(create_app(gateway, keys), config.server))
     stop = _stop_on_signals()
     await gateway.start()

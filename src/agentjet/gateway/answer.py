@@ -9,6 +9,7 @@ back is recognised.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from agentjet.gateway.requests import TokenLogprob
 from agentjet.rendering import Renderer
@@ -58,7 +59,8 @@ class Answer:
         text = self._text[: len(self._text) - _partial(self._text, (*MARKERS, *self._stop))]
         if not text.strip():
             return "", ""
-        message = self._renderer.parse_text(text, self._conversation)
+        # Without tools: a call that looks whole now may turn out to be text, white space around it and all.
+        message = self._renderer.parse_text(text, replace(self._conversation, tools=()))
         return self._unsent(message.reasoning, self._certain_content(message.content))
 
     def message(self) -> tuple[Message, str, str]:

@@ -215,7 +215,8 @@ class Engine:
         if self._stopping:
             return False
         self._failures = 1 if lived > SOUND_SECONDS else self._failures + 1
-        if self.card is None or self._failures > MAX_FAILURES:
+        is_new = self.card is None and self._store.newest() is None
+        if is_new or self._failures > MAX_FAILURES:
             await self._give_up(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
             return False
         self._gate.hold()

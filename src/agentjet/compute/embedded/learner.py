@@ -120,6 +120,8 @@ class Learner:
         computed = sum(part.forest.num_targets for part in parts)
         for part in parts:
             self._accumulate(part, algorithm, totals, normalise=computed)
+        self._pass.finish()
+        self._gather_gradients()
         totals.num_computed += sum(self._pass.num_computed(part.forest) for part in parts)
         totals.grad_norms.append(self._apply(job.optimizer))
 
@@ -156,7 +158,8 @@ class Learner:
         """Log-probabilities [M] of the forest's targets, without gradient."""
         with torch.no_grad():
             hidden, positions = self._pass.hidden(forest)
-            return torch.cat([logp for _, logp, _ in self._heads(hidden, positions, forest)])
+            chunks = [logp for _, logp, _ in self._heads(hidden, positions, forest)]
+            return torch.cat(chunks) if chunks else hidden.new_zeros(0)
 
     def _reference_logprobs(self, forest: Forest) -> Tensor:
         if self.policy.has_adapters:
@@ -190,7 +193,7 @@ class Learner:
             yield chunk, logp.gather(-1, wanted[part, None])[:, 0], entropy
 
     def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals, normalise: int) -> None:
-        """Forward, loss and backward of one micro-batch; gradients end in the masters, in float32."""
+        """Forward, loss and backward of one micro-batch, as far as no later one stands on it."""
         forest, device = part.forest, self.policy.device
         hidden, rows = self._pass.hidden(forest)
         cut = hidden.detach().requires_grad_()
@@ -211,7 +214,11 @@ class Learner:
                 totals.add("policy/kl", kl, normalise)
             (loss * _to(part.weight[chunk], device)).sum().backward()  # type: ignore[no-untyped-call]
             totals.add_policy(logp.detach(), old, advantage, entropy, algorithm, normalise)
-        hidden.backward(cut.grad)  # type: ignore[no-untyped-call]
+        self._pass.backward(hidden, cut.grad)
+        self._gather_gradients()
+
+    def _gather_gradients(self) -> None:
+        """Move the weights' gradients to the masters, in float32."""
         for name, p in self._params.items():
             master = self._masters[name]
             if p.grad is None or master is p:

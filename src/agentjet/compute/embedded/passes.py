@@ -1,8 +1,9 @@
-"""The learner's two ways from a forest to the hidden states that its targets are predicted from.
+"""The learner's ways from a forest to the hidden states that its targets are predicted from, and back.
 
-`ForestPass` computes each node once, under an attention plan. `RowPass`, for models whose state cannot branch, computes
+`TrunkPass` (`trunk.py`) computes each node once, however many micro-batches a batch makes, `ForestPass` once in each
+micro-batch that needs it, both under an attention plan. `RowPass`, for models whose state cannot branch, computes
 the same forest as one row per timeline: every root-to-leaf path that ends in a target, each target in exactly one of
-the rows that hold it. Only this differs between the two; loss, weights and optimiser know nothing of it.
+the rows that hold it. Only this differs between them; loss, weights and optimiser know nothing of it.
 
 Rows are padded on the right and no mask says so: no layer of a causal model lets a token see a later one, be it
 attention, convolution or recurrence.
@@ -23,6 +24,7 @@ from agentjet.compute.embedded.attention import AttentionPlan, flat_forward
 from agentjet.compute.embedded.flex import FlexPlan
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.tree_attention import ForestPlan
+from agentjet.compute.embedded.trunk import TrunkPass
 from agentjet.timeline.forest import Forest, split
 
 IntArray = NDArray[np.int64]
@@ -42,13 +44,26 @@ class Pass(Protocol):
         ...
 
     def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
-        """Hidden states [U, hidden] of the positions that predict a target, and each target's [M] row among them."""
+        """Hidden states [U, hidden] of the positions that predict a target, and each target's [M] row among them.
+
+        Pieces are passed in the order of `pieces`.
+        """
+        ...
+
+    def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
+        """Walk back the piece that `hidden` was just computed for; None where it has no target."""
+        ...
+
+    def finish(self) -> None:
+        """After the last piece: gradients are complete now."""
         ...
 
 
 def pass_of(policy: Policy) -> Pass:
     """The way this policy can go."""
-    return ForestPass(policy) if policy.card.can_branch else RowPass(policy)
+    if not policy.card.can_branch:
+        return RowPass(policy)
+    return ForestPass(policy) if policy.device.type == "cuda" else TrunkPass(policy)
 
 
 def forest_plan(forest: Forest, device: torch.device) -> AttentionPlan:
@@ -56,8 +71,20 @@ def forest_plan(forest: Forest, device: torch.device) -> AttentionPlan:
     return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device)
 
 
-class ForestPass:
-    """Every node once."""
+class _Alone:
+    """Pieces that need nothing of each other."""
+
+    def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
+        """See `Pass`."""
+        if gradient is not None:
+            hidden.backward(gradient)  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """See `Pass`."""
+
+
+class ForestPass(_Alone):
+    """Every node once, but for the path above a piece, which each piece computes again. The way on CUDA."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -82,7 +109,7 @@ class ForestPass:
         return _predicting(hidden, forest.parent[forest.node])
 
 
-class RowPass:
+class RowPass(_Alone):
     """Every timeline a row of its own, in batches of rows of similar length."""
 
     def __init__(self, policy: Policy) -> None:
