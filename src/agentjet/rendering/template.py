@@ -180,17 +180,17 @@ class _Literals:
         )
         self._ordered = ordered
         self._longest = max(map(len, ordered), default=0)
-        self._heads = {literal[:n] for literal in ordered for n in range(1, len(literal))}
-        self._tails = {literal[n:] for literal in ordered for n in range(1, len(literal))}
+        self._heads = tuple({literal[:n] for literal in ordered for n in range(1, len(literal))})
+        self._tails = tuple({literal[n:] for literal in ordered for n in range(1, len(literal))})
 
     def may_begin_at_end_of(self, text: str) -> bool:
-        return any(text[-n:] in self._heads for n in range(1, min(self._longest, len(text)) + 1))
+        return text.endswith(self._heads)
 
     def may_end_at_start_of(self, text: str) -> bool:
         """True too when `text` lies within a literal. Bare words (a JSON schema's "object") must compare equal."""
         if text.isalnum():
             return False
-        if any(text[:n] in self._tails for n in range(1, min(self._longest, len(text)) + 1)):
+        if text.startswith(self._tails):
             return True
         return 0 < len(text) < self._longest and any(text in literal for literal in self._ordered)
 
@@ -231,8 +231,7 @@ def _json_object(arguments: str) -> Any:
 
 def _unused_characters(conversation: Conversation) -> tuple[str, str]:
     """Two private-use characters that occur nowhere in the conversation."""
-    texts = set(_strings([conversation.tools, [_texts_of(message) for message in conversation.messages]]))
-    text = "".join(text for text in texts if not text.isascii())
+    text = "".join(text for text in _texts_of(conversation) if not text.isascii())
     free = (chr(code) for code in _PRIVATE_USE if chr(code) not in text)
     try:
         return next(free), next(free)
@@ -240,11 +239,19 @@ def _unused_characters(conversation: Conversation) -> tuple[str, str]:
         raise InvalidRequest("the messages use thousands of different private-use characters") from None
 
 
-def _texts_of(message: Message) -> list[str]:
-    calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
-    # Escapes in JSON arguments become characters, so they are looked at both ways.
-    values = [_json_object(call.arguments) for call in message.tool_calls]
-    return [message.content, message.reasoning, message.tool_call_id, message.name, *calls, *_strings(values)]
+def _texts_of(conversation: Conversation) -> Iterator[str]:
+    yield from _strings(conversation.tools)
+    for message in conversation.messages:
+        yield message.content
+        yield message.reasoning
+        yield message.tool_call_id
+        yield message.name
+        for call in message.tool_calls:
+            yield call.id
+            yield call.name
+            yield call.arguments
+            if "\\" in call.arguments:  # escapes in JSON arguments become characters
+                yield from _strings(_json_object(call.arguments))
 
 
 def _strings(value: Any) -> Iterator[str]:
