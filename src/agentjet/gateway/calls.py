@@ -187,7 +187,7 @@ class CallPath:
             sent = False
             async with self._gate.enter(max(0.0, order.deadline - loop.time())):
                 self._swarm.heartbeat(order.episode.id)  # Raises when the episode ended while its call was held.
-                call_id = uuid.uuid4().hex
+                call_id = (index == 0 and order.request.id) or uuid.uuid4().hex
                 answer = Answer(
                     order.renderer,
                     order.request.conversation,

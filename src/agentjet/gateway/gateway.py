@@ -39,6 +39,7 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.types import Conversation, Message
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +200,11 @@ class Gateway:
     def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
         """The answer to `request` did not reach its agent; `call_ids` name what was recorded of it."""
         self._calls.undelivered(episode_id, role, request, call_ids)
+
+    def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
+        """What a call of a live episode and role was asked, and what it answered; None when there is no such call."""
+        tree = self.swarm.tree(episode_id, role)
+        return tree.exchange(call_id) if tree.knows(call_id) else None
 
     def episode_tree(self, episode_id: str) -> EpisodeTree:
         """An episode opened up. Raises `NotFound`."""

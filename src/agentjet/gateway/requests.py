@@ -31,6 +31,8 @@ class CallRequest:
 
     Without it only the last chunk of each choice comes, so a dead worker is never noticed.
     """
+    id: str = ""
+    """Of the call that its first choice becomes; without it one is made up."""
     fingerprint: str = ""
     """Names the request as it was sent: sent again, it has the same one."""
     retry: bool = False
