@@ -20,6 +20,7 @@ from agentjet.swarm.rows import (
     EPISODES_FROM,
     SELECT_CALLS,
     SELECT_EPISODES,
+    STATUS,
     RecordedCall,
     pack_floats,
     pack_ints,
@@ -28,7 +29,7 @@ from agentjet.swarm.rows import (
     to_json,
     unpack_ints,
 )
-from agentjet.types import Call
+from agentjet.types import Call, EpisodeStatus
 
 IDEMPOTENCY_SECONDS = 86_400.0
 """How long a key is remembered at least: far beyond any client's retries."""
@@ -72,8 +73,15 @@ class Journal(JournalFile):
         e = episode
         self._insert(
             "episodes",
-            (e.seq, e.id, e.client_id, e.task_id, e.task_set, e.group, e.group_id, e.mode, e.policy_version, e.begun),
+            (
+                *(e.seq, e.id, e.client_id, e.task_id, e.task_set, e.group, e.group_id, e.mode),
+                *(e.policy_version, e.begun, e.code_version, e.team, e.at_version),
+            ),
         )
+
+    def add_promise(self, episode: Episode, prepared: float) -> None:
+        e = episode
+        self._insert("promises", (e.id, e.reward, to_json(e.by_role), to_json(e.metrics), prepared))
 
     def add_finish(self, episode: Episode) -> None:
         e = episode
@@ -90,11 +98,16 @@ class Journal(JournalFile):
         row = self._db.execute(f"{SELECT_EPISODES} WHERE e.id = ?", (episode_id,)).fetchone()
         return None if row is None else read_episode(row)
 
-    def recent_episodes(self, limit: int) -> list[Episode]:
-        """The newest ones, newest first."""
-        return [
-            read_episode(row) for row in self._db.execute(f"{SELECT_EPISODES} ORDER BY e.seq DESC LIMIT ?", (limit,))
-        ]
+    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
+        """The newest ones, newest first: all, those of a team, those of a status."""
+        conditions = ["TRUE"]
+        if team:
+            conditions.append("e.team = :team AND e.team != ''")  # the second half lets SQLite use the index
+        if status:
+            conditions.append(f"{STATUS} = :status")
+        query = f"{SELECT_EPISODES} WHERE {' AND '.join(conditions)} ORDER BY e.seq DESC LIMIT :limit"
+        rows = self._db.execute(query, {"team": team, "status": status, "limit": limit})
+        return [read_episode(row) for row in rows]
 
     def unsettled_episodes(self) -> list[Episode]:
         """Live ones, and finished training ones that are neither trained nor dropped, in the order they began."""
@@ -122,12 +135,14 @@ class Journal(JournalFile):
         row = self._db.execute(
             "SELECT COUNT(*), COUNT(f.episode_id), "
             "COALESCE(SUM(a.status = 'aborted'), 0), COALESCE(SUM(a.status = 'expired'), 0), "
+            f"COALESCE(SUM({STATUS} = 'prepared'), 0), "
             "COUNT(s.batch_id), COALESCE(SUM(f.episode_id IS NOT NULL AND g.state = 'dropped'), 0), "
             f"COALESCE(SUM(f.episode_id IS NOT NULL AND e.mode = 'train'), 0) {EPISODES_FROM}"
         ).fetchone()
-        every, finished, aborted, expired, trained, dropped, finished_train = (int(n) for n in row)
+        every, finished, aborted, expired, prepared, trained, dropped, finished_train = (int(n) for n in row)
         return {
-            "live": every - finished - aborted - expired,
+            "live": every - finished - aborted - expired - prepared,
+            "prepared": prepared,
             "finished": finished,
             "aborted": aborted,
             "expired": expired,
@@ -137,10 +152,13 @@ class Journal(JournalFile):
         }
 
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
-        """Aborted and expired while the batch was being filled; apart from them those ended as `surplus` or `stale`."""
+        """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale` or
+        `in_doubt`.
+        """
         rows = self._db.execute(
             "SELECT CASE WHEN reason LIKE 'surplus:%' THEN 'surplus' WHEN reason LIKE 'stale:%' THEN 'stale' "
-            "ELSE status END AS how, COUNT(*) FROM aborts WHERE for_batch = ? GROUP BY how",
+            "WHEN reason LIKE 'in doubt:%' THEN 'in_doubt' ELSE status END AS how, COUNT(*) FROM aborts "
+            "WHERE for_batch = ? GROUP BY how",
             (for_batch,),
         )
         return {str(status): int(count) for status, count in rows}
@@ -182,17 +200,20 @@ class Journal(JournalFile):
         """Insert or update; members follow from the episodes."""
         g = group
         self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
             "touched = excluded.touched, state = excluded.state, reason = excluded.reason, "
             "closed = excluded.closed, for_batch = excluded.for_batch",
-            (g.id, g.client_id, g.name, g.opened, g.touched, g.state, g.reason, g.closed, g.for_batch),
+            (
+                *(g.id, g.client_id, g.name, g.opened, g.touched, g.state, g.reason, g.closed, g.for_batch),
+                *(g.task_set, g.code_version),
+            ),
         )
 
     def unlearned_groups(self) -> list[Group]:
         """Open and complete groups that are in no batch yet, in the order they were opened."""
         rows = self._db.execute(
-            "SELECT id, client_id, name, opened, touched, state, reason, closed, for_batch FROM groups "
-            "WHERE state != 'dropped' AND id NOT IN (SELECT group_id FROM batch_groups) ORDER BY id"
+            "SELECT id, client_id, name, opened, touched, state, reason, closed, for_batch, task_set, code_version "
+            "FROM groups WHERE state != 'dropped' AND id NOT IN (SELECT group_id FROM batch_groups) ORDER BY id"
         ).fetchall()
         members = (
             "SELECT id FROM episodes WHERE group_id = ? AND id NOT IN (SELECT episode_id FROM aborts) ORDER BY seq"
@@ -209,6 +230,8 @@ class Journal(JournalFile):
                 reason=row[6],
                 closed=row[7],
                 for_batch=row[8],
+                task_set=row[9],
+                code_version=row[10],
             )
             for row in rows
         ]
@@ -222,7 +245,9 @@ class Journal(JournalFile):
         return {str(reason): int(count) for reason, count in rows}
 
     def add_batch(self, batch: Batch, group_ids: Sequence[int]) -> None:
-        self._insert("batches", (batch.id, batch.seed, batch.job.model_dump_json(), batch.composed))
+        self._insert(
+            "batches", (batch.id, batch.seed, batch.job.model_dump_json(), batch.composed, to_json(batch.carry))
+        )
         for g, (group_id, members) in enumerate(zip(group_ids, batch.groups, strict=True)):
             self._insert("batch_groups", (group_id, batch.id, g))
             for position, episode_id in enumerate(members):
@@ -236,7 +261,7 @@ class Journal(JournalFile):
     def batches(self, policy_version: int) -> list[Batch]:
         """Batches from `policy_version` on, in order, learned or not."""
         rows = self._db.execute(
-            "SELECT id, seed, job, composed FROM batches WHERE id >= ? ORDER BY id", (policy_version,)
+            "SELECT id, seed, job, composed, carry FROM batches WHERE id >= ? ORDER BY id", (policy_version,)
         ).fetchall()
         return [
             Batch(
@@ -245,6 +270,7 @@ class Journal(JournalFile):
                 seed=row[1],
                 job=JobConfig.model_validate_json(row[2]),
                 composed=row[3],
+                carry=json.loads(row[4]),
             )
             for row in rows
         ]

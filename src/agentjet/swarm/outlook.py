@@ -15,6 +15,7 @@ from agentjet.swarm.ledger import Ledger
 from agentjet.swarm.records import Batch, Episode, Group
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.tree import ConversationTree
+from agentjet.types import EpisodeStatus
 
 
 class Outlook:
@@ -36,12 +37,15 @@ class Outlook:
             raise NotFound(f"There is no episode {episode_id!r} here.", code="episode_not_found")
         return episode
 
-    def recent_episodes(self, limit: int) -> list[Episode]:
-        """The newest episodes, newest first."""
-        return self._journal.recent_episodes(limit)
+    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
+        """The newest episodes, newest first: all, those of a team, those of a status."""
+        if status not in ("live", "prepared"):
+            return self._journal.recent_episodes(limit, team=team, status=status)
+        found = [e for e in self._ledger.undecided() if e.status == status and (not team or e.team == team)]
+        return sorted(found, key=lambda episode: -episode.seq)[:limit]
 
     def expires_at(self, episode: Episode) -> float:
-        """When a live episode is reclaimed unless it shows life."""
+        """When a live episode is reclaimed unless it shows life, and a prepared one unless it is decided."""
         return self._leases.expires_at(episode, self.job)
 
     def trees(self, episode_id: str) -> dict[str, ConversationTree]:
@@ -54,7 +58,7 @@ class Outlook:
 
     def next_deadline(self) -> float | None:
         """When `reap` next has something to do, as things stand."""
-        deadlines = [self.expires_at(episode) for episode in self._ledger.live()]
+        deadlines = [self.expires_at(episode) for episode in self._ledger.undecided()]
         patience = [
             groups.patience_ends(self._ledger, self.job, g, self._leases.opened) for g in self._ledger.groups.values()
         ]
@@ -100,7 +104,7 @@ class Outlook:
     # ---- the whole -----------------------------------------------------------------------------------------
 
     def status_counts(self) -> dict[str, int]:
-        """Episodes since the data dir was made: `live`, `finished`, `aborted`, `expired`; of the finished:
+        """Episodes since the data dir was made: `live`, `prepared`, `finished`, `aborted`, `expired`; of the finished:
 
         `trained`, `waiting`, `dropped`.
         """

@@ -23,12 +23,12 @@ from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
 from agentjet.swarm import groups
-from agentjet.swarm.endings import SURPLUS, announce
+from agentjet.swarm.endings import announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
 from agentjet.swarm.records import Episode
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import Call
+from agentjet.types import Call, EpisodeStatus
 
 
 class Swarm(Learning):
@@ -73,6 +73,9 @@ class Swarm(Learning):
                 mode=request.mode,
                 policy_version=self.policy_version,
                 begun=now,
+                code_version=request.code_version,
+                team=request.team,
+                at_version=request.at_version,
             )
             if group is not None:
                 groups.join(self._ledger, group, episode)
@@ -84,44 +87,67 @@ class Swarm(Learning):
         return episode
 
     def heartbeat(self, episode_id: str) -> Episode:
-        """Renew the lease. Raises `Conflict` when the episode has ended: its code tells how."""
+        """Renew the lease; one that is prepared has none. Raises `Conflict` when the episode has ended: its code tells
+        how.
+        """
+        episode = self._undecided(episode_id)
+        if episode.status == "live":
+            self._leases.touch(episode)
+        return episode
+
+    def prepare(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
+        """Promise an episode's reward: a later `finish` with the same one will be granted, after any restart.
+
+        Until then the episode makes no calls, trains nothing, and keeps its place in its group. It has no lease; one
+        that nobody finishes or aborts ends unscored, a lease after its `max_episode_seconds`. The same promise again
+        gives the same answer. Raises `Conflict`: as `finish`, or `episode_prepared` when another reward was promised.
+        """
+        scope = f"prepare/{episode_id}"
+        if self._ledger.recall(scope, idempotency_key, request) is not None:
+            return self.episode(episode_id)
+        episode = self._up_to_date(episode_id)
+        if episode.status in ("prepared", "finished") and _scored_so(episode, request):
+            return episode
         episode = self._live(episode_id)
-        self._leases.touch(episode)
+        now = self._clock()
+        with self.transaction():
+            episode = _scored(episode, request, status="prepared")
+            self._journal.add_promise(episode, now)
+            self._ledger.put(episode)
+            self._ledger.remember(scope, idempotency_key, request, episode_id)
+            groups.member_scored(self._ledger, episode, now)
+            self._endings.ended(episode)
         return episode
 
     def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
         """End an episode with its reward. The same reward again gives the same answer.
 
-        Raises `Conflict`: `episode_expired`, `episode_aborted`, or `episode_finished` when it ended with another
-        reward.
+        Raises `Conflict`: `episode_expired`, `episode_aborted`, `episode_finished` when it ended with another reward,
+        or `episode_prepared` when another was promised.
         """
         scope = f"finish/{episode_id}"
         if self._ledger.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        asked = (request.reward, request.by_role, request.metrics)
-        if episode.status == "finished" and asked == (episode.reward, episode.by_role, episode.metrics):
+        if episode.status == "finished" and _scored_so(episode, request):
             return episode
-        episode = self._live(episode_id)
+        kept = episode.status == "prepared" and _scored_so(episode, request)
+        episode = episode if kept else self._live(episode_id)
         now = self._clock()
         with self.transaction():
-            reward, by_role, metrics = asked
-            episode = replace(
-                episode, status="finished", ended=now, reward=reward, by_role=dict(by_role), metrics=dict(metrics)
-            )
+            episode = _scored(episode, request, status="finished", ended=now)
             self._journal.add_finish(episode)
+            if kept and episode.mode == "train" and episode.group_id not in self._ledger.groups:
+                episode = self._journal.episode(episode_id) or episode  # its group was dropped meanwhile: it knows why
             self._ledger.put(episode)
             self._ledger.remember(scope, idempotency_key, request, episode_id)
-            groups.member_finished(self._ledger, episode, now)
+            groups.member_scored(self._ledger, episode, now)
             self._endings.ended(episode)
-            group = groups.satisfied(self._ledger, self.job, episode)
-            if group is not None:
-                self._endings.end_members(group, SURPLUS, now)
-                groups.close(self._ledger, self.job, self._ledger.groups[group.id], now)
+            self._endings.settle(episode, self.job, now)
         return self.episode(episode_id)
 
     def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
-        """End an episode that failed: it is never scored, and its place is free again.
+        """End an episode that failed, or whose promise is taken back: it is never scored, and its place is free again.
 
         One that ended unscored already is returned as it is. Raises `Conflict` (`episode_finished`) on a scored one.
         """
@@ -131,10 +157,13 @@ class Swarm(Learning):
         episode = self._up_to_date(episode_id)
         if episode.status in ("aborted", "expired"):
             return episode
-        episode = self._live(episode_id)
+        episode = self._undecided(episode_id)
+        now = self._clock()
         with self.transaction():
             self._ledger.remember(scope, idempotency_key, request, episode_id)
-            return self._endings.lose(replace(episode, status="aborted", ended=self._clock(), reason=request.reason))
+            episode = self._endings.lose(replace(episode, status="aborted", ended=now, reason=request.reason))
+            self._endings.settle(episode, self.job, now)
+        return episode
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
@@ -196,8 +225,11 @@ class Swarm(Learning):
     def reap(self) -> list[Episode]:
         """Expire what outlived its lease or its maximum, close short groups nobody refills; returns the expired."""
         now = self._clock()
+        late = [episode for episode in self._ledger.undecided() if self.expires_at(episode) <= now]
         with self.transaction():
-            expired = [self._endings.expire(e, self.job, now) for e in self._ledger.live() if self.expires_at(e) <= now]
+            expired = [self._endings.expire(episode, self.job, now) for episode in late]
+            for episode in expired:
+                self._endings.settle(episode, self.job, now)
             for group in list(self._ledger.groups.values()):
                 deadline = groups.patience_ends(self._ledger, self.job, group, self._leases.opened)
                 if deadline is not None and deadline <= now:
@@ -248,16 +280,36 @@ class Swarm(Learning):
     def _up_to_date(self, episode_id: str) -> Episode:
         """The episode, expired when its time is over, whether or not anybody reaped."""
         episode = self.episode(episode_id)
-        if episode.status == "live" and self.expires_at(episode) <= self._clock():
+        if episode.ended is None and self.expires_at(episode) <= self._clock():
             self.reap()
             episode = self.episode(episode_id)
         return episode
 
     def _live(self, episode_id: str) -> Episode:
         """The episode, if it still lives. Raises `Conflict` otherwise."""
-        episode = self._up_to_date(episode_id)
+        episode = self._undecided(episode_id)
         if episode.status == "live":
+            return episode
+        raise Conflict(
+            f"Episode {episode_id} is prepared: it promised reward {episode.reward}, so it can only be finished with "
+            "that, or aborted.",
+            code="episode_prepared",
+        )
+
+    def _undecided(self, episode_id: str) -> Episode:
+        """The episode, if it is live or prepared. Raises `Conflict` otherwise."""
+        episode = self._up_to_date(episode_id)
+        if episode.ended is None:
             return episode
         how = f"finished with reward {episode.reward}" if episode.status == "finished" else episode.status
         reason = f" ({episode.reason})" if episode.reason else ""
         raise Conflict(f"Episode {episode_id} has ended: {how}{reason}.", code=f"episode_{episode.status}")
+
+
+def _scored(episode: Episode, request: FinishRequest, *, status: EpisodeStatus, ended: float | None = None) -> Episode:
+    by_role, metrics = dict(request.by_role), dict(request.metrics)
+    return replace(episode, status=status, ended=ended, reward=request.reward, by_role=by_role, metrics=metrics)
+
+
+def _scored_so(episode: Episode, request: FinishRequest) -> bool:
+    return (episode.reward, episode.by_role, episode.metrics) == (request.reward, request.by_role, request.metrics)
