@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Mode = Literal["train", "eval"]
-EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
+EpisodeStatus = Literal["live", "prepared", "finished", "aborted", "expired"]
+"""`prepared`: its reward is promised and on disk; whether it counts is decided elsewhere, by `finish` or `abort`."""
 EngineState = Literal["offline", "loading", "rolling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]

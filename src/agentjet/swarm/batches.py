@@ -137,5 +137,9 @@ def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, 
         **{f"groups/dropped_{reason}": count for reason, count in reasons.items()},
         "episodes/aborted": float(lost_episodes.get("aborted", 0)),
         "episodes/expired": float(lost_episodes.get("expired", 0)),
-        **{f"episodes/{how}": float(lost_episodes[how]) for how in ("surplus", "stale") if how in lost_episodes},
+        **{
+            f"episodes/{how}": float(lost_episodes[how])
+            for how in ("surplus", "stale", "in_doubt")
+            if how in lost_episodes
+        },
     }
