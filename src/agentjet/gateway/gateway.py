@@ -197,6 +197,10 @@ class Gateway:
         """
         return self._calls.run(episode_id, role, request)
 
+    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
+        """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`."""
+        return await self._calls.count_tokens(episode_id, role, conversation)
+
     def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
         """The answer to `request` did not reach its agent; `call_ids` name what was recorded of it."""
         self._calls.undelivered(episode_id, role, request, call_ids)

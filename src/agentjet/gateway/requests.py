@@ -26,6 +26,8 @@ class CallRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     choices: int = 1
+    reasoning: bool = True
+    """The answer may begin with reasoning. Only a template that knows none can promise that it does not."""
     stream: bool = False
     """Text is wanted as it is sampled.
 
@@ -62,6 +64,8 @@ class CallChunk:
     tokens: tuple[TokenLogprob, ...] = ()
     call: Call | None = None
     num_prompt_tokens: int = 0
+    stop: str = ""
+    """The stop string that ended the choice, on its last chunk."""
 
     @property
     def finish_reason(self) -> FinishReason | None:

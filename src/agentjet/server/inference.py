@@ -23,10 +23,11 @@ from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat
+from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, messages
 from agentjet.server.dialects.chat_bodies import ChatBody
 from agentjet.server.dialects.dialect import Answer, Asked, Event, Head, role_of
 from agentjet.server.dialects.errors import OPENAI
+from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.disconnect import ClientGone, until_disconnect
 from agentjet.server.wiring import Token, Wired, Wiring
 
@@ -96,6 +97,21 @@ routes = APIRouter(tags=["inference"])
 async def chat_completions(body: ChatBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
     """OpenAI's chat completions. The key is an episode's; what cannot be honoured is refused by name."""
     return await respond(chat.DIALECT, body, request, wired, key, role)
+
+
+@routes.post(messages.DIALECT.path, **route_of(messages.DIALECT))
+async def create_message(body: MessagesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+    """Anthropic's Messages API. The key is an episode's; what cannot be honoured is refused by name."""
+    return await respond(messages.DIALECT, body, request, wired, key, role)
+
+
+@routes.post(f"{messages.DIALECT.path}/count_tokens", responses=errors_of(messages.DIALECT.errors))
+async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole = "") -> TokenCount:
+    """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
+    episode_id = wired.keys.episode(key)
+    role = role_of(body.model, wired.gateway.model_name, role)
+    asked = messages.to_conversation(body)
+    return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 
 @routes.get("/v1/models", responses=errors_of(OPENAI))
