@@ -58,7 +58,7 @@ ROOMS = {
     ),
     "server": room(
         f"{VOCABULARY} config protocol gateway",
-        "fastapi itsdangerous prometheus_client pydantic starlette uvicorn",
+        "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
     "client": room(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
     "research": room(f"{VOCABULARY} config client", "jinja2 matplotlib numpy optuna scipy", lazy="httpx"),

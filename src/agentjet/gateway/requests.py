@@ -26,11 +26,15 @@ class CallRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     choices: int = 1
+    reasoning: bool = True
+    """The answer may begin with reasoning. Only a template that knows none can promise that it does not."""
     stream: bool = False
     """Text is wanted as it is sampled.
 
     Without it only the last chunk of each choice comes, so a dead worker is never noticed.
     """
+    id: str = ""
+    """Of the call that its first choice becomes; without it one is made up."""
     fingerprint: str = ""
     """Names the request as it was sent: sent again, it has the same one."""
     retry: bool = False
@@ -60,6 +64,8 @@ class CallChunk:
     tokens: tuple[TokenLogprob, ...] = ()
     call: Call | None = None
     num_prompt_tokens: int = 0
+    stop: str = ""
+    """The stop string that ended the choice, on its last chunk."""
 
     @property
     def finish_reason(self) -> FinishReason | None:

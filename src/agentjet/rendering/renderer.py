@@ -52,7 +52,8 @@ class Renderer:
         self._template = ChatTemplate(
             card.chat_template, control=self._control, bos_token=card.bos_token, eos_token=card.eos_token
         )
-        self._reasons = "</think>" in card.chat_template
+        self.reasons = "</think>" in card.chat_template
+        """The model may think in a block of its own before it answers."""
         self.generation_tail = self._find_generation_tail()
         """Encoded text that the generation prompt adds to the head of an assistant turn (an opening `<think>`, say)."""
         self._answer_head = self._find_head(Message("assistant"), Message("user", "x")) or b""
@@ -63,7 +64,7 @@ class Renderer:
         )
         """The same before the name of a first tool call; None where that cannot be told."""
         _, opened, rest = self.generation_tail.rpartition(self._literal("<think>"))
-        self._in_reasoning = self._reasons and bool(opened) and self._literal("</think>") not in rest
+        self._in_reasoning = self.reasons and bool(opened) and self._literal("</think>") not in rest
 
     def render(self, conversation: Conversation, *, sampled: Mapping[int, bytes] | None = None) -> bytes:
         """The conversation with the generation prompt, as encoded text (see `types.ESCAPE`).
@@ -152,7 +153,7 @@ class Renderer:
         """
         return parse_answer(
             text,
-            reasons=self._reasons,
+            reasons=self.reasons,
             in_reasoning=self._in_reasoning,
             tool_format=self._card.tool_format if conversation.tools else "",
             id_prefix=id_prefix,

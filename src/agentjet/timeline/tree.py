@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from agentjet.timeline.identity import Identities, Identity, answer_key, tools_key
-from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation
+from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,18 @@ class ConversationTree:
 
     def knows(self, call_id: str) -> bool:
         return call_id in self._nodes
+
+    def exchange(self, call_id: str) -> tuple[Conversation, Message]:
+        """What a call was asked, in full, and what it answered.
+
+        The tools are those of the first call of its conversation.
+        """
+        call = first = self._nodes[call_id].call
+        messages = call.ask.messages
+        while first.ask.after is not None:
+            first = self._nodes[first.ask.after].call
+            messages = (*first.ask.messages, first.response, *messages)
+        return Conversation(messages, first.ask.tools), call.response
 
     def leaves(self) -> tuple[Call, ...]:
         """The calls that no later call continues from their very end: each ends a timeline."""

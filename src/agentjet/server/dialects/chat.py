@@ -6,13 +6,11 @@ the empty string, the text parts of a content list are joined, `developer` is `s
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from agentjet.errors import InvalidRequest, NotFound
-from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
+from agentjet.errors import InvalidRequest
+from agentjet.gateway.requests import CallRequest, TokenLogprob
 from agentjet.server.dialects.chat_bodies import (
     NEUTRAL,
     AnswerBody,
@@ -28,27 +26,9 @@ from agentjet.server.dialects.chat_bodies import (
     ToolCallBody,
     UsageBody,
 )
+from agentjet.server.dialects.dialect import Chunks, Dialect, Event, Head, sse
+from agentjet.server.dialects.errors import OPENAI
 from agentjet.types import Call, Conversation, Message, ToolCall
-
-POLICY_ALIAS = "policy"
-
-
-def role_of(model: str, served: str, header: str) -> str:
-    """The agent role a request speaks as: its header, or what follows `@` in the model's name.
-
-    Raises `NotFound` for another model.
-    """
-    for name in (served, POLICY_ALIAS):
-        if model == name:
-            return header
-        if model.startswith(name + "@"):
-            role = model[len(name) + 1 :]
-            if header and header != role:
-                raise InvalidRequest(f"The model's name says role {role!r}, the header {header!r}.", param="model")
-            return role
-    near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
-    raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
 
 
 def to_request(body: ChatBody) -> CallRequest:
@@ -76,7 +56,7 @@ def to_request(body: ChatBody) -> CallRequest:
     )
 
 
-async def to_answer(chunks: AsyncGenerator[CallChunk], body: ChatBody, model: str, created: int) -> ChatCompletion:
+async def to_answer(chunks: Chunks, body: ChatBody, head: Head) -> ChatCompletion:
     """The whole answer, once every choice has ended."""
     calls: dict[int, Call] = {}
     tokens: dict[int, list[TokenLogprob]] = {}
@@ -96,23 +76,26 @@ async def to_answer(chunks: AsyncGenerator[CallChunk], body: ChatBody, model: st
         for index, call in sorted(calls.items())
     ]
     return ChatCompletion(
-        id=f"chatcmpl-{calls[0].id}",
-        created=created,
-        model=model,
+        id=f"chatcmpl-{head.id}",
+        created=head.created,
+        model=head.model,
         choices=choices,
         usage=_usage(num_prompt_tokens, calls.values()),
         system_fingerprint=_fingerprint(calls[0]),
     )
 
 
-async def to_events(
-    chunks: AsyncGenerator[CallChunk], body: ChatBody, model: str, created: int, stream_id: str
-) -> AsyncGenerator[dict[str, Any]]:
-    """The chunks of a streamed answer, without the closing `[DONE]`."""
+async def to_events(chunks: Chunks, body: ChatBody, head: Head) -> AsyncGenerator[Event]:
+    """The chunks of a streamed answer."""
     with_usage = body.stream_options is not None and body.stream_options.include_usage
-    head = {"id": stream_id, "object": "chat.completion.chunk", "created": created, "model": model}
+    common: dict[str, Any] = {
+        "id": f"chatcmpl-{head.id}",
+        "object": "chat.completion.chunk",
+        "created": head.created,
+        "model": head.model,
+    }
     if with_usage:
-        head["usage"] = None
+        common["usage"] = None
     started: set[int] = set()
     calls: dict[int, Call] = {}
     num_prompt_tokens = 0
@@ -128,7 +111,7 @@ async def to_events(
         if chunk.call is not None:
             calls[chunk.index] = chunk.call
             num_prompt_tokens = chunk.num_prompt_tokens
-            head["system_fingerprint"] = _fingerprint(chunk.call)
+            common["system_fingerprint"] = _fingerprint(chunk.call)
             if chunk.call.response.tool_calls:
                 delta["tool_calls"] = [
                     {**call.model_dump(), "index": i} for i, call in enumerate(_tool_calls(chunk.call.response))
@@ -138,17 +121,10 @@ async def to_events(
             choice["logprobs"] = _logprobs(chunk.tokens).model_dump()
         if chunk.call is not None:
             choice["finish_reason"] = _finish_reason(chunk.call)
-        yield {**head, "choices": [choice]}
+        yield Event(sse({**common, "choices": [choice]}))
     if with_usage:
-        yield {**head, "choices": [], "usage": _usage(num_prompt_tokens, calls.values()).model_dump()}
-
-
-def sse(payload: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
-
-
-DONE = "data: [DONE]\n\n"
+        yield Event(sse({**common, "choices": [], "usage": _usage(num_prompt_tokens, calls.values()).model_dump()}))
+    yield DONE
 
 
 def _refuse_what_is_not_honoured(body: ChatBody) -> None:
@@ -255,3 +231,14 @@ def _finish_reason(call: Call) -> Any:
 
 def _fingerprint(call: Call) -> str:
     return f"policy-{call.versions[-1]}" if call.versions else "policy"
+
+
+DONE = Event("data: [DONE]\n\n", is_last=True)
+DIALECT = Dialect(
+    path="/v1/chat/completions",
+    answer=ChatCompletion,
+    errors=OPENAI,
+    to_request=lambda body, past: to_request(body),
+    to_answer=to_answer,
+    to_events=to_events,
+)

@@ -7,15 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class Body(BaseModel):
-    """Part of a request: unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from agentjet.server.dialects.bodies import Body, Finite, RequestBody
 
 
 class TextPart(Body):
@@ -97,10 +91,9 @@ class ResponseFormat(BaseModel):
     type: str
 
 
-class ChatBody(Body):
+class ChatBody(RequestBody):
     """A chat completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
 
-    model: Annotated[str, Field(min_length=1)]
     messages: Annotated[list[MessageBody], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -117,7 +110,6 @@ class ChatBody(Body):
     """One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows
     4."""
     n: Annotated[int, Field(ge=1, le=64)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     tools: list[ToolBody] | None = None
