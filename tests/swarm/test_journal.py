@@ -31,16 +31,20 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-def test_an_older_schema_is_brought_forward(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "later"), [(1, ("ask", "fork", "retry_of", "context", "allowed")), (2, ("allowed",))]
+)
+def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int, later: tuple[str, ...]) -> None:
     world = World(tmp_path)
     episode = world.begin()
     call = world.call(episode, 7)
     world.close()
-    with closing(sqlite3.connect(world.path)) as db, db:  # as schema 1 had it
-        for column in ("ask", "fork", "retry_of", "context"):
+    with closing(sqlite3.connect(world.path)) as db, db:  # as that schema had it
+        for column in later:
             db.execute(f"ALTER TABLE calls DROP COLUMN {column}")
-        db.execute("DROP TABLE undelivered")
-        db.execute("UPDATE meta SET value = '1' WHERE key = 'schema_version'")
+        if version == 1:
+            db.execute("DROP TABLE undelivered")
+        db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
     world.open()
     assert world.swarm.tree(episode.id, "").calls == (call,)
     world.call(episode, 8, parent=call, kept=3)
