@@ -19,10 +19,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.rendering.grammar import Style, write_grammar
 from agentjet.rendering.parsing import MARKERS, TOOL_FORMATS, parse_answer
 from agentjet.rendering.template import ChatTemplate, Control, Part, Slot
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
-from agentjet.types import Conversation, Message, ModelCard, ToolCall
+from agentjet.types import Constraint, Conversation, Message, ModelCard, ToolCall
 
 _MARK = "\U000f1fff"
 """Stands around what is looked for in a rendered conversation; private use, so nobody writes it."""
@@ -158,6 +159,17 @@ class Renderer:
             tool_format=self._card.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
+
+    def grammar(self, conversation: Conversation, constraint: Constraint) -> str:
+        """The grammar of a completion of `conversation`; empty when it may be anything.
+
+        Raises `InvalidRequest`, naming the parameter, for a schema that cannot be followed.
+        """
+        style = Style(self._card.tool_format, self._reasons, self._in_reasoning, self._control_id)
+        return write_grammar(constraint, conversation.tools, style)
+
+    def _control_id(self, literal: str) -> int | None:
+        return self._control[literal].id if literal in self._control else None
 
     def _encode(self, parts: Sequence[Part], bodies: Mapping[int, _Body]) -> bytes:
         encoded = bytearray()
