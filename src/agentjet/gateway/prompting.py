@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Literal
 
 from agentjet.rendering import Renderer
-from agentjet.timeline import ConversationTree, conversation_key, forks
+from agentjet.timeline import ConversationTree, forks
 from agentjet.timeline.identity import raw_key
 from agentjet.types import Ask, Call, Conversation, Fork, Message
 
@@ -50,7 +50,8 @@ def prepare(
     """
     if conversation.prompt is not None:
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
-    known = tree.recognise(conversation)
+    asked = tree.identify(conversation)
+    known = tree.recognise(asked)
     as_sampled = history == "as_sampled"
     written = frozenset[int]() if as_sampled else renderer.keeps_reasoning(conversation)
     bodies = {
@@ -66,9 +67,9 @@ def prepare(
         kept=match.kept,
         suffix=suffix,
         pieces=tuple(renderer.pieces(suffix)),
-        key=conversation_key(conversation),
+        key=asked.key,
         ask=forks.ask(conversation, known, fingerprint),
-        fork=forks.cause(tree, conversation, known, match),
+        fork=forks.cause(tree, asked, known, match),
     )
 
 
@@ -100,7 +101,7 @@ def _prepare_raw(
         pieces=tuple(renderer.pieces(suffix)),
         key=raw_key(prompt),
         ask=Ask((new,), heard, fingerprint=fingerprint),
-        fork=forks.cause(tree, conversation, {}, match),
+        fork=forks.cause(tree, tree.identify(conversation), {}, match),
     )
 
 

@@ -23,11 +23,12 @@ from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions
+from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages
 from agentjet.server.dialects.chat_bodies import ChatBody
 from agentjet.server.dialects.completions_bodies import CompletionBody
 from agentjet.server.dialects.dialect import Answer, Asked, Event, Head, role_of
 from agentjet.server.dialects.errors import OPENAI
+from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.disconnect import ClientGone, until_disconnect
 from agentjet.server.wiring import Token, Wired, Wiring
 
@@ -103,6 +104,21 @@ async def chat_completions(body: ChatBody, request: Request, wired: Wired, key: 
 async def text_completions(body: CompletionBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
     """OpenAI's legacy text completions: a raw prompt, as text or token ids, is continued without the chat template."""
     return await respond(completions.DIALECT, body, request, wired, key, role)
+
+
+@routes.post(messages.DIALECT.path, **route_of(messages.DIALECT))
+async def create_message(body: MessagesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+    """Anthropic's Messages API. The key is an episode's; what cannot be honoured is refused by name."""
+    return await respond(messages.DIALECT, body, request, wired, key, role)
+
+
+@routes.post(f"{messages.DIALECT.path}/count_tokens", responses=errors_of(messages.DIALECT.errors))
+async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole = "") -> TokenCount:
+    """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
+    episode_id = wired.keys.episode(key)
+    role = role_of(body.model, wired.gateway.model_name, role)
+    asked = messages.to_conversation(body)
+    return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 
 @routes.get("/v1/models", responses=errors_of(OPENAI))
