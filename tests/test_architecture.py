@@ -44,12 +44,12 @@ ROOMS = {
     "config": room(VOCABULARY, "pydantic pydantic_core"),
     "protocol": room(VOCABULARY, "pydantic"),
     "timeline": room(VOCABULARY, "numpy"),
-    "rendering": room(f"{VOCABULARY} config", "jinja2 tokenizers"),
+    "rendering": room(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
     "algorithms": room(f"{VOCABULARY} config", "numpy", lazy="torch"),
     "swarm": room(f"{VOCABULARY} config protocol timeline algorithms.advantages", "numpy"),
     "compute": room(
         f"{VOCABULARY} config timeline rendering algorithms",
-        "gguf msgpack numpy peft safetensors torch transformers",
+        "gguf llguidance msgpack numpy peft safetensors torch transformers",
     ),
     "gateway": room(
         f"{VOCABULARY} config protocol timeline rendering swarm algorithms.advantages compute.protocol",

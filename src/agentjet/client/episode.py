@@ -68,8 +68,7 @@ class AsyncEpisode(_Attempt):
         aborted or its lease has run out.
         """
         reward = checked_reward(reward)
-        body = FinishRequest(reward=reward.value, by_role=dict(reward.by_role), metrics=dict(reward.metrics))
-        view = await self._post("finish", body)
+        view = await self._post("finish", finish_body(reward))
         self.reward = reward
         return view
 
@@ -166,6 +165,11 @@ def abort_reason(error: BaseException | None) -> str:
     if error is None:
         return "left without a reward"
     return f"{type(error).__name__}: {error}"[:2000]
+
+
+def finish_body(reward: Reward) -> FinishRequest:
+    """A reward as it is sent."""
+    return FinishRequest(reward=reward.value, by_role=dict(reward.by_role), metrics=dict(reward.metrics))
 
 
 def checked_reward(reward: object) -> Reward:

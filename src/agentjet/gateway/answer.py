@@ -14,6 +14,7 @@ from dataclasses import replace
 from agentjet.gateway.requests import TokenLogprob
 from agentjet.rendering import Renderer
 from agentjet.rendering.parsing import MARKERS
+from agentjet.timeline.allowed import EVERYTHING
 from agentjet.types import Conversation, FinishReason, Message, Sampled
 
 
@@ -30,6 +31,8 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.allowed: list[bytes] = []
+        """The set that each token was chosen among (see `timeline.allowed`)."""
         self.stopped_by = ""
         """The stop string that is complete: what the worker may still send is not wanted."""
         self._renderer = renderer
@@ -51,9 +54,11 @@ class Answer:
     def push(self, sampled: Sampled) -> None:
         """Take a piece in, up to the token that completes a stop string."""
         self._worker_reason = sampled.finish_reason
-        for token, logprob in zip(sampled.tokens, sampled.logprobs, strict=True):
+        sets = sampled.allowed or (EVERYTHING,) * len(sampled.tokens)
+        for token, logprob, allowed in zip(sampled.tokens, sampled.logprobs, sets, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
+            self.allowed.append(allowed)
             self.versions.append(sampled.policy_version)
             if self._grow(self._stream.push([token])):
                 return

@@ -19,7 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentjet.compute import Compute
-from agentjet.errors import ComputeError, Conflict, InvalidRequest, Later, OutOfCache, RequestError, WorkerDied
+from agentjet.errors import (
+    ComputeError,
+    Conflict,
+    InvalidRequest,
+    Later,
+    OutOfCache,
+    RequestError,
+    Unfollowable,
+    WorkerDied,
+)
 from agentjet.gateway import log_context
 from agentjet.gateway.answer import Answer
 from agentjet.gateway.commits import Commits
@@ -31,6 +40,7 @@ from agentjet.gateway.retries import Retries
 from agentjet.gateway.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
+from agentjet.timeline.allowed import pack_sets
 from agentjet.timeline.identity import context_digest
 from agentjet.types import Call, Conversation, ModelCard, SamplingParams
 
@@ -179,7 +189,8 @@ class CallPath:
                 code="context_length_exceeded",
                 param="messages",
             )
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+        grammar = renderer.grammar(request.conversation, request.constraint)
+        params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
         order = _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline)
         return order, episode.num_calls + len(self._under_way.get(episode.id, ()))
 
@@ -253,6 +264,13 @@ class CallPath:
                 code="context_length_exceeded",
                 param="messages",
             ) from error
+        except Unfollowable as error:
+            raise InvalidRequest(
+                f"{error}: the answer cannot be held to {order.request.constraint.schema_param} and tools; "
+                "simplify their schemas.",
+                code="unsupported_schema",
+                param=order.request.constraint.schema_param,
+            ) from error
         except WorkerDied:
             raise
         except ComputeError as error:
@@ -284,6 +302,8 @@ class CallPath:
             fork="retry" if retry_of is not None else order.prompt.fork,
             retry_of=retry_of,
             context=context_digest([*order.prompt.tokens, *completion]),
+            # Nobody recomputes what an eval episode was sampled from.
+            allowed=pack_sets(answer.allowed) if order.episode.mode == "train" else b"",
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
         await self._commits.durable()

@@ -167,17 +167,21 @@ class Gateway:
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` when the client holds as many live episodes as it may. A begin that is repeated may pass."""
         most = self.config.server.max_episodes_per_client
-        if self.swarm.status_counts()["live"] < most:  # Cheap, and nearly always so.
+        counts = self.swarm.status_counts()
+        if counts["live"] + counts["prepared"] < most:  # Cheap, and nearly always so.
             return
         if idempotency_key and self._journal.recall(f"begin/{request.client_id}", idempotency_key):
             return
         self.swarm.reap()
-        held = [e for e in self._journal.unsettled_episodes() if e.status == "live"]
+        held = [e for e in self._journal.unsettled_episodes() if e.ended is None]
         if sum(episode.client_id == request.client_id for episode in held) >= most:
             raise too_many_episodes(request.client_id, most)
 
     async def heartbeat(self, episode_id: str) -> Episode:
         return await self._durably(self.swarm.heartbeat(episode_id))
+
+    async def prepare(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
+        return await self._durably(self.swarm.prepare(episode_id, request, idempotency_key=idempotency_key))
 
     async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
         return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))

@@ -6,7 +6,7 @@ the empty string, the text parts of a content list are joined, `developer` is `s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
 from agentjet.errors import InvalidRequest
@@ -20,15 +20,17 @@ from agentjet.server.dialects.chat_bodies import (
     FunctionCall,
     LogprobsBody,
     MessageBody,
+    ResponseFormat,
     TextPart,
     TokenLogprobBody,
     ToolBody,
     ToolCallBody,
     UsageBody,
 )
+from agentjet.server.dialects.constraints import ANY_OBJECT, checked
 from agentjet.server.dialects.dialect import Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
-from agentjet.types import Call, Conversation, Message, ToolCall
+from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 
 
 def to_request(body: ChatBody) -> CallRequest:
@@ -41,7 +43,7 @@ def to_request(body: ChatBody) -> CallRequest:
         )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options need stream = true.", param="stream_options")
-    tools = () if body.tool_choice == "none" else tuple(_tool(tool, i) for i, tool in enumerate(body.tools or ()))
+    tools = () if body.tool_choice == "none" else tuple(map(_tool, body.tools or ()))
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return CallRequest(
         conversation=Conversation(tuple(_message(m, i) for i, m in enumerate(body.messages)), tools),
@@ -51,6 +53,7 @@ def to_request(body: ChatBody) -> CallRequest:
         top_k=max(0, body.top_k or 0),
         seed=body.seed,
         stop=stop,
+        constraint=_constraint(body),
         choices=body.n or 1,
         stream=bool(body.stream),
     )
@@ -131,12 +134,9 @@ def _refuse_what_is_not_honoured(body: ChatBody) -> None:
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
-            shown = value.type if name == "response_format" else value
             way_out = f"leave it out or use {' or '.join(repr(v) for v in neutral)}" if neutral else "leave it out"
-            if name == "response_format":
-                way_out = "leave it out or use the type 'text'"
             raise InvalidRequest(
-                f"{name} = {shown!r} is not supported: {way_out}.", code="unsupported_parameter", param=name
+                f"{name} = {value!r} is not supported: {way_out}.", code="unsupported_parameter", param=name
             )
 
 
@@ -187,13 +187,47 @@ def _text(content: str | list[TextPart] | None, where: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _tool(tool: ToolBody, index: int) -> dict[str, Any]:
-    if tool.function.strict:
-        where = f"tools.{index}.function.strict"
-        raise InvalidRequest(
-            f"{where} = true is not supported: sampling is not constrained.", code="unsupported_parameter", param=where
-        )
+def _tool(tool: ToolBody) -> dict[str, Any]:
     return {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+def _constraint(body: ChatBody) -> Constraint:
+    """What `response_format`, `tool_choice`, `parallel_tool_calls` and strict tools ask of the answer."""
+    tools = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
+    forced = body.tool_choice == "required" or isinstance(body.tool_choice, dict)
+    constraint = Constraint(
+        schema=_schema(body.response_format),
+        calls="required" if forced else "auto",
+        function=_named(body.tool_choice) if isinstance(body.tool_choice, dict) else "",
+        strict=frozenset(tool.name for tool in tools if tool.strict),
+        parallel=body.parallel_tool_calls is not False,
+    )
+    return checked(constraint, [tool.name for tool in tools])
+
+
+def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return ANY_OBJECT
+    if response_format.json_schema is None or response_format.json_schema.schema_ is None:
+        where = "response_format.json_schema"
+        raise InvalidRequest(f"response_format of type 'json_schema' needs {where}.schema.", param=where)
+    return response_format.json_schema.schema_
+
+
+def _named(choice: Mapping[str, Any]) -> str:
+    """The function that a tool choice names."""
+    function = choice.get("function")
+    name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(
+            f"tool_choice = {choice!r} is not supported: use 'auto', 'none', 'required' or "
+            "{'type': 'function', 'function': {'name': ...}}.",
+            code="unsupported_parameter",
+            param="tool_choice",
+        )
+    return name
 
 
 def _answer(message: Message) -> AnswerBody:
