@@ -39,6 +39,11 @@ class _Attempt:
         self.group: str = request.group or request.task_id
         self.mode: Mode = request.mode
 
+    @property
+    def anthropic_base_url(self) -> str:
+        """The same for Anthropic's SDKs, which write `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of task {self.task_id!r}>"  # never the key
 
