@@ -39,7 +39,8 @@ def test_an_older_schema_is_brought_forward(tmp_path: Path) -> None:
     newer = {"calls": "ask fork retry_of context", "episodes": "code_version team at_version"}
     newer |= {"groups": "task_set code_version", "batches": "carry"}
     with closing(sqlite3.connect(world.path)) as db, db:  # as schema 1 had it
-        db.execute("DROP INDEX episodes_of_team")
+        for index in ("team", "code"):
+            db.execute(f"DROP INDEX episodes_of_{index}")
         for table, columns in newer.items():
             for column in columns.split():
                 db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
