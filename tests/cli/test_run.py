@@ -1,5 +1,5 @@
-"""`agentjet run`: programs as agents over a real server, where their rewards and tasks come from, and edits of a program
-while it is trained."""
+"""`agentjet run`: programs as agents over a real server, where their rewards and tasks come from, and edits of a
+program while it is trained."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     (folder / "agent.py").write_text(AGENT)
     (folder / "reward.py").write_text(REWARD)
-    rows = [{"id": f"t{number}", "a": number, "b": 2} for number in range(6)]
+    rows = [{"id": f"t{number}", "a": number, "b": 200} for number in range(6)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(folder)
     return folder
