@@ -52,14 +52,14 @@ MULTIPLY = ("multiply", '{"a": 42,  "b": 2}')
 SMOL_TOOLS = (
     Turn(calling(ADD), sees=("<tools>", '"add"', FIRST)),
     Turn(calling(("final_answer", '{"answer": "42 €"}')), sees=(FIRST, "Observation:\n42"), fork="edit"),
-    Turn(calling(MULTIPLY), sees=("Observation:\n42", "42 €", "Double it"), fork="edit"),
-    Turn(calling(("final_answer", '{"answer": "84 €"}')), sees=("Double it", "Observation:\n84"), fork="edit"),
+    Turn(calling(MULTIPLY), sees=("Observation:\n42", "42 €", "New task:\nNow double it."), fork="edit"),
+    Turn(calling(("final_answer", '{"answer": "84 €"}')), sees=("New task:\nNow double it.", "Observation:\n84"), fork="edit"),
 )
 SMOL_CODE = (
     Turn("Thought: I add.\n<code>\nprint(add(17,  25))\n</code>", sees=(FIRST,), stopped=True),
-    Turn('Thought: done.\n<code>\nfinal_answer("42 €")\n</code>', sees=(FIRST, "42"), fork="edit", stopped=True),
-    Turn("<code>\nprint(multiply(42, 2))\n</code>", sees=("42 €", "Double it"), fork="edit", stopped=True),
-    Turn('<code>\nfinal_answer("84 €")\n</code>', sees=("Double it", "84"), fork="edit", stopped=True),
+    Turn('<code>\nfinal_answer("42 €")\n</code>', sees=(FIRST, "I add.", "Observation:\n", "42"), stopped=True),
+    Turn("<code>\nprint(multiply(42, 2))\n</code>", sees=("42 €", "New task:\nNow double it."), stopped=True),
+    Turn('<code>\nfinal_answer("84 €")\n</code>', sees=("Now double it.", "multiply", "84"), stopped=True),
 )
 
 
@@ -143,7 +143,7 @@ EXERCISES = (
         ("smolagents_agent.py", "code"),
         SMOL_CODE,
         "84 €",
-        'puts "Calling tools: ..." behind every answer',
+        "words its calls anew, but behind what was sampled: one timeline",
     ),
     faithful(LITELLM, "tools, parallel calls", CHAT, "litellm_sdk.py", "plain"),
     faithful(LITELLM, "the same, streamed", CHAT, "litellm_sdk.py", "streaming"),

@@ -17,12 +17,12 @@ ALLOWED = PermissionDecision(behavior=PermissionBehavior.ALLOW, message="")
 
 def add(a: int, b: int) -> str:
     """Add two numbers."""
-    return str(a + b)
+    return str(int(a + b))
 
 
 def multiply(a: int, b: int) -> str:
     """Multiply two numbers."""
-    return str(a * b)
+    return str(int(a * b))
 
 
 async def converse(stream: bool) -> str:
