@@ -6,6 +6,7 @@ from conformance.conversation import (
     ADD,
     ANSWERS,
     FIRST,
+    OPENING,
     SECOND,
     TWO_QUESTIONS,
     Turn,
@@ -17,8 +18,15 @@ from conformance.episode import Exercise
 
 CHAT, RESPONSES, MESSAGES = "chat", "responses", "messages"
 OPENAI, ANTHROPIC, AGENTS = "openai", "anthropic", "openai-agents"
-LANGGRAPH, PYDANTIC_AI, SMOLAGENTS = "langchain-openai + langgraph", "pydantic-ai-slim", "smolagents"
+LANGCHAIN, PYDANTIC_AI, SMOLAGENTS = "langchain", "pydantic-ai", "smolagents"
 LITELLM, AGENTSCOPE, DSPY, NODE_OPENAI, NODE_AI = "litellm", "agentscope", "dspy", "npm openai", "npm ai"
+
+PACKAGES = {
+    LANGCHAIN: ("langchain-openai", "langgraph"),
+    PYDANTIC_AI: ("pydantic-ai-slim",),
+    NODE_AI: ("npm ai", "npm @ai-sdk/openai"),
+}
+"""What a client is installed as, where that is not its name."""
 
 ASKS_TO_ADD = TWO_QUESTIONS[0]
 JSON_ANSWER = '{"total":42,"currency":"€"}'
@@ -41,7 +49,7 @@ STRUCTURED = (
     Turn('{"total": 85, "currency": "€"}', adds=asked(SECOND)),
 )
 HANDOFF = (
-    Turn(calling(("transfer_to_reckoner", "{}")), sees=('"transfer_to_reckoner"', "You pass questions on.", FIRST)),
+    Turn(calling(("transfer_to_reckoner", "{}")), sees=("You pass questions on.", '"transfer_to_reckoner"', FIRST)),
     Turn(calling(ADD), sees=("You reckon.", '"add"', FIRST), fork="tools"),
     Turn(ANSWERS[0], adds=told("42")),
 )
@@ -53,7 +61,11 @@ SMOL_TOOLS = (
     Turn(calling(ADD), sees=("<tools>", '"add"', FIRST)),
     Turn(calling(("final_answer", '{"answer": "42 €"}')), sees=(FIRST, "Observation:\n42"), fork="edit"),
     Turn(calling(MULTIPLY), sees=("Observation:\n42", "42 €", "New task:\nNow double it."), fork="edit"),
-    Turn(calling(("final_answer", '{"answer": "84 €"}')), sees=("New task:\nNow double it.", "Observation:\n84"), fork="edit"),
+    Turn(
+        calling(("final_answer", '{"answer": "84 €"}')),
+        sees=("New task:\nNow double it.", "Observation:\n84"),
+        fork="edit",
+    ),
 )
 SMOL_CODE = (
     Turn("Thought: I add.\n<code>\nprint(add(17,  25))\n</code>", sees=(FIRST,), stopped=True),
@@ -86,7 +98,9 @@ DSPY_REACT = (
 )
 DSPY_NATIVE = (
     ASKS_TO_ADD,
-    Turn(calling(("submit", f'{{"answer": "{ANSWERS[0]}"}}')), adds=told("42")),
+    Turn(
+        calling(("submit", f'{{"answer": "{ANSWERS[0]}"}}')), sees=(FIRST, told("42").removesuffix(OPENING), "Respond")
+    ),
 )
 
 EXERCISES = (
@@ -118,11 +132,11 @@ EXERCISES = (
         ANSWERS[0],
         "the second agent has instructions and tools of its own",
     ),
-    faithful(LANGGRAPH, "a graph with a checkpointer", CHAT, "langgraph_agent.py", "chat"),
-    faithful(LANGGRAPH, "the same, streamed", CHAT, "langgraph_agent.py", "streaming"),
-    faithful(LANGGRAPH, "the same", RESPONSES, "langgraph_agent.py", "responses"),
+    faithful(LANGCHAIN, "a graph with a checkpointer", CHAT, "langgraph_agent.py", "chat"),
+    faithful(LANGCHAIN, "the same, streamed", CHAT, "langgraph_agent.py", "streaming"),
+    faithful(LANGCHAIN, "the same", RESPONSES, "langgraph_agent.py", "responses"),
     faithful(PYDANTIC_AI, "tools, a message history", CHAT, "pydantic_ai_agent.py", "chat"),
-    faithful(PYDANTIC_AI, "the same, streamed", CHAT, "pydantic_ai_agent.py", "streaming"),
+    faithful(PYDANTIC_AI, "the same, streamed as events", CHAT, "pydantic_ai_agent.py", "streaming"),
     faithful(PYDANTIC_AI, "the same", RESPONSES, "pydantic_ai_agent.py", "responses"),
     Exercise(
         PYDANTIC_AI, "typed output, `tool_choice` required", CHAT, ("pydantic_ai_agent.py", "typed"), TYPED, "42 €"
@@ -158,7 +172,15 @@ EXERCISES = (
         ANSWERS[0],
         "has no history: every step is a question of its own that quotes the steps before",
     ),
-    Exercise(DSPY, "`ReActV2`, native tool calls", CHAT, ("dspy_agent.py", "native"), DSPY_NATIVE, ANSWERS[0]),
+    Exercise(
+        DSPY,
+        "`ReActV2`, native tool calls",
+        CHAT,
+        ("dspy_agent.py", "native"),
+        DSPY_NATIVE,
+        ANSWERS[0],
+        "asks for its fields again after every result; must be told that the model takes tools",
+    ),
     faithful(NODE_OPENAI, "tools, parallel calls", CHAT, "openai.mjs", "chat"),
     faithful(NODE_OPENAI, "the SDK's `runTools`, streamed", CHAT, "openai.mjs", "runner"),
     faithful(NODE_OPENAI, "tools, parallel calls", RESPONSES, "openai.mjs", "responses"),

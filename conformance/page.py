@@ -10,6 +10,7 @@ from importlib.metadata import distributions
 
 from conformance.child import NODE, PYTHON
 from conformance.episode import Exercise
+from conformance.exercises import PACKAGES
 
 HEAD = """# Compatibility
 
@@ -72,12 +73,19 @@ def _rows(results: Sequence[Result], installed: Mapping[str, str]) -> Iterator[s
     for result in results:
         exercise = result.exercise
         name = exercise.client if exercise.client != last else ""
-        numbers = " + ".join(installed.get(part, "?") for part in exercise.client.split(" + ")) if name else ""
+        numbers = _numbers(exercise.client, installed) if name else ""
         last = exercise.client
         remarks = exercise.remark if not result.problems else re.sub(r"[|\n]", " ", result.problems[0])[:300]
         state = "red" if result.problems else "green"
         cells = (name, numbers, exercise.dialect, exercise.name, len(exercise.turns), _timelines(result))
         yield "| " + " | ".join(map(str, (*cells, state, remarks))) + " |"
+
+
+def _numbers(client: str, installed: Mapping[str, str]) -> str:
+    packages = PACKAGES.get(client, (client,))
+    if len(packages) == 1:
+        return installed.get(packages[0], "?")
+    return ", ".join(f"{package.removeprefix('npm ')} {installed.get(package, '?')}" for package in packages)
 
 
 def _timelines(result: Result) -> str:

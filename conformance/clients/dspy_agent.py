@@ -13,9 +13,16 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+class ToolCaller(dspy.LM):
+    """DSPy knows by name which models take tools, and has never heard of this one."""
+
+    supports_function_calling = True
+
+
 if __name__ == "__main__":
-    dspy.configure(lm=dspy.LM("openai/policy", cache=False, num_retries=0, temperature=1.0))
+    kind = ToolCaller if sys.argv[1] == "native" else dspy.LM
+    dspy.configure(lm=kind("openai/policy", cache=False, num_retries=0))
     if sys.argv[1] == "native":
         dspy.configure(adapter=dspy.ChatAdapter(use_native_function_calling=True))
-    agent = (dspy.ReAct if sys.argv[1] == "react" else ReActV2)("question -> answer", tools=[add])
+    agent = (ReActV2 if sys.argv[1] == "native" else dspy.ReAct)("question -> answer", tools=[add])
     print(agent(question=QUESTION).answer)

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncIterable
 
 from pydantic import BaseModel
 from pydantic_ai import Agent
@@ -31,14 +32,15 @@ async def converse(model: object, streamed: bool) -> str:
     agent = Agent(model, instructions="You reckon.", tools=[add, multiply])
     history = None
     for question in QUESTIONS:
-        if streamed:
-            async with agent.run_stream(question, message_history=history) as result:
-                answer = await result.get_output()
-            history = result.all_messages()
-        else:
-            done = await agent.run(question, message_history=history)
-            answer, history = done.output, done.all_messages()
-    return answer
+        done = await agent.run(question, message_history=history, event_stream_handler=read if streamed else None)
+        history = done.all_messages()
+    return done.output
+
+
+async def read(_: object, events: AsyncIterable[object]) -> None:
+    """Whoever reads the events makes the agent stream its requests."""
+    async for _ in events:
+        pass
 
 
 async def typed(model: object) -> str:
