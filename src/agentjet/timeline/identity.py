@@ -89,6 +89,11 @@ def conversation_key(conversation: Conversation) -> str:
     return Identities().of(conversation).key
 
 
+def raw_key(prompt: str | Sequence[int]) -> str:
+    """Hex digest of a raw prompt."""
+    return _digest(["prompt", prompt])
+
+
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
     """Hex digest of a tool list."""
     return _digest(["tools", *tools])

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from agentjet.server.dialects.bodies import Body, Finite, RequestBody
+from agentjet.server.dialects.bodies import Body, Finite, RequestBody, Seed, Stop, StreamOptions
+from agentjet.server.dialects.gathering import UsageBody
+from agentjet.server.dialects.neutral import Neutral
 
 
 class TextPart(Body):
@@ -90,13 +92,6 @@ class ToolBody(Body):
     function: FunctionBody
 
 
-class StreamOptions(Body):
-    """What a stream carries besides the answer."""
-
-    include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
-
-
 class NamedSchema(Body):
     """A JSON schema. It is followed whole, whether `strict` or not; what it is called changes nothing."""
 
@@ -123,14 +118,8 @@ class ChatBody(RequestBody):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
-        | None
-    ) = None
-    """One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows
-    4."""
+    seed: Seed | None = None
+    stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -165,7 +154,7 @@ class ChatBody(RequestBody):
     web_search_options: Any = None
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "top_logprobs": (0,),
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
@@ -184,7 +173,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""The values of a key that ask for nothing; null always does. Any other value is refused."""
 
 
 class TokenLogprobBody(BaseModel):
@@ -220,14 +208,6 @@ class ChoiceBody(BaseModel):
     message: AnswerBody
     logprobs: LogprobsBody | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class UsageBody(BaseModel):
-    """Tokens as the policy saw and sampled them."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
 
 
 class ChatCompletion(BaseModel):
