@@ -37,6 +37,12 @@ from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 def to_request(body: MessagesBody) -> CallRequest:
     """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
+    if body.thread is not None:
+        raise InvalidRequest(
+            "thread is not supported: the server holds no history, send all of it.",
+            code="thread_unsupported_request",
+            param="thread",
+        )
     return CallRequest(
         conversation=to_conversation(body),
         max_tokens=body.max_tokens,

@@ -152,6 +152,8 @@ class MessagesBody(CountBody, RequestBody):
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: dict[str, Any] | None = None
     """For the caller's own use."""
+    thread: dict[str, Any] | None = None
+    """Asks the server to hold the history. It is refused in the way upon which the SDK sends the history itself."""
 
     service_tier: str | None = None
     container: Any = None
