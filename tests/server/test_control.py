@@ -59,6 +59,27 @@ async def test_finishing_twice_gives_the_same_answer_twice(tmp_path: Path) -> No
         assert (late.status_code, late.json()["code"]) == (409, "episode_finished")
 
 
+async def test_a_promise_is_made_found_and_kept(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        begun = await served.begin(team="t1", code_version="v1")
+        await served.begin(team="t2")
+        path = f"/swarm/v1/episodes/{begun['episode_id']}"
+        body = {"reward": 0.5, "by_role": {"critic": 1.0}}
+        headers = {"Idempotency-Key": "k"}
+        promised = await served.http.post(path + "/prepare", json=body, headers=headers)
+        assert (promised.status_code, promised.json()["status"], promised.json()["reward"]) == (200, "prepared", 0.5)
+        assert (await served.http.post(path + "/prepare", json=body, headers=headers)).json() == promised.json()
+        listing = await served.http.get("/swarm/v1/episodes", params={"team": "t1", "status": "prepared"})
+        assert listing.json()["episodes"] == [promised.json()]
+        assert promised.json()["by_role"] == {"critic": 1.0} and promised.json()["code_version"] == "v1"
+        other = await served.http.post(path + "/finish", json={"reward": 1})
+        assert (other.status_code, other.json()["code"]) == (409, "episode_prepared")
+        assert (await served.http.get("/swarm/v1/status")).json()["episodes"]["prepared"] == 1
+        assert (await served.http.post(path + "/finish", json=body)).json()["status"] == "finished"
+        gone = await served.http.get("/swarm/v1/episodes", params={"team": "t1", "status": "gone"})
+        assert gone.status_code == 422
+
+
 async def test_a_retried_begin_is_one_episode(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
         headers = {"Idempotency-Key": "k1"}

@@ -27,7 +27,9 @@ CLIENT_STEPS = [
     steps("begin", st.sampled_from("abcd"), st.sampled_from("xy"), st.sampled_from(["train", "train", "eval"]), KEYS),
     steps("play", st.sampled_from("abcd"), REWARDS),
     steps("call", PICKS, st.sampled_from(["", "critic"]), st.lists(st.integers(4, 9), max_size=3)),
+    steps("prepare", PICKS, REWARDS, KEYS),
     steps("finish", PICKS, REWARDS, KEYS),
+    steps("decide", PICKS),
     steps("abort", PICKS, KEYS),
     steps("heartbeat", PICKS),
 ]
@@ -107,7 +109,27 @@ class History:
             after = self.world.finish(episode, reward, key=key, by_role={"critic": 1.0 - reward})
         except Conflict:
             return
-        assert after.reward == reward and (before.status == "live" or before == after)
+        undecided = before.status in ("live", "prepared")
+        assert after.reward == reward and (undecided or before == after)
+        assert before.status != "prepared" or before.reward == reward
+
+    def prepare(self, pick: int, reward: float, key: str | None) -> None:
+        if not (episode := self.pick(pick)):
+            return
+        try:
+            after = self.world.prepare(episode, reward, key=key, by_role={"critic": 1.0 - reward})
+        except Conflict:
+            return
+        assert after.reward == reward and after.status in ("prepared", "finished")
+
+    def decide(self, pick: int) -> None:
+        """Finish what was promised: it must be granted."""
+        prepared = self.world.swarm.recent_episodes(50, status="prepared")
+        if prepared:
+            episode = prepared[pick % len(prepared)]
+            assert episode.reward is not None
+            if self.world.swarm.expires_at(episode) > self.world.now:
+                self.world.finish(episode, episode.reward, by_role=dict(episode.by_role))
 
     def abort(self, pick: int, key: str | None) -> None:
         if not (episode := self.pick(pick)):
@@ -183,7 +205,7 @@ class History:
         swarm, job = self.world.swarm, self.world.job
         counts = swarm.status_counts()
         episodes = {episode.id: swarm.episode(episode.id) for episode in self.begun}.values()
-        for status in ("live", "finished", "aborted", "expired"):
+        for status in ("live", "prepared", "finished", "aborted", "expired"):
             assert counts[status] == sum(episode.status == status for episode in episodes)
         scored = sum(episode.status == "finished" and episode.mode == "train" for episode in episodes)
         assert counts["trained"] + counts["waiting"] + counts["dropped"] == scored

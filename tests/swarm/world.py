@@ -44,6 +44,9 @@ class World:
         asked = {"task_id": "t", "group": group} | request
         return self.swarm.begin(BeginRequest(**asked), idempotency_key=key)
 
+    def prepare(self, episode: Episode, reward: float, *, key: str | None = None, **request: Any) -> Episode:
+        return self.swarm.prepare(episode.id, FinishRequest(reward=reward, **request), idempotency_key=key)
+
     def finish(self, episode: Episode, reward: float, *, key: str | None = None, **request: Any) -> Episode:
         return self.swarm.finish(episode.id, FinishRequest(reward=reward, **request), idempotency_key=key)
 

@@ -39,6 +39,7 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.types import Conversation, Message
 
 log = logging.getLogger(__name__)
 
@@ -166,17 +167,21 @@ class Gateway:
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` when the client holds as many live episodes as it may. A begin that is repeated may pass."""
         most = self.config.server.max_episodes_per_client
-        if self.swarm.status_counts()["live"] < most:  # Cheap, and nearly always so.
+        counts = self.swarm.status_counts()
+        if counts["live"] + counts["prepared"] < most:  # Cheap, and nearly always so.
             return
         if idempotency_key and self._journal.recall(f"begin/{request.client_id}", idempotency_key):
             return
         self.swarm.reap()
-        held = [e for e in self._journal.unsettled_episodes() if e.status == "live"]
+        held = [e for e in self._journal.unsettled_episodes() if e.ended is None]
         if sum(episode.client_id == request.client_id for episode in held) >= most:
             raise too_many_episodes(request.client_id, most)
 
     async def heartbeat(self, episode_id: str) -> Episode:
         return await self._durably(self.swarm.heartbeat(episode_id))
+
+    async def prepare(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
+        return await self._durably(self.swarm.prepare(episode_id, request, idempotency_key=idempotency_key))
 
     async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
         return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
@@ -196,9 +201,18 @@ class Gateway:
         """
         return self._calls.run(episode_id, role, request)
 
+    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
+        """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`."""
+        return await self._calls.count_tokens(episode_id, role, conversation)
+
     def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
         """The answer to `request` did not reach its agent; `call_ids` name what was recorded of it."""
         self._calls.undelivered(episode_id, role, request, call_ids)
+
+    def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
+        """What a call of a live episode and role was asked, and what it answered; None when there is no such call."""
+        tree = self.swarm.tree(episode_id, role)
+        return tree.exchange(call_id) if tree.knows(call_id) else None
 
     def episode_tree(self, episode_id: str) -> EpisodeTree:
         """An episode opened up. Raises `NotFound`."""

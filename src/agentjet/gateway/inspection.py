@@ -40,8 +40,12 @@ def _facts(episode: Episode) -> dict[str, object]:
         "policy_version": episode.policy_version,
         "num_calls": episode.num_calls,
         "reward": episode.reward,
+        "by_role": dict(episode.by_role),
+        "metrics": dict(episode.metrics),
         "reason": episode.reason or episode.dropped,
         "trained_in": episode.trained_in,
+        "code_version": episode.code_version,
+        "team": episode.team,
     }
 
 

@@ -8,6 +8,7 @@ from agentjet.protocol.bodies import (
     BeginResponse,
     CallView,
     CheckpointInfo,
+    CodeVersionStatus,
     EmptyRequest,
     EpisodeList,
     EpisodeTree,
@@ -17,6 +18,7 @@ from agentjet.protocol.bodies import (
     JobBody,
     Problem,
     StatusResponse,
+    TaskSetStatus,
 )
 
 PROTOCOL_VERSION = "1"
@@ -28,6 +30,7 @@ __all__ = [
     "BeginResponse",
     "CallView",
     "CheckpointInfo",
+    "CodeVersionStatus",
     "EmptyRequest",
     "EpisodeList",
     "EpisodeTree",
@@ -37,4 +40,5 @@ __all__ = [
     "JobBody",
     "Problem",
     "StatusResponse",
+    "TaskSetStatus",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentjet.types import EngineState, EpisodeStatus, FinishReason, Fork, Mode
 
@@ -36,8 +36,24 @@ class BeginRequest(Request):
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
     join_only: bool = False
     """Join an open group, never open one: for spare episodes. 409 `group_closed` when there is none with room."""
+    code_version: Annotated[str, Field(max_length=128)] = ""
+    """The version of the agent's source."""
     wait: float = Field(0.0, ge=0, le=60, allow_inf_nan=False)
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
+    code_version: Annotated[str, Field(max_length=128)] = ""
+    """Which version of the agent's code plays it; groups never mix versions, unless `job.mix_code_versions`."""
+    at_version: int | None = Field(None, ge=0)
+    """Only in eval mode: the policy version that must answer it, however long it takes. 409 `version_gone` when the
+    server is at another one.
+    """
+    team: Name = ""
+    """Common to the episodes on several servers that begin and end as one; also the name to look it up by."""
+
+    @model_validator(mode="after")
+    def _only_evaluation_is_pinned(self) -> Self:
+        if self.at_version is not None and self.mode != "eval":
+            raise ValueError("at_version is for mode 'eval': a training episode may see the policy learn")
+        return self
 
 
 class BeginResponse(Response):
@@ -85,9 +101,14 @@ class EpisodeView(Response):
     """Version at the beginning."""
     num_calls: int = 0
     reward: float | None = None
+    """Of a prepared episode: the one it promised."""
+    by_role: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     reason: str = ""
     trained_in: int | None = None
     """The batch that trained it, once it was."""
+    code_version: str = ""
+    team: str = ""
 
 
 class CallView(Response):
@@ -136,7 +157,8 @@ class EpisodeList(Response):
 
 class Event(Response):
     """One line of `GET /swarm/v1/events` (SSE, `event:` is `kind`, `id:` is `seq`). Kinds: `step`, `state`,
-    `checkpoint`, `episode`, `group`, `batch` (one that was set aside).
+    `checkpoint`, `episode`, `group`, `batch` (one that was set aside), `code_version` (one came into use), `task_set`
+    (one joined or left).
     """
 
     seq: int
@@ -160,6 +182,30 @@ class JobBody(Request):
     job: dict[str, Any]
 
 
+class CodeVersionStatus(Response):
+    """What became of the training episodes of one `code_version`, since the data dir was made."""
+
+    episodes: int
+    finished: int
+    aborted: int
+    """Expired ones included."""
+    reward_mean: float | None
+    """Over the finished ones; null before the first."""
+
+
+class TaskSetStatus(Response):
+    """A task set's part in the training."""
+
+    weight: float | None
+    """As `job.task_weights` has it; null where it has none."""
+    share: float
+    """Of the groups of the newest 50 batches: what came of the weight."""
+    groups_open: int
+    groups_complete: int
+    reward_mean: float | None
+    """Mean of `reward/{task_set}/mean` over those batches; null when it was in none."""
+
+
 class StatusResponse(Response):
     """`GET /swarm/v1/status`."""
 
@@ -177,7 +223,9 @@ class StatusResponse(Response):
     groups_complete: int
     groups_open: int
     episodes: dict[str, int]
-    """Counts by status since the data dir was made: live, finished, aborted, expired; trained, waiting, dropped."""
+    """Counts by status since the data dir was made: live, prepared, finished, aborted, expired; of the finished:
+    trained, waiting, dropped.
+    """
     calls_active: int
     last_step: dict[str, float]
     """Metrics of the newest batch."""
@@ -185,6 +233,10 @@ class StatusResponse(Response):
     """Client id to seconds since last seen."""
     holding: dict[str, int] = {}
     """Client id to the number of live episodes it holds."""
+    code_versions: dict[str, CodeVersionStatus] = {}
+    """The newest 20 by last use, the newest last."""
+    task_sets: dict[str, TaskSetStatus] = {}
+    """Those that have a weight, or groups in the present or a recent batch; empty when no task names one."""
     last_event: int = 0
     """Number of the newest event: where to begin reading `events` to miss none from here on."""
     uptime: float

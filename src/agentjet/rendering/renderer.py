@@ -19,10 +19,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.rendering.grammar import Style, write_grammar
 from agentjet.rendering.parsing import MARKERS, TOOL_FORMATS, parse_answer
-from agentjet.rendering.template import ChatTemplate, Control, Part, Slot, Text
+from agentjet.rendering.template import ChatTemplate, Control, Part, Slot
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
-from agentjet.types import Conversation, Message, ModelCard, ToolCall
+from agentjet.types import Constraint, Conversation, Message, ModelCard, ToolCall
 
 _MARK = "\U000f1fff"
 """Stands around what is looked for in a rendered conversation; private use, so nobody writes it."""
@@ -46,10 +47,14 @@ class Renderer:
         self._card = card
         self._vocabulary = Vocabulary(card.tokenizer_path, visible=MARKERS)
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
+        self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
+        self._strips_left = {literal for literal, token in self._control.items() if token.strips_left}
+        self._strips_right = {literal for literal, token in self._control.items() if token.strips_right}
         self._template = ChatTemplate(
             card.chat_template, control=self._control, bos_token=card.bos_token, eos_token=card.eos_token
         )
-        self._reasons = "</think>" in card.chat_template
+        self.reasons = "</think>" in card.chat_template
+        """The model may think in a block of its own before it answers."""
         self.generation_tail = self._find_generation_tail()
         """Encoded text that the generation prompt adds to the head of an assistant turn (an opening `<think>`, say)."""
         self._answer_head = self._find_head(Message("assistant"), Message("user", "x")) or b""
@@ -60,7 +65,7 @@ class Renderer:
         )
         """The same before the name of a first tool call; None where that cannot be told."""
         _, opened, rest = self.generation_tail.rpartition(self._literal("<think>"))
-        self._in_reasoning = self._reasons and bool(opened) and self._literal("</think>") not in rest
+        self._in_reasoning = self.reasons and bool(opened) and self._literal("</think>") not in rest
 
     def render(self, conversation: Conversation, *, sampled: Mapping[int, bytes] | None = None) -> bytes:
         """The conversation with the generation prompt, as encoded text (see `types.ESCAPE`).
@@ -110,7 +115,7 @@ class Renderer:
             parts = self._template.render(replace(conversation, messages=messages))
         except InvalidRequest:
             return frozenset()
-        text = "".join(part.text for part in parts if isinstance(part, Text))
+        text = "".join(part for part in parts if isinstance(part, str))
         return frozenset(i for i, mark in marks.items() if mark in text)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
@@ -149,24 +154,39 @@ class Renderer:
         """
         return parse_answer(
             text,
-            reasons=self._reasons,
+            reasons=self.reasons,
             in_reasoning=self._in_reasoning,
             tool_format=self._card.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
 
+    def grammar(self, conversation: Conversation, constraint: Constraint) -> str:
+        """The grammar of a completion of `conversation`; empty when it may be anything.
+
+        Raises `InvalidRequest`, naming the parameter, for a schema that cannot be followed.
+        """
+        style = Style(self._card.tool_format, self._reasons, self._in_reasoning, self._control_id)
+        return write_grammar(constraint, conversation.tools, style)
+
+    def _control_id(self, literal: str) -> int | None:
+        return self._control[literal].id if literal in self._control else None
+
     def _encode(self, parts: Sequence[Part], bodies: Mapping[int, _Body]) -> bytes:
         encoded = bytearray()
-        for before, part, after in zip((None, *parts), parts, (*parts[1:], None), strict=False):
-            if isinstance(part, Slot):
-                self._cut_head(encoded, part)
-                encoded += bodies[part.index].encoded
+        before: Part | None = None
+        for i, part in enumerate(parts):
+            if isinstance(part, str):
+                after = parts[i + 1] if i + 1 < len(parts) else None
+                if not (isinstance(before, Slot) and self._replaces(bodies[before.index], before, part, after)):
+                    encoded += self._encode_text(self._strip(part, before, after))
             elif isinstance(part, Control):
                 if isinstance(before, Slot) and before.in_call:
                     self._end_of_call(part)
-                encoded += escape(self._control[part.literal].id)
-            elif not (isinstance(before, Slot) and self._replaces(bodies[before.index], before, part.text, after)):
-                encoded += self._encode_text(self._strip(part.text, before, after))
+                encoded += self._escapes[part.literal]
+            else:
+                self._cut_head(encoded, part)
+                encoded += bodies[part.index].encoded
+            before = part
         return bytes(encoded)
 
     def _cut_head(self, encoded: bytearray, slot: Slot) -> None:
@@ -194,9 +214,9 @@ class Renderer:
 
     def _strip(self, text: str, before: Part | None, after: Part | None) -> str:
         """White space that a neighbouring control token eats is gone before it is tokenised."""
-        if isinstance(before, Control) and self._control[before.literal].strips_right:
+        if isinstance(before, Control) and before.literal in self._strips_right:
             text = text.lstrip()
-        if isinstance(after, Control) and self._control[after.literal].strips_left:
+        if isinstance(after, Control) and after.literal in self._strips_left:
             text = text.rstrip()
         return text
 
@@ -219,7 +239,7 @@ class Renderer:
 
     def _literal(self, literal: str) -> bytes:
         """A literal in encoded text: a control token where the vocabulary has one."""
-        return escape(self._control[literal].id) if literal in self._control else literal.encode()
+        return self._escapes.get(literal) or literal.encode()
 
     def _find_generation_tail(self) -> bytes:
         asked, head = self._heads(Message("assistant"), Message("user", "x"))

@@ -36,6 +36,7 @@ from agentjet.server.wiring import (
     require_episode_reader,
     require_viewer,
 )
+from agentjet.types import EpisodeStatus
 
 STOP_PATIENCE = 20.0
 """Seconds a stop is waited for before its present state is answered."""
@@ -77,9 +78,15 @@ async def begin_episode(
 
 
 @router.get("/episodes", dependencies=viewer)
-async def list_episodes(wired: Wired, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> EpisodeList:
-    """The newest episodes, newest first."""
-    return EpisodeList(episodes=[view(episode) for episode in wired.gateway.swarm.recent_episodes(limit)])
+async def list_episodes(
+    wired: Wired,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    team: Annotated[str, Query(max_length=256)] = "",
+    status: EpisodeStatus | None = None,
+) -> EpisodeList:
+    """The newest episodes, newest first: all, those of a team, those of a status."""
+    found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status)
+    return EpisodeList(episodes=[view(episode) for episode in found])
 
 
 @router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=_problems(404))
@@ -92,6 +99,14 @@ async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
 async def heartbeat(episode_id: str, wired: Wired) -> EpisodeView:
     """Renew an episode's lease."""
     return view(await wired.gateway.heartbeat(episode_id))
+
+
+@router.post("/episodes/{episode_id}/prepare", dependencies=of_episode, responses=_problems(404, 409, 503))
+async def prepare_episode(
+    episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
+) -> EpisodeView:
+    """Promise an episode's reward: a later finish with the same body will be granted. It trains nothing until then."""
+    return view(await wired.gateway.prepare(episode_id, body, idempotency_key=idempotency_key))
 
 
 @router.post("/episodes/{episode_id}/finish", dependencies=of_episode, responses=_problems(404, 409, 503))

@@ -14,7 +14,7 @@ from agentjet.gateway import Gateway
 from agentjet.types import EngineState
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-NOW = ("live", "waiting")
+NOW = ("live", "prepared", "waiting")
 """Episode counts that also fall; the others only grow."""
 
 
@@ -63,7 +63,9 @@ class _GatewayCollector(Collector):
 
 def _episodes(counts: dict[str, int]) -> Iterator[Metric]:
     now = GaugeMetricFamily(
-        "agentjet_episodes", "Episodes that are live, or finished and waiting to be trained.", labels=["status"]
+        "agentjet_episodes",
+        "Episodes that are live, prepared, or finished and waiting to be trained.",
+        labels=["status"],
     )
     ever = CounterMetricFamily(
         "agentjet_episodes", "Episodes since the data dir was made, by how they ended.", labels=["status"]

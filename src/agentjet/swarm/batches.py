@@ -12,6 +12,7 @@ import numpy as np
 from agentjet.algorithms.advantages import ADVANTAGES
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode
+from agentjet.timeline.allowed import unpack_sets
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.timeline.forks import OrphanReason, orphans
 from agentjet.timeline.identity import context_digest
@@ -93,6 +94,7 @@ def _row(tree: ConversationTree, call: Call, advantage: float, sequence: int) ->
         advantage=advantage,
         temperature=call.temperature,
         sequence=sequence,
+        allowed=unpack_sets(call.allowed, len(call.completion)) if call.allowed else (),
     )
 
 
@@ -137,5 +139,9 @@ def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, 
         **{f"groups/dropped_{reason}": count for reason, count in reasons.items()},
         "episodes/aborted": float(lost_episodes.get("aborted", 0)),
         "episodes/expired": float(lost_episodes.get("expired", 0)),
-        **{f"episodes/{how}": float(lost_episodes[how]) for how in ("surplus", "stale") if how in lost_episodes},
+        **{
+            f"episodes/{how}": float(lost_episodes[how])
+            for how in ("surplus", "stale", "in_doubt")
+            if how in lost_episodes
+        },
     }

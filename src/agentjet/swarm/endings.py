@@ -1,4 +1,6 @@
-"""How episodes end without being trained: lost, surplus, stale. Inside the ledger's transactions."""
+"""How episodes end: lost, surplus, stale, in doubt; and what an end means for the group. Inside the ledger's
+transactions.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from agentjet.swarm.records import Episode, Group
 
 SURPLUS = "surplus: training had enough without it"
 STALE = "stale: its tokens are older than job.max_staleness allows"
+IN_DOUBT = "in doubt: it was prepared, and nobody finished or aborted it in time"
 
 
 class Endings:
@@ -24,24 +27,35 @@ class Endings:
         self._leases = leases
 
     def expire(self, episode: Episode, job: JobConfig, now: float) -> Episode:
-        """End an episode that outlived its lease or its maximum."""
-        if now - episode.begun >= job.max_episode_seconds:
+        """End an episode that outlived its lease or its maximum, or was prepared and never decided."""
+        if episode.status == "prepared":
+            reason = IN_DOUBT
+        elif now - episode.begun >= job.max_episode_seconds:
             reason = f"older than job.max_episode_seconds = {job.max_episode_seconds:g}"
         else:
             reason = f"no sign of life for job.lease_seconds = {job.lease_seconds:g}"
         return self.lose(replace(episode, status="expired", ended=now, reason=reason))
 
     def lose(self, episode: Episode) -> Episode:
-        """Journal the end of an episode that aborted or expired, and free its place."""
-        assert episode.ended is not None
+        """Journal the end of an episode that aborted or expired, and free its place. What it promised is void."""
+        ended = episode.ended
+        assert ended is not None
+        episode = replace(episode, reward=None, by_role={}, metrics={})
         self._ledger.journal.add_abort(episode, self._ledger.next_batch)
         self._ledger.put(episode)
         self.ended(episode)
-        groups.member_lost(self._ledger, episode, episode.ended)
+        groups.member_lost(self._ledger, episode, ended)
         return episode
 
+    def settle(self, episode: Episode, job: JobConfig, now: float) -> None:
+        """After an end: close the group that has all it needs; who is still at work in it is surplus."""
+        group = groups.satisfied(self._ledger, job, episode)
+        if group is not None:
+            self.end_members(group, SURPLUS, now)
+            groups.close(self._ledger, job, self._ledger.groups[group.id], now)
+
     def end_members(self, group: Group, reason: str, now: float) -> None:
-        """End those of a group that are still at work."""
+        """End those of a group that are still at work. A prepared one keeps the right to be finished."""
         for episode in groups.live_members(self._ledger, group):
             self.lose(replace(episode, status="aborted", ended=now, reason=reason))
 
@@ -53,7 +67,7 @@ class Endings:
                 groups.drop(self._ledger, self._ledger.groups[group.id], reason, now)
 
     def ended(self, episode: Episode) -> None:
-        """Say so. An ended episode needs no lease and no trees."""
+        """Say so. Who makes no more calls, prepared episodes included, needs no lease and no trees."""
         announce(self._ledger, episode)
         self._leases.forget(episode)
         for key in [key for key in self._ledger.trees if key[0] == episode.id]:
@@ -70,6 +84,8 @@ def announce(ledger: Ledger, episode: Episode) -> None:
         "task_set": episode.task_set,
         "group": episode.group,
         "client_id": episode.client_id,
+        "code_version": episode.code_version,
+        "team": episode.team,
     }
     if episode.status != "live":
         body |= {"reward": episode.reward, "reason": episode.reason, "num_calls": episode.num_calls}

@@ -1,12 +1,14 @@
 """The rules of groups: who joins, when a group is complete, when it is dropped and why.
 
-A group is open until all its `group_size` members finished. A lost member frees its place. One that stays short,
+A group is open until all its `group_size` members finished; a prepared one keeps it open. A lost member frees its
+place. One that stays short,
 with nobody live in it, is closed after `lease_seconds` of waiting for a refill: that long an abort may delay a
 batch (once more after a restart), but an expired lease adds nothing. Functions on a `Ledger`, inside its transactions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -66,19 +68,20 @@ def join(ledger: Ledger, group: Group, episode: Episode) -> None:
     ledger.put_group(replace(group, members=(*group.members, episode.id), touched=episode.begun))
 
 
-def member_finished(ledger: Ledger, episode: Episode, now: float) -> None:
-    """A member's reward is there: a sign that somebody works on the group."""
+def member_scored(ledger: Ledger, episode: Episode, now: float) -> None:
+    """A member's reward is there, or promised: a sign that somebody works on the group."""
     group = _group_of(ledger, episode)
     if group is not None:
         ledger.put_group(replace(group, touched=now))
 
 
 def satisfied(ledger: Ledger, job: JobConfig, episode: Episode) -> Group | None:
-    """The episode's group when it has all the rewards it needs: whoever is still live in it is surplus."""
+    """The episode's group when it has all the rewards it needs and none in doubt: who is live in it is surplus."""
     group = _group_of(ledger, episode)
-    if group is None or len(group.members) - len(live_members(ledger, group)) < job.group_size:
+    if group is None or group.state != "open":
         return None
-    return group
+    statuses = Counter(ledger.episodes[member].status for member in group.members)
+    return group if statuses["finished"] >= job.group_size and not statuses["prepared"] else None
 
 
 def stale(ledger: Ledger, job: JobConfig) -> list[Group]:
@@ -104,8 +107,11 @@ def member_lost(ledger: Ledger, episode: Episode, now: float) -> None:
 
 
 def patience_ends(ledger: Ledger, job: JobConfig, group: Group, opened: float) -> float | None:
-    """When a short group with nobody live is closed; None while somebody is. `opened`: when this server started."""
-    if group.state != "open" or live_members(ledger, group):
+    """When a short group that waits for nobody is closed; None while a member is live or prepared.
+
+    `opened`: when this server started.
+    """
+    if group.state != "open" or any(ledger.episodes[member].ended is None for member in group.members):
         return None
     # Nobody could refill it while the server was down, so a restart grants the wait once more. Once: a server that is
     # restarted again and again would otherwise never close it, so two leases after the last touch it ends in any case.
@@ -167,8 +173,9 @@ def drop(ledger: Ledger, group: Group, reason: str, now: float) -> None:
     """A group that will not be trained, for a reason that is counted."""
     dropped = replace(group, state="dropped", reason=reason, closed=now, for_batch=ledger.next_batch)
     ledger.put_group(dropped)
-    for member in group.members:
-        ledger.put(replace(ledger.episodes[member], dropped=reason))
+    for episode in [ledger.episodes[member] for member in group.members]:
+        if episode.status == "finished":
+            ledger.put(replace(episode, dropped=reason))
     _announce(ledger, dropped)
 
 

@@ -7,24 +7,20 @@ allowed is decided elsewhere. Times are Unix seconds.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from agentjet.config import JobConfig
-from agentjet.errors import ConfigError, Later
 from agentjet.protocol import Event
+from agentjet.swarm.journal_file import JournalFile
 from agentjet.swarm.records import Batch, Episode, Group
 from agentjet.swarm.rows import (
     EPISODES_FROM,
     SELECT_CALLS,
     SELECT_EPISODES,
+    STATUS,
     RecordedCall,
     pack_floats,
     pack_ints,
@@ -33,158 +29,15 @@ from agentjet.swarm.rows import (
     to_json,
     unpack_ints,
 )
-from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
-from agentjet.types import Call
+from agentjet.types import Call, EpisodeStatus
 
 IDEMPOTENCY_SECONDS = 86_400.0
 """How long a key is remembered at least: far beyond any client's retries."""
 EVENTS_KEPT = 100_000
 
 
-class Journal:
+class Journal(JournalFile):
     """Typed rows in and out of the file. Build with `Journal.open`."""
-
-    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
-        self.path = path
-        self._db = connection
-        self._lock = lock
-        self._depth = 0
-        self._lost: sqlite3.OperationalError | None = None
-        self.commits_itself = True
-        """Whether every transaction is committed as it ends."""
-
-    # ---- the file ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def open(cls, path: Path, *, model: str = "") -> Self:
-        """Open or create.
-
-        Raises `ConfigError` when another process has it, or it belongs to another model or a newer AgentJet.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise ConfigError(
-                f"server.data_dir = {str(path.parent)!r} is in use by another server: "
-                "stop that one, or choose another folder"
-            ) from None
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        journal = cls(path, connection, lock)
-        try:
-            journal._prepare(model)
-        except sqlite3.DatabaseError as error:
-            journal.close()
-            raise ConfigError(f"{path} cannot be read as a journal ({error}); choose another server.data_dir") from None
-        except ConfigError:
-            journal.close()
-            raise
-        return journal
-
-    def close(self) -> None:
-        """Close the file and let others have it; idempotent."""
-        self._db.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    def _prepare(self, model: str) -> None:
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.execute("PRAGMA foreign_keys = ON")
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            self._db.executescript(
-                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'); COMMIT;"
-            )
-        found = int(self._meta("schema_version", "0"))
-        while found in MIGRATIONS:
-            self._db.executescript(
-                f"BEGIN IMMEDIATE; {MIGRATIONS[found]} "
-                f"UPDATE meta SET value = '{found + 1}' WHERE key = 'schema_version'; COMMIT;"
-            )
-            found += 1
-        if found != SCHEMA_VERSION:
-            raise ConfigError(
-                f"{self.path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: "
-                "use the AgentJet that wrote it, or choose another server.data_dir"
-            )
-        owner = self._meta("model", "")
-        if model and owner and owner != model:
-            raise ConfigError(
-                f"server.data_dir = {str(self.path.parent)!r} belongs to model {owner!r}, "
-                f"not to model.name = {model!r}: choose another folder, or that model"
-            )
-        if model and not owner:
-            self._set_meta("model", model)
-
-    @property
-    def in_transaction(self) -> bool:
-        return self._depth > 0
-
-    @property
-    def has_uncommitted(self) -> bool:
-        return self._db.in_transaction
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All or nothing; nested ones join the outermost. An error undoes it, and nothing that ended before it.
-
-        Raises `Later` (503) when the disk refuses the write.
-        """
-        if self._depth:
-            yield
-            return
-        try:
-            if not self._db.in_transaction:
-                self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("SAVEPOINT one")
-            self._depth = 1
-            yield
-            self._db.execute("RELEASE one")
-            if self.commits_itself:
-                self._db.execute("COMMIT")
-        except BaseException as error:
-            self._undo(error)
-            if isinstance(error, sqlite3.OperationalError):
-                raise _refused(error) from error
-            raise
-        finally:
-            self._depth = 0
-
-    def commit(self) -> None:
-        """Have on disk what ended transactions wrote. Raises `Later`, and then all of it is undone."""
-        assert not self._depth, "a commit comes between transactions"
-        lost, self._lost = self._lost, None
-        try:
-            if lost is not None:
-                raise lost
-            if self._db.in_transaction:
-                self._db.execute("COMMIT")
-        except sqlite3.OperationalError as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise _refused(error) from error
-
-    def _undo(self, error: BaseException) -> None:
-        """Back to before the transaction. A disk that refuses a write may take all that is uncommitted with it: then
-        the next `commit` fails, so that nobody is told that it succeeded.
-        """
-        if self._db.in_transaction and not self.commits_itself:
-            self._db.execute("ROLLBACK TO one")
-            self._db.execute("RELEASE one")
-        elif self._db.in_transaction:
-            self._db.execute("ROLLBACK")
-        elif isinstance(error, sqlite3.OperationalError) and not self.commits_itself:
-            self._lost = error
-
-    def _meta(self, key: str, default: str) -> str:
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return default if row is None else str(row[0])
-
-    def _set_meta(self, key: str, value: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     # ---- versions ------------------------------------------------------------------------------------------
 
@@ -220,8 +73,15 @@ class Journal:
         e = episode
         self._insert(
             "episodes",
-            (e.seq, e.id, e.client_id, e.task_id, e.task_set, e.group, e.group_id, e.mode, e.policy_version, e.begun),
+            (
+                *(e.seq, e.id, e.client_id, e.task_id, e.task_set, e.group, e.group_id, e.mode),
+                *(e.policy_version, e.begun, e.code_version, e.team, e.at_version),
+            ),
         )
+
+    def add_promise(self, episode: Episode, prepared: float) -> None:
+        e = episode
+        self._insert("promises", (e.id, e.reward, to_json(e.by_role), to_json(e.metrics), prepared))
 
     def add_finish(self, episode: Episode) -> None:
         e = episode
@@ -238,11 +98,16 @@ class Journal:
         row = self._db.execute(f"{SELECT_EPISODES} WHERE e.id = ?", (episode_id,)).fetchone()
         return None if row is None else read_episode(row)
 
-    def recent_episodes(self, limit: int) -> list[Episode]:
-        """The newest ones, newest first."""
-        return [
-            read_episode(row) for row in self._db.execute(f"{SELECT_EPISODES} ORDER BY e.seq DESC LIMIT ?", (limit,))
-        ]
+    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
+        """The newest ones, newest first: all, those of a team, those of a status."""
+        conditions = ["TRUE"]
+        if team:
+            conditions.append("e.team = :team AND e.team != ''")  # the second half lets SQLite use the index
+        if status:
+            conditions.append(f"{STATUS} = :status")
+        query = f"{SELECT_EPISODES} WHERE {' AND '.join(conditions)} ORDER BY e.seq DESC LIMIT :limit"
+        rows = self._db.execute(query, {"team": team, "status": status, "limit": limit})
+        return [read_episode(row) for row in rows]
 
     def unsettled_episodes(self) -> list[Episode]:
         """Live ones, and finished training ones that are neither trained nor dropped, in the order they began."""
@@ -270,12 +135,14 @@ class Journal:
         row = self._db.execute(
             "SELECT COUNT(*), COUNT(f.episode_id), "
             "COALESCE(SUM(a.status = 'aborted'), 0), COALESCE(SUM(a.status = 'expired'), 0), "
+            f"COALESCE(SUM({STATUS} = 'prepared'), 0), "
             "COUNT(s.batch_id), COALESCE(SUM(f.episode_id IS NOT NULL AND g.state = 'dropped'), 0), "
             f"COALESCE(SUM(f.episode_id IS NOT NULL AND e.mode = 'train'), 0) {EPISODES_FROM}"
         ).fetchone()
-        every, finished, aborted, expired, trained, dropped, finished_train = (int(n) for n in row)
+        every, finished, aborted, expired, prepared, trained, dropped, finished_train = (int(n) for n in row)
         return {
-            "live": every - finished - aborted - expired,
+            "live": every - finished - aborted - expired - prepared,
+            "prepared": prepared,
             "finished": finished,
             "aborted": aborted,
             "expired": expired,
@@ -285,10 +152,13 @@ class Journal:
         }
 
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
-        """Aborted and expired while the batch was being filled; apart from them those ended as `surplus` or `stale`."""
+        """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale` or
+        `in_doubt`.
+        """
         rows = self._db.execute(
             "SELECT CASE WHEN reason LIKE 'surplus:%' THEN 'surplus' WHEN reason LIKE 'stale:%' THEN 'stale' "
-            "ELSE status END AS how, COUNT(*) FROM aborts WHERE for_batch = ? GROUP BY how",
+            "WHEN reason LIKE 'in doubt:%' THEN 'in_doubt' ELSE status END AS how, COUNT(*) FROM aborts "
+            "WHERE for_batch = ? GROUP BY how",
             (for_batch,),
         )
         return {str(status): int(count) for status, count in rows}
@@ -302,7 +172,7 @@ class Journal:
             *(pack_ints(call.suffix), pack_ints(call.completion), pack_floats(call.logprobs), pack_ints(call.versions)),
             *(b"".join(pieces), pack_ints([len(piece) for piece in pieces])),
             *(call.temperature, call.finish_reason, to_json(asdict(call.response)), call.prompt_key, call.created),
-            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context),
+            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.allowed),
         )
         self._insert("calls", values)
 
@@ -330,17 +200,20 @@ class Journal:
         """Insert or update; members follow from the episodes."""
         g = group
         self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
             "touched = excluded.touched, state = excluded.state, reason = excluded.reason, "
             "closed = excluded.closed, for_batch = excluded.for_batch",
-            (g.id, g.client_id, g.name, g.opened, g.touched, g.state, g.reason, g.closed, g.for_batch),
+            (
+                *(g.id, g.client_id, g.name, g.opened, g.touched, g.state, g.reason, g.closed, g.for_batch),
+                *(g.task_set, g.code_version),
+            ),
         )
 
     def unlearned_groups(self) -> list[Group]:
         """Open and complete groups that are in no batch yet, in the order they were opened."""
         rows = self._db.execute(
-            "SELECT id, client_id, name, opened, touched, state, reason, closed, for_batch FROM groups "
-            "WHERE state != 'dropped' AND id NOT IN (SELECT group_id FROM batch_groups) ORDER BY id"
+            "SELECT id, client_id, name, opened, touched, state, reason, closed, for_batch, task_set, code_version "
+            "FROM groups WHERE state != 'dropped' AND id NOT IN (SELECT group_id FROM batch_groups) ORDER BY id"
         ).fetchall()
         members = (
             "SELECT id FROM episodes WHERE group_id = ? AND id NOT IN (SELECT episode_id FROM aborts) ORDER BY seq"
@@ -357,6 +230,8 @@ class Journal:
                 reason=row[6],
                 closed=row[7],
                 for_batch=row[8],
+                task_set=row[9],
+                code_version=row[10],
             )
             for row in rows
         ]
@@ -370,7 +245,9 @@ class Journal:
         return {str(reason): int(count) for reason, count in rows}
 
     def add_batch(self, batch: Batch, group_ids: Sequence[int]) -> None:
-        self._insert("batches", (batch.id, batch.seed, batch.job.model_dump_json(), batch.composed))
+        self._insert(
+            "batches", (batch.id, batch.seed, batch.job.model_dump_json(), batch.composed, to_json(batch.carry))
+        )
         for g, (group_id, members) in enumerate(zip(group_ids, batch.groups, strict=True)):
             self._insert("batch_groups", (group_id, batch.id, g))
             for position, episode_id in enumerate(members):
@@ -384,7 +261,7 @@ class Journal:
     def batches(self, policy_version: int) -> list[Batch]:
         """Batches from `policy_version` on, in order, learned or not."""
         rows = self._db.execute(
-            "SELECT id, seed, job, composed FROM batches WHERE id >= ? ORDER BY id", (policy_version,)
+            "SELECT id, seed, job, composed, carry FROM batches WHERE id >= ? ORDER BY id", (policy_version,)
         ).fetchall()
         return [
             Batch(
@@ -393,6 +270,7 @@ class Journal:
                 seed=row[1],
                 job=JobConfig.model_validate_json(row[2]),
                 composed=row[3],
+                carry=json.loads(row[4]),
             )
             for row in rows
         ]
@@ -455,16 +333,3 @@ class Journal:
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
         self._db.execute("DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ?", (EVENTS_KEPT,))
         self._set_meta("durable_version", str(policy_version))
-
-    def _insert(self, table: str, values: Sequence[Any]) -> int:
-        marks = ", ".join("?" * len(values))
-        return int(self._db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
-
-
-def _refused(error: sqlite3.OperationalError) -> Later:
-    return Later(
-        f"The journal could not be written ({error}); nothing was recorded.",
-        code="journal_unavailable",
-        status=503,
-        retry_after=5.0,
-    )

@@ -27,8 +27,14 @@ class Leases:
         self._calling: Counter[str] = Counter()
 
     def expires_at(self, episode: Episode, job: JobConfig) -> float:
-        """When a live episode is reclaimed unless it shows life; its begin + `max_episode_seconds` at the latest."""
+        """When a live episode is reclaimed unless it shows life; its begin + `max_episode_seconds` at the latest.
+
+        A prepared one has no lease: it may be decided until a lease after that maximum, or after a restart, during
+        which nobody could decide it.
+        """
         last = episode.begun + job.max_episode_seconds
+        if episode.status == "prepared":
+            return max(last, self.opened) + job.lease_seconds
         if self._calling[episode.id]:
             return last
         seen = max(self._last_seen.get(episode.id, episode.begun), self.opened)

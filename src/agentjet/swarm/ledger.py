@@ -1,8 +1,8 @@
 """`Ledger`: the journal and the part of it that is held in memory, always equal to what a reopened journal would give.
 
-It knows what is where, not what is allowed: the rules are `state.Swarm`'s. Held are live episodes and finished ones
-that still wait to train, the groups of the present batch, the batch being learned and the counts; all else is looked
-up in the journal, so memory does not grow with the length of a run.
+It knows what is where, not what is allowed: the rules are `state.Swarm`'s. Held are live and prepared episodes and
+finished ones that still wait to train, the groups of the present batch, the batch being learned and the counts; all
+else is looked up in the journal, so memory does not grow with the length of a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode, Group
 from agentjet.timeline.tree import ConversationTree
 
-COUNTED = ("live", "finished", "aborted", "expired", "trained", "waiting", "dropped")
+COUNTED = ("live", "prepared", "finished", "aborted", "expired", "trained", "waiting", "dropped")
 
 
 class Ledger:
@@ -104,7 +104,7 @@ class Ledger:
         if before is not None:
             self._counts.subtract(_categories(before))
         self._counts.update(_categories(episode))
-        if {"live", "waiting"} & set(_categories(episode)):
+        if {"live", "prepared", "waiting"} & set(_categories(episode)):
             self.episodes[episode.id] = episode
         else:
             self.oldest.pop(episode.id, None)
@@ -119,6 +119,10 @@ class Ledger:
 
     def live(self) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
+
+    def undecided(self) -> list[Episode]:
+        """Live and prepared episodes: those whose reward may yet count or not."""
+        return [episode for episode in self.episodes.values() if episode.ended is None]
 
     def counts(self) -> dict[str, int]:
         return {name: self._counts[name] for name in COUNTED}

@@ -36,6 +36,7 @@ class Episode:
     status: EpisodeStatus = "live"
     ended: float | None = None
     reward: float | None = None
+    """Of a prepared episode: the one it promised. None of one that aborted or expired."""
     by_role: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
@@ -47,6 +48,10 @@ class Episode:
     """The batch that trained it, once it was learned."""
     dropped: str = ""
     """Why a finished episode will never train (its group's reason), else empty."""
+    code_version: str = ""
+    team: str = ""
+    at_version: int | None = None
+    """The policy version that an eval episode is pinned to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,9 @@ class Group:
     closed: float | None = None
     for_batch: int | None = None
     """The batch that was being filled when it closed."""
+    task_set: str = ""
+    code_version: str = ""
+    """Of the episode that opened it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,8 @@ class Batch:
     seed: int
     job: JobConfig
     composed: float
+    carry: Mapping[str, float] = field(default_factory=dict)
+    """What each task set present was still owed after it, in groups; see `quotas`. Empty without `job.task_weights`."""
 
     @property
     def episode_ids(self) -> tuple[str, ...]:

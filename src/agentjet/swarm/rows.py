@@ -16,27 +16,36 @@ EPISODES_FROM = """
 FROM episodes e
 LEFT JOIN finishes f ON f.episode_id = e.id
 LEFT JOIN aborts a ON a.episode_id = e.id
+LEFT JOIN promises p ON p.episode_id = e.id
 LEFT JOIN groups g ON g.id = e.group_id
 LEFT JOIN batch_members m ON m.episode_id = e.id
 LEFT JOIN steps s ON s.batch_id = m.batch_id
 """
 
+STATUS = """
+CASE WHEN f.episode_id IS NOT NULL THEN 'finished' WHEN a.episode_id IS NOT NULL THEN a.status
+    WHEN p.episode_id IS NOT NULL THEN 'prepared' ELSE 'live' END
+"""
+
 SELECT_EPISODES = f"""
 SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id, e.mode, e.policy_version, e.begun,
-    CASE WHEN f.episode_id IS NOT NULL THEN 'finished' ELSE COALESCE(a.status, 'live') END,
-    COALESCE(f.ended, a.ended), f.reward, COALESCE(f.by_role, '{{}}'), COALESCE(f.metrics, '{{}}'),
+    {STATUS}, COALESCE(f.ended, a.ended),
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.reward, p.reward) END,
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.by_role, p.by_role, '{{}}') ELSE '{{}}' END,
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.metrics, p.metrics, '{{}}') ELSE '{{}}' END,
     COALESCE(a.reason, ''),
     COALESCE(f.num_calls, a.num_calls, (SELECT COUNT(*) FROM calls c WHERE c.episode_id = e.id)),
     COALESCE(f.num_tokens, a.num_tokens,
         (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id), 0),
     s.batch_id,
-    CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END
+    CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
+    e.code_version, e.team, e.at_version
 {EPISODES_FROM}
 """
 
 SELECT_CALLS = """
 SELECT id, episode_id, role, parent, kept, suffix, completion, logprobs, versions, temperature, finish_reason, response,
-    prompt_key, created, pieces, piece_lengths, ask, fork, retry_of, context
+    prompt_key, created, pieces, piece_lengths, ask, fork, retry_of, context, allowed
 FROM calls
 """
 
@@ -74,6 +83,7 @@ def read_call(row: Sequence[Any]) -> RecordedCall:
         fork=row[17],
         retry_of=row[18],
         context=row[19],
+        allowed=row[20],
     )
     pieces: list[bytes] = []
     start = 0

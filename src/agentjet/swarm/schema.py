@@ -1,13 +1,14 @@
 """The journal's tables. Rows are only ever added, except groups (their state) and what a durable checkpoint lets go.
 
 Token arrays are little-endian blobs: int32 for tokens and versions, float64 for log-probabilities (bit for bit what
-was reported). `pieces` are the encoded bytes of the suffix's and the completion's tokens, joined, with the length of
-each in `piece_lengths` (int32). `ask` is a JSON object, see `types.Ask`.
+was reported); `allowed` is packed by `timeline.allowed`. `pieces` are the encoded bytes of the suffix's and the
+completion's tokens, joined, with the length of each in `piece_lengths` (int32). `ask` is a JSON object, see
+`types.Ask`; `carry` is one of numbers, see `Batch.carry`.
 
 A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -21,7 +22,9 @@ CREATE TABLE groups (
     state TEXT NOT NULL CHECK (state IN ('open', 'complete', 'dropped')),
     reason TEXT NOT NULL,
     closed REAL,
-    for_batch INTEGER
+    for_batch INTEGER,
+    task_set TEXT NOT NULL DEFAULT '',
+    code_version TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX groups_dropped ON groups (for_batch) WHERE state = 'dropped';
 
@@ -35,9 +38,13 @@ CREATE TABLE episodes (
     group_id INTEGER REFERENCES groups (id),
     mode TEXT NOT NULL CHECK (mode IN ('train', 'eval')),
     policy_version INTEGER NOT NULL,
-    begun REAL NOT NULL
+    begun REAL NOT NULL,
+    code_version TEXT NOT NULL DEFAULT '',
+    team TEXT NOT NULL DEFAULT '',
+    at_version INTEGER
 );
 CREATE INDEX episodes_of_group ON episodes (group_id);
+CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
 
 CREATE TABLE calls (
     seq INTEGER PRIMARY KEY,
@@ -60,11 +67,20 @@ CREATE TABLE calls (
     ask TEXT NOT NULL DEFAULT '{}',
     fork TEXT NOT NULL DEFAULT '',
     retry_of TEXT,
-    context BLOB NOT NULL DEFAULT x''
+    context BLOB NOT NULL DEFAULT x'',
+    allowed BLOB NOT NULL DEFAULT x''
 );
 CREATE INDEX calls_of_episode ON calls (episode_id, seq);
 
 CREATE TABLE undelivered (call_id TEXT PRIMARY KEY) WITHOUT ROWID;
+
+CREATE TABLE promises (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    reward REAL NOT NULL,
+    by_role TEXT NOT NULL,
+    metrics TEXT NOT NULL,
+    prepared REAL NOT NULL
+) WITHOUT ROWID;
 
 CREATE TABLE finishes (
     episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
@@ -91,7 +107,8 @@ CREATE TABLE batches (
     id INTEGER PRIMARY KEY,
     seed INTEGER NOT NULL,
     job TEXT NOT NULL,
-    composed REAL NOT NULL
+    composed REAL NOT NULL,
+    carry TEXT NOT NULL DEFAULT '{}'
 );
 CREATE TABLE batch_groups (
     group_id INTEGER PRIMARY KEY REFERENCES groups (id),
@@ -136,6 +153,24 @@ MIGRATIONS = {
     ALTER TABLE calls ADD COLUMN retry_of TEXT;
     ALTER TABLE calls ADD COLUMN context BLOB NOT NULL DEFAULT x'';
     CREATE TABLE undelivered (call_id TEXT PRIMARY KEY) WITHOUT ROWID;
+    """,
+    2: """
+    ALTER TABLE calls ADD COLUMN allowed BLOB NOT NULL DEFAULT x'';
+    ALTER TABLE episodes ADD COLUMN code_version TEXT NOT NULL DEFAULT '';
+    ALTER TABLE episodes ADD COLUMN team TEXT NOT NULL DEFAULT '';
+    ALTER TABLE episodes ADD COLUMN at_version INTEGER;
+    CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
+    ALTER TABLE groups ADD COLUMN task_set TEXT NOT NULL DEFAULT '';
+    ALTER TABLE groups ADD COLUMN code_version TEXT NOT NULL DEFAULT '';
+    UPDATE groups SET task_set = COALESCE((SELECT task_set FROM episodes WHERE group_id = groups.id LIMIT 1), '');
+    ALTER TABLE batches ADD COLUMN carry TEXT NOT NULL DEFAULT '{}';
+    CREATE TABLE promises (
+        episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+        reward REAL NOT NULL,
+        by_role TEXT NOT NULL,
+        metrics TEXT NOT NULL,
+        prepared REAL NOT NULL
+    ) WITHOUT ROWID;
     """,
 }
 """From each older version to the next."""

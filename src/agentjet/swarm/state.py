@@ -13,30 +13,25 @@ It knows no HTTP, never waits, and reads time from the injected clock only.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from agentjet.config import JobConfig
-from agentjet.errors import CheckpointError, Conflict, Later, NotFound
+from agentjet.errors import Conflict, Later
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
-from agentjet.swarm import batches, groups
-from agentjet.swarm.endings import STALE, SURPLUS, Endings, announce
+from agentjet.swarm import groups
+from agentjet.swarm.endings import announce
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.leases import Leases
-from agentjet.swarm.ledger import Ledger
-from agentjet.swarm.records import Batch, Episode, Group
-from agentjet.timeline.forest import Forest
-from agentjet.timeline.forks import OrphanReason
+from agentjet.swarm.learning import Learning
+from agentjet.swarm.records import Episode
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import Call
+from agentjet.types import Call, EpisodeStatus
 
 
-class Swarm:
+class Swarm(Learning):
     """Episodes, groups and batches of one policy. Synchronous; one thread at a time.
 
     Set `job` to change the settings from here on; a batch keeps those it was composed with.
@@ -48,13 +43,7 @@ class Swarm:
         """`policy_version` is where an empty journal starts; one with history knows its own."""
         if policy_version and journal.is_empty():
             journal.set_base_version(policy_version)
-        self.job = job
-        self._journal = journal
-        self._clock = clock
-        self._ledger = Ledger(journal, clock)
-        self._leases = Leases(clock)
-        self._endings = Endings(self._ledger, self._leases)
-        self._forest_metrics: dict[int, dict[str, float]] = {}
+        super().__init__(journal, job, clock=clock)
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
@@ -84,6 +73,9 @@ class Swarm:
                 mode=request.mode,
                 policy_version=self.policy_version,
                 begun=now,
+                code_version=request.code_version,
+                team=request.team,
+                at_version=request.at_version,
             )
             if group is not None:
                 groups.join(self._ledger, group, episode)
@@ -95,44 +87,67 @@ class Swarm:
         return episode
 
     def heartbeat(self, episode_id: str) -> Episode:
-        """Renew the lease. Raises `Conflict` when the episode has ended: its code tells how."""
+        """Renew the lease; one that is prepared has none. Raises `Conflict` when the episode has ended: its code tells
+        how.
+        """
+        episode = self._undecided(episode_id)
+        if episode.status == "live":
+            self._leases.touch(episode)
+        return episode
+
+    def prepare(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
+        """Promise an episode's reward: a later `finish` with the same one will be granted, after any restart.
+
+        Until then the episode makes no calls, trains nothing, and keeps its place in its group. It has no lease; one
+        that nobody finishes or aborts ends unscored, a lease after its `max_episode_seconds`. The same promise again
+        gives the same answer. Raises `Conflict`: as `finish`, or `episode_prepared` when another reward was promised.
+        """
+        scope = f"prepare/{episode_id}"
+        if self._ledger.recall(scope, idempotency_key, request) is not None:
+            return self.episode(episode_id)
+        episode = self._up_to_date(episode_id)
+        if episode.status in ("prepared", "finished") and _scored_so(episode, request):
+            return episode
         episode = self._live(episode_id)
-        self._leases.touch(episode)
+        now = self._clock()
+        with self.transaction():
+            episode = _scored(episode, request, status="prepared")
+            self._journal.add_promise(episode, now)
+            self._ledger.put(episode)
+            self._ledger.remember(scope, idempotency_key, request, episode_id)
+            groups.member_scored(self._ledger, episode, now)
+            self._endings.ended(episode)
         return episode
 
     def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
         """End an episode with its reward. The same reward again gives the same answer.
 
-        Raises `Conflict`: `episode_expired`, `episode_aborted`, or `episode_finished` when it ended with another
-        reward.
+        Raises `Conflict`: `episode_expired`, `episode_aborted`, `episode_finished` when it ended with another reward,
+        or `episode_prepared` when another was promised.
         """
         scope = f"finish/{episode_id}"
         if self._ledger.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        asked = (request.reward, request.by_role, request.metrics)
-        if episode.status == "finished" and asked == (episode.reward, episode.by_role, episode.metrics):
+        if episode.status == "finished" and _scored_so(episode, request):
             return episode
-        episode = self._live(episode_id)
+        kept = episode.status == "prepared" and _scored_so(episode, request)
+        episode = episode if kept else self._live(episode_id)
         now = self._clock()
         with self.transaction():
-            reward, by_role, metrics = asked
-            episode = replace(
-                episode, status="finished", ended=now, reward=reward, by_role=dict(by_role), metrics=dict(metrics)
-            )
+            episode = _scored(episode, request, status="finished", ended=now)
             self._journal.add_finish(episode)
+            if kept and episode.mode == "train" and episode.group_id not in self._ledger.groups:
+                episode = self._journal.episode(episode_id) or episode  # its group was dropped meanwhile: it knows why
             self._ledger.put(episode)
             self._ledger.remember(scope, idempotency_key, request, episode_id)
-            groups.member_finished(self._ledger, episode, now)
+            groups.member_scored(self._ledger, episode, now)
             self._endings.ended(episode)
-            group = groups.satisfied(self._ledger, self.job, episode)
-            if group is not None:
-                self._endings.end_members(group, SURPLUS, now)
-                groups.close(self._ledger, self.job, self._ledger.groups[group.id], now)
+            self._endings.settle(episode, self.job, now)
         return self.episode(episode_id)
 
     def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
-        """End an episode that failed: it is never scored, and its place is free again.
+        """End an episode that failed, or whose promise is taken back: it is never scored, and its place is free again.
 
         One that ended unscored already is returned as it is. Raises `Conflict` (`episode_finished`) on a scored one.
         """
@@ -142,25 +157,13 @@ class Swarm:
         episode = self._up_to_date(episode_id)
         if episode.status in ("aborted", "expired"):
             return episode
-        episode = self._live(episode_id)
+        episode = self._undecided(episode_id)
+        now = self._clock()
         with self.transaction():
             self._ledger.remember(scope, idempotency_key, request, episode_id)
-            return self._endings.lose(replace(episode, status="aborted", ended=self._clock(), reason=request.reason))
-
-    def episode(self, episode_id: str) -> Episode:
-        """Any episode since the data dir was made. Raises `NotFound`."""
-        episode = self._ledger.episodes.get(episode_id) or self._journal.episode(episode_id)
-        if episode is None:
-            raise NotFound(f"There is no episode {episode_id!r} here.", code="episode_not_found")
+            episode = self._endings.lose(replace(episode, status="aborted", ended=now, reason=request.reason))
+            self._endings.settle(episode, self.job, now)
         return episode
-
-    def recent_episodes(self, limit: int) -> list[Episode]:
-        """The newest episodes, newest first."""
-        return self._journal.recent_episodes(limit)
-
-    def expires_at(self, episode: Episode) -> float:
-        """When a live episode is reclaimed unless it shows life."""
-        return self._leases.expires_at(episode, self.job)
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
@@ -217,222 +220,31 @@ class Swarm:
                 self._ledger.trees[episode_id, role] = tree
         return tree
 
-    def trees(self, episode_id: str) -> dict[str, ConversationTree]:
-        """An episode's conversations by role, as the journal has them; none once a durable checkpoint covers them."""
-        return batches.load_trees(self._journal, episode_id)
-
-    def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
-        """The episode's calls that nobody heard, and how that is known."""
-        return batches.find_orphans(self._journal, episode_id, self.trees(episode_id))
-
     # ---- time ----------------------------------------------------------------------------------------------
 
     def reap(self) -> list[Episode]:
         """Expire what outlived its lease or its maximum, close short groups nobody refills; returns the expired."""
         now = self._clock()
+        late = [episode for episode in self._ledger.undecided() if self.expires_at(episode) <= now]
         with self.transaction():
-            expired = [self._endings.expire(e, self.job, now) for e in self._ledger.live() if self.expires_at(e) <= now]
+            expired = [self._endings.expire(episode, self.job, now) for episode in late]
+            for episode in expired:
+                self._endings.settle(episode, self.job, now)
             for group in list(self._ledger.groups.values()):
                 deadline = groups.patience_ends(self._ledger, self.job, group, self._leases.opened)
                 if deadline is not None and deadline <= now:
                     groups.close(self._ledger, self.job, group, now)
         return expired
 
-    def next_deadline(self) -> float | None:
-        """When `reap` next has something to do, as things stand."""
-        deadlines = [self.expires_at(episode) for episode in self._ledger.live()]
-        patience = [
-            groups.patience_ends(self._ledger, self.job, g, self._leases.opened) for g in self._ledger.groups.values()
-        ]
-        return min([*deadlines, *(deadline for deadline in patience if deadline is not None)], default=None)
-
-    # ---- batches -------------------------------------------------------------------------------------------
-
-    def ready(self) -> bool:
-        """Whether the present batch has its groups and may be composed."""
-        return (
-            self.pending is None
-            and not groups.trained_out(self._ledger, self.job)
-            and self.groups_complete >= self.job.batch_size
-        )
-
-    def compose(self) -> Batch:
-        """Commit the next batch, its members, their order, its seed and its settings, before any of it is learned."""
-        assert self.ready(), "compose() pairs with ready()"
-        complete = [group for group in self._ledger.groups.values() if group.state == "complete"]
-        chosen = sorted(complete, key=lambda group: (group.closed, group.id))[: self.job.batch_size]
-        batch = Batch(
-            id=self.policy_version,
-            groups=tuple(group.members for group in chosen),
-            seed=_batch_seed(self.job.seed, self.policy_version),
-            job=self.job,
-            composed=self._clock(),
-        )
-        with self.transaction():
-            self._journal.add_batch(batch, [group.id for group in chosen])
-            for group in chosen:
-                del self._ledger.groups[group.id]
-            self._ledger.pending = batch
-            if not self.job.max_staleness:
-                self._endings.clear(list(self._ledger.groups.values()), "surplus", SURPLUS, batch.composed)
-        return batch
-
-    def forest(self, batch: Batch) -> Forest:
-        """The batch as prefix trees with advantages, from the journal alone: a replay sees the same bytes.
-
-        Raises `CheckpointError` when a durable checkpoint has covered the batch and its tokens were pruned.
-        """
-        self._check_reach(batch.id)
-        members = {episode_id: self.episode(episode_id) for episode_id in batch.episode_ids}
-        forest, counts = batches.build(self._journal, batch, members)
-        self._forest_metrics = {batch.id: {**batches.forest_metrics(batch, forest), **counts}}
-        return forest
-
-    def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Record that `batch` took the policy to version `batch.id + 1`; returns all its metrics.
-
-        A replayed batch changes nothing.
-        """
-        if batch.id < self.policy_version:
-            return self._journal.step(batch.id)
-        assert self.pending is not None and batch.id == self.pending.id, "batches are learned in order"
-        members = [self._ledger.episodes[episode_id] for episode_id in batch.episode_ids]
-        merged = {
-            **batches.episode_metrics(members),
-            **batches.loss_metrics(self._journal.dropped_groups(batch.id), self._journal.lost_episodes(batch.id)),
-            **self._forest_metrics.get(batch.id, {}),
-            **metrics,
-        }
-        with self.transaction():
-            self._journal.add_step(batch.id, merged, self._clock())
-            self._ledger.policy_version = batch.id + 1
-            self._ledger.pending = None
-            self._ledger.last_step = merged
-            for episode in members:
-                self._ledger.put(replace(episode, trained_in=batch.id))
-            self._endings.clear(groups.stale(self._ledger, self.job), "stale", STALE, self._clock())
-            self.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
-        return merged
-
-    def set_aside(self, batch: Batch, reason: str) -> None:
-        """Give the pending batch up: its groups are dropped as `poisoned`, counted with the next batch that is learned.
-
-        For a batch that kills every worker that tries it, so that it does not end the training with them.
-        """
-        assert self.pending is not None and batch.id == self.pending.id, "only the pending batch can be set aside"
-        now, members = self._clock(), set(batch.episode_ids)
-        with self.transaction():
-            self._journal.remove_batch(batch.id)
-            self._ledger.pending = None
-            for group in self._journal.unlearned_groups():
-                if members & set(group.members):
-                    groups.drop(self._ledger, group, "poisoned", now)
-            self.emit("batch", {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": sorted(members)})
-
-    def checkpointed(self, policy_version: int) -> None:
-        """Checkpoints from `policy_version` on are durable: what only earlier ones would replay is pruned.
-
-        Pass the *oldest* checkpoint still kept, so that recovery can fall back to it.
-        """
-        if policy_version > self._journal.durable_version():
-            with self.transaction():
-                self._journal.prune(policy_version, self._clock())
-
-    def batches_from(self, policy_version: int) -> list[Batch]:
-        """What a worker that stands at `policy_version` has yet to learn, in order, the pending batch included.
-
-        Raises `CheckpointError` when the journal no longer reaches back so far.
-        """
-        self._check_reach(policy_version)
-        return self._journal.batches(policy_version)
-
-    def resume(self, policy_version: int) -> list[Batch]:
-        """A worker was restored to `policy_version`: returns the batches to replay. An empty journal starts there.
-
-        Raises `CheckpointError` when the journal does not reach back so far, or not up to it.
-        """
-        if policy_version > self.policy_version and self._journal.is_empty():
-            with self.transaction():
-                self._journal.set_base_version(policy_version)
-                self._ledger.policy_version = policy_version
-        if policy_version > self.policy_version:
-            raise CheckpointError(
-                f"The checkpoint is of policy version {policy_version}, but the journal ends at {self.policy_version}: "
-                "they belong to different runs. Restore the journal that goes with it, or take a new server.data_dir."
-            )
-        return self.batches_from(policy_version)
-
     # ---- what others may know ------------------------------------------------------------------------------
-
-    @property
-    def policy_version(self) -> int:
-        return self._ledger.policy_version
-
-    @property
-    def pending(self) -> Batch | None:
-        """The batch that is composed and not yet learned."""
-        return self._ledger.pending
-
-    @property
-    def last_step(self) -> dict[str, float]:
-        """Metrics of the newest learned batch."""
-        return self._ledger.last_step
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups that fill the present batch, open and complete, in the order they were opened."""
-        return tuple(sorted(self._ledger.groups.values(), key=lambda group: group.id))
-
-    @property
-    def groups_open(self) -> int:
-        return sum(group.state == "open" for group in self._ledger.groups.values())
-
-    @property
-    def groups_complete(self) -> int:
-        return sum(group.state == "complete" for group in self._ledger.groups.values())
-
-    def status_counts(self) -> dict[str, int]:
-        """Episodes since the data dir was made: `live`, `finished`, `aborted`, `expired`; of the finished:
-
-        `trained`, `waiting`, `dropped`.
-        """
-        return self._ledger.counts()
 
     def saw(self, client_id: str) -> None:
         """A client showed life, whether or not it gets an episode."""
         self._leases.saw(client_id)
 
-    def clients(self) -> dict[str, float]:
-        """When each client was last seen; the most recent ones only."""
-        return dict(self._leases.clients)
-
-    def holding(self) -> dict[str, int]:
-        """How many live episodes each client holds."""
-        return dict(Counter(episode.client_id for episode in self._ledger.live()))
-
-    def waiting_for(self) -> str:
-        """In words: what training waits for."""
-        if self.pending is not None:
-            return f"the worker, to learn batch {self.pending.id}"
-        if groups.trained_out(self._ledger, self.job):
-            return f"nothing: job.max_steps = {self.job.max_steps} is reached"
-        if not self._ledger.groups:
-            return "clients, to begin training episodes"
-        live = sum(episode.group_id is not None for episode in self._ledger.live())
-        refills = groups.missing_refills(self._ledger, self.job, self._leases.opened, self._clock())
-        for_whom = " and ".join((["rewards"] if live or not refills else []) + ([refills] if refills else []))
-        return (
-            f"{for_whom}: {self.groups_complete} of {self.job.batch_size} groups are complete, "
-            f"{self.groups_open} open, {live} episodes live"
-        )
-
     def emit(self, kind: str, body: Mapping[str, Any]) -> None:
         """Journal an event and pass it to `on_event` once it is on disk."""
         self._ledger.emit(kind, body)
-
-    def events(self, after: int = 0, limit: int = 1000) -> list[Event]:
-        """The oldest `limit` events numbered above `after`."""
-        return self._journal.events(after, limit)
 
     @property
     def on_event(self) -> Callable[[Event], None] | None:
@@ -468,28 +280,36 @@ class Swarm:
     def _up_to_date(self, episode_id: str) -> Episode:
         """The episode, expired when its time is over, whether or not anybody reaped."""
         episode = self.episode(episode_id)
-        if episode.status == "live" and self.expires_at(episode) <= self._clock():
+        if episode.ended is None and self.expires_at(episode) <= self._clock():
             self.reap()
             episode = self.episode(episode_id)
         return episode
 
     def _live(self, episode_id: str) -> Episode:
         """The episode, if it still lives. Raises `Conflict` otherwise."""
-        episode = self._up_to_date(episode_id)
+        episode = self._undecided(episode_id)
         if episode.status == "live":
+            return episode
+        raise Conflict(
+            f"Episode {episode_id} is prepared: it promised reward {episode.reward}, so it can only be finished with "
+            "that, or aborted.",
+            code="episode_prepared",
+        )
+
+    def _undecided(self, episode_id: str) -> Episode:
+        """The episode, if it is live or prepared. Raises `Conflict` otherwise."""
+        episode = self._up_to_date(episode_id)
+        if episode.ended is None:
             return episode
         how = f"finished with reward {episode.reward}" if episode.status == "finished" else episode.status
         reason = f" ({episode.reason})" if episode.reason else ""
         raise Conflict(f"Episode {episode_id} has ended: {how}{reason}.", code=f"episode_{episode.status}")
 
-    def _check_reach(self, policy_version: int) -> None:
-        durable = self._journal.durable_version()
-        if policy_version < durable:
-            raise CheckpointError(
-                f"The journal cannot replay from policy version {policy_version}: batches before {durable} were "
-                f"pruned: the checkpoint of version {durable} covers them. Restore that one or a newer one."
-            )
+
+def _scored(episode: Episode, request: FinishRequest, *, status: EpisodeStatus, ended: float | None = None) -> Episode:
+    by_role, metrics = dict(request.by_role), dict(request.metrics)
+    return replace(episode, status=status, ended=ended, reward=request.reward, by_role=by_role, metrics=metrics)
 
 
-def _batch_seed(job_seed: int, batch_id: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{job_seed}/{batch_id}".encode()).digest()[:4], "big") >> 1
+def _scored_so(episode: Episode, request: FinishRequest) -> bool:
+    return (episode.reward, episode.by_role, episode.metrics) == (request.reward, request.by_role, request.metrics)

@@ -1,0 +1,175 @@
+"""`JournalFile`: the SQLite file of a journal. One process has it, one transaction at a time; an older schema is
+brought forward; what a disk refuses is undone and said.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from agentjet.errors import ConfigError, Later
+from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+
+
+class JournalFile:
+    """The file and its transactions. Build with `open`."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
+        self.path = path
+        self._db = connection
+        self._lock = lock
+        self._depth = 0
+        self._lost: sqlite3.OperationalError | None = None
+        self.commits_itself = True
+        """Whether every transaction is committed as it ends."""
+
+    # ---- the file ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: Path, *, model: str = "") -> Self:
+        """Open or create.
+
+        Raises `ConfigError` when another process has it, or it belongs to another model or a newer AgentJet.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise ConfigError(
+                f"server.data_dir = {str(path.parent)!r} is in use by another server: "
+                "stop that one, or choose another folder"
+            ) from None
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        journal = cls(path, connection, lock)
+        try:
+            journal._prepare(model)
+        except sqlite3.DatabaseError as error:
+            journal.close()
+            raise ConfigError(f"{path} cannot be read as a journal ({error}); choose another server.data_dir") from None
+        except ConfigError:
+            journal.close()
+            raise
+        return journal
+
+    def close(self) -> None:
+        """Close the file and let others have it; idempotent."""
+        self._db.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _prepare(self, model: str) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("PRAGMA foreign_keys = ON")
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            self._db.executescript(
+                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'); COMMIT;"
+            )
+        found = int(self._meta("schema_version", "0"))
+        while found in MIGRATIONS:
+            self._db.executescript(
+                f"BEGIN IMMEDIATE; {MIGRATIONS[found]} "
+                f"UPDATE meta SET value = '{found + 1}' WHERE key = 'schema_version'; COMMIT;"
+            )
+            found += 1
+        if found != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{self.path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: "
+                "use the AgentJet that wrote it, or choose another server.data_dir"
+            )
+        owner = self._meta("model", "")
+        if model and owner and owner != model:
+            raise ConfigError(
+                f"server.data_dir = {str(self.path.parent)!r} belongs to model {owner!r}, "
+                f"not to model.name = {model!r}: choose another folder, or that model"
+            )
+        if model and not owner:
+            self._set_meta("model", model)
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._depth > 0
+
+    @property
+    def has_uncommitted(self) -> bool:
+        return self._db.in_transaction
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing; nested ones join the outermost. An error undoes it, and nothing that ended before it.
+
+        Raises `Later` (503) when the disk refuses the write.
+        """
+        if self._depth:
+            yield
+            return
+        try:
+            if not self._db.in_transaction:
+                self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("SAVEPOINT one")
+            self._depth = 1
+            yield
+            self._db.execute("RELEASE one")
+            if self.commits_itself:
+                self._db.execute("COMMIT")
+        except BaseException as error:
+            self._undo(error)
+            if isinstance(error, sqlite3.OperationalError):
+                raise _refused(error) from error
+            raise
+        finally:
+            self._depth = 0
+
+    def commit(self) -> None:
+        """Have on disk what ended transactions wrote. Raises `Later`, and then all of it is undone."""
+        assert not self._depth, "a commit comes between transactions"
+        lost, self._lost = self._lost, None
+        try:
+            if lost is not None:
+                raise lost
+            if self._db.in_transaction:
+                self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise _refused(error) from error
+
+    def _undo(self, error: BaseException) -> None:
+        """Back to before the transaction. A disk that refuses a write may take all that is uncommitted with it: then
+        the next `commit` fails, so that nobody is told that it succeeded.
+        """
+        if self._db.in_transaction and not self.commits_itself:
+            self._db.execute("ROLLBACK TO one")
+            self._db.execute("RELEASE one")
+        elif self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        elif isinstance(error, sqlite3.OperationalError) and not self.commits_itself:
+            self._lost = error
+
+    def _meta(self, key: str, default: str) -> str:
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return default if row is None else str(row[0])
+
+    def _set_meta(self, key: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def _insert(self, table: str, values: Sequence[Any]) -> int:
+        marks = ", ".join("?" * len(values))
+        return int(self._db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
+
+
+def _refused(error: sqlite3.OperationalError) -> Later:
+    return Later(
+        f"The journal could not be written ({error}); nothing was recorded.",
+        code="journal_unavailable",
+        status=503,
+        retry_after=5.0,
+    )

@@ -1,0 +1,148 @@
+"""`Learning`: batches, from their composition to the version they make. What can be replayed, and what no longer.
+
+A batch is in the journal, whole, before it is learned; learning one again changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from agentjet.config import JobConfig
+from agentjet.errors import CheckpointError
+from agentjet.swarm import batches, groups
+from agentjet.swarm.endings import STALE, SURPLUS, Endings
+from agentjet.swarm.journal import Journal
+from agentjet.swarm.outlook import Outlook
+from agentjet.swarm.records import Batch
+from agentjet.timeline.forest import Forest
+
+
+class Learning(Outlook):
+    """The verbs of the training loop."""
+
+    def __init__(self, journal: Journal, job: JobConfig, *, clock: Callable[[], float]) -> None:
+        super().__init__(journal, job, clock=clock)
+        self._endings = Endings(self._ledger, self._leases)
+        self._forest_metrics: dict[int, dict[str, float]] = {}
+
+    def compose(self) -> Batch:
+        """Commit the next batch, its members, their order, its seed and its settings, before any of it is learned."""
+        assert self.ready(), "compose() pairs with ready()"
+        complete = [group for group in self._ledger.groups.values() if group.state == "complete"]
+        chosen = sorted(complete, key=lambda group: (group.closed, group.id))[: self.job.batch_size]
+        batch = Batch(
+            id=self.policy_version,
+            groups=tuple(group.members for group in chosen),
+            seed=_batch_seed(self.job.seed, self.policy_version),
+            job=self.job,
+            composed=self._clock(),
+        )
+        with self._ledger.transaction():
+            self._journal.add_batch(batch, [group.id for group in chosen])
+            for group in chosen:
+                del self._ledger.groups[group.id]
+            self._ledger.pending = batch
+            if not self.job.max_staleness:
+                self._endings.clear(list(self._ledger.groups.values()), "surplus", SURPLUS, batch.composed)
+        return batch
+
+    def forest(self, batch: Batch) -> Forest:
+        """The batch as prefix trees with advantages, from the journal alone: a replay sees the same bytes.
+
+        Raises `CheckpointError` when a durable checkpoint has covered the batch and its tokens were pruned.
+        """
+        self._check_reach(batch.id)
+        members = {episode_id: self.episode(episode_id) for episode_id in batch.episode_ids}
+        forest, counts = batches.build(self._journal, batch, members)
+        self._forest_metrics = {batch.id: {**batches.forest_metrics(batch, forest), **counts}}
+        return forest
+
+    def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Record that `batch` took the policy to version `batch.id + 1`; returns all its metrics.
+
+        A replayed batch changes nothing.
+        """
+        if batch.id < self.policy_version:
+            return self._journal.step(batch.id)
+        assert self.pending is not None and batch.id == self.pending.id, "batches are learned in order"
+        members = [self._ledger.episodes[episode_id] for episode_id in batch.episode_ids]
+        merged = {
+            **batches.episode_metrics(members),
+            **batches.loss_metrics(self._journal.dropped_groups(batch.id), self._journal.lost_episodes(batch.id)),
+            **self._forest_metrics.get(batch.id, {}),
+            **metrics,
+        }
+        with self._ledger.transaction():
+            self._journal.add_step(batch.id, merged, self._clock())
+            self._ledger.policy_version = batch.id + 1
+            self._ledger.pending = None
+            self._ledger.last_step = merged
+            for episode in members:
+                self._ledger.put(replace(episode, trained_in=batch.id))
+            self._endings.clear(groups.stale(self._ledger, self.job), "stale", STALE, self._clock())
+            self._ledger.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
+        return merged
+
+    def set_aside(self, batch: Batch, reason: str) -> None:
+        """Give the pending batch up: its groups are dropped as `poisoned`, counted with the next batch that is learned.
+
+        For a batch that kills every worker that tries it, so that it does not end the training with them.
+        """
+        assert self.pending is not None and batch.id == self.pending.id, "only the pending batch can be set aside"
+        now, members = self._clock(), set(batch.episode_ids)
+        with self._ledger.transaction():
+            self._journal.remove_batch(batch.id)
+            self._ledger.pending = None
+            for group in self._journal.unlearned_groups():
+                if members & set(group.members):
+                    groups.drop(self._ledger, group, "poisoned", now)
+            self._ledger.emit(
+                "batch", {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": sorted(members)}
+            )
+
+    def checkpointed(self, policy_version: int) -> None:
+        """Checkpoints from `policy_version` on are durable: what only earlier ones would replay is pruned.
+
+        Pass the *oldest* checkpoint still kept, so that recovery can fall back to it.
+        """
+        if policy_version > self._journal.durable_version():
+            with self._ledger.transaction():
+                self._journal.prune(policy_version, self._clock())
+
+    def batches_from(self, policy_version: int) -> list[Batch]:
+        """What a worker that stands at `policy_version` has yet to learn, in order, the pending batch included.
+
+        Raises `CheckpointError` when the journal no longer reaches back so far.
+        """
+        self._check_reach(policy_version)
+        return self._journal.batches(policy_version)
+
+    def resume(self, policy_version: int) -> list[Batch]:
+        """A worker was restored to `policy_version`: returns the batches to replay. An empty journal starts there.
+
+        Raises `CheckpointError` when the journal does not reach back so far, or not up to it.
+        """
+        if policy_version > self.policy_version and self._journal.is_empty():
+            with self._ledger.transaction():
+                self._journal.set_base_version(policy_version)
+                self._ledger.policy_version = policy_version
+        if policy_version > self.policy_version:
+            raise CheckpointError(
+                f"The checkpoint is of policy version {policy_version}, but the journal ends at {self.policy_version}: "
+                "they belong to different runs. Restore the journal that goes with it, or take a new server.data_dir."
+            )
+        return self.batches_from(policy_version)
+
+    def _check_reach(self, policy_version: int) -> None:
+        durable = self._journal.durable_version()
+        if policy_version < durable:
+            raise CheckpointError(
+                f"The journal cannot replay from policy version {policy_version}: batches before {durable} were "
+                f"pruned: the checkpoint of version {durable} covers them. Restore that one or a newer one."
+            )
+
+
+def _batch_seed(job_seed: int, batch_id: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{job_seed}/{batch_id}".encode()).digest()[:4], "big") >> 1

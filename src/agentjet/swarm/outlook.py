@@ -1,0 +1,139 @@
+"""`Outlook`: what there is to see of a swarm. It changes nothing; the verbs are `Learning`'s and `Swarm`'s."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from agentjet.config import JobConfig
+from agentjet.errors import NotFound
+from agentjet.protocol import Event
+from agentjet.swarm import batches, groups
+from agentjet.swarm.journal import Journal
+from agentjet.swarm.leases import Leases
+from agentjet.swarm.ledger import Ledger
+from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.timeline.forks import OrphanReason
+from agentjet.timeline.tree import ConversationTree
+from agentjet.types import EpisodeStatus
+
+
+class Outlook:
+    """Episodes, groups, batches and counts, as they are now."""
+
+    def __init__(self, journal: Journal, job: JobConfig, *, clock: Callable[[], float]) -> None:
+        self.job = job
+        self._journal = journal
+        self._clock = clock
+        self._ledger = Ledger(journal, clock)
+        self._leases = Leases(clock)
+
+    # ---- episodes ------------------------------------------------------------------------------------------
+
+    def episode(self, episode_id: str) -> Episode:
+        """Any episode since the data dir was made. Raises `NotFound`."""
+        episode = self._ledger.episodes.get(episode_id) or self._journal.episode(episode_id)
+        if episode is None:
+            raise NotFound(f"There is no episode {episode_id!r} here.", code="episode_not_found")
+        return episode
+
+    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
+        """The newest episodes, newest first: all, those of a team, those of a status."""
+        if status not in ("live", "prepared"):
+            return self._journal.recent_episodes(limit, team=team, status=status)
+        found = [e for e in self._ledger.undecided() if e.status == status and (not team or e.team == team)]
+        return sorted(found, key=lambda episode: -episode.seq)[:limit]
+
+    def expires_at(self, episode: Episode) -> float:
+        """When a live episode is reclaimed unless it shows life, and a prepared one unless it is decided."""
+        return self._leases.expires_at(episode, self.job)
+
+    def trees(self, episode_id: str) -> dict[str, ConversationTree]:
+        """An episode's conversations by role, as the journal has them; none once a durable checkpoint covers them."""
+        return batches.load_trees(self._journal, episode_id)
+
+    def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
+        """The episode's calls that nobody heard, and how that is known."""
+        return batches.find_orphans(self._journal, episode_id, self.trees(episode_id))
+
+    def next_deadline(self) -> float | None:
+        """When `reap` next has something to do, as things stand."""
+        deadlines = [self.expires_at(episode) for episode in self._ledger.undecided()]
+        patience = [
+            groups.patience_ends(self._ledger, self.job, g, self._leases.opened) for g in self._ledger.groups.values()
+        ]
+        return min([*deadlines, *(deadline for deadline in patience if deadline is not None)], default=None)
+
+    # ---- batches -------------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Whether the present batch has its groups and may be composed."""
+        return (
+            self.pending is None
+            and not groups.trained_out(self._ledger, self.job)
+            and self.groups_complete >= self.job.batch_size
+        )
+
+    @property
+    def policy_version(self) -> int:
+        return self._ledger.policy_version
+
+    @property
+    def pending(self) -> Batch | None:
+        """The batch that is composed and not yet learned."""
+        return self._ledger.pending
+
+    @property
+    def last_step(self) -> dict[str, float]:
+        """Metrics of the newest learned batch."""
+        return self._ledger.last_step
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups that fill the present batch, open and complete, in the order they were opened."""
+        return tuple(sorted(self._ledger.groups.values(), key=lambda group: group.id))
+
+    @property
+    def groups_open(self) -> int:
+        return sum(group.state == "open" for group in self._ledger.groups.values())
+
+    @property
+    def groups_complete(self) -> int:
+        return sum(group.state == "complete" for group in self._ledger.groups.values())
+
+    # ---- the whole -----------------------------------------------------------------------------------------
+
+    def status_counts(self) -> dict[str, int]:
+        """Episodes since the data dir was made: `live`, `prepared`, `finished`, `aborted`, `expired`; of the finished:
+
+        `trained`, `waiting`, `dropped`.
+        """
+        return self._ledger.counts()
+
+    def clients(self) -> dict[str, float]:
+        """When each client was last seen; the most recent ones only."""
+        return dict(self._leases.clients)
+
+    def holding(self) -> dict[str, int]:
+        """How many live episodes each client holds."""
+        return dict(Counter(episode.client_id for episode in self._ledger.live()))
+
+    def waiting_for(self) -> str:
+        """In words: what training waits for."""
+        if self.pending is not None:
+            return f"the worker, to learn batch {self.pending.id}"
+        if groups.trained_out(self._ledger, self.job):
+            return f"nothing: job.max_steps = {self.job.max_steps} is reached"
+        if not self._ledger.groups:
+            return "clients, to begin training episodes"
+        live = sum(episode.group_id is not None for episode in self._ledger.live())
+        refills = groups.missing_refills(self._ledger, self.job, self._leases.opened, self._clock())
+        for_whom = " and ".join((["rewards"] if live or not refills else []) + ([refills] if refills else []))
+        return (
+            f"{for_whom}: {self.groups_complete} of {self.job.batch_size} groups are complete, "
+            f"{self.groups_open} open, {live} episodes live"
+        )
+
+    def events(self, after: int = 0, limit: int = 1000) -> list[Event]:
+        """The oldest `limit` events numbered above `after`."""
+        return self._journal.events(after, limit)
