@@ -165,7 +165,7 @@ class Renderer:
 
         Raises `InvalidRequest`, naming the parameter, for a schema that cannot be followed.
         """
-        style = Style(self._card.tool_format, self._reasons, self._in_reasoning, self._control_id)
+        style = Style(self._card.tool_format, self.reasons, self._in_reasoning, self._control_id)
         return write_grammar(constraint, conversation.tools, style)
 
     def _control_id(self, literal: str) -> int | None:
