@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train until the job ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task_set", choices=sorted(TASK_SETS))
-    parser.add_argument("--together", action="store_true", help="say when ready, and begin when a line comes in")
+    parser.add_argument("--together", action="store_true", help="say when ready, and begin when standard input ends")
     options = parser.parse_args(arguments)
     name, task_set = options.task_set, TASK_SETS[options.task_set]
     tasks = task_set.tasks()
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
         status = swarm.status()
         if options.together:
             print("ready", flush=True)
-            sys.stdin.readline()
+            sys.stdin.read()
         report = swarm.train(
             Agent(task_set),
             tasks,

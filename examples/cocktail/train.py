@@ -15,7 +15,6 @@ import os
 import subprocess
 import venv
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -98,12 +97,12 @@ def run_clients(url: str, server_dir: Path, pythons: Mapping[str, Path]) -> list
             running.callback(_end, client)
             clients[name] = client
         for client in clients.values():
-            assert client.stdout is not None
             client.stdout.readline()  # "ready", or nothing of one that has failed
-        with ThreadPoolExecutor(len(clients)) as waiting:
-            said = dict(
-                zip(clients, waiting.map(lambda client: client.communicate("\n")[0], clients.values()), strict=True)
-            )
+        for client in clients.values():
+            client.stdin.close()
+        said = {name: client.stdout.read() for name, client in clients.items()}
+        for client in clients.values():
+            client.wait()
     failed = [name for name, client in clients.items() if client.returncode != 0]
     if failed:
         raise SystemExit(f"the clients of {', '.join(failed)} failed; what they say of it stands above")
