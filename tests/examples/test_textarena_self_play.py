@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,12 @@ def test_each_side_is_trained_on_its_own_moves_and_its_own_result(served: Served
         "player_0": "[0]<|im_end|>[2]<|im_end|>[4]<|im_end|>[6]<|im_end|>",
         "player_1": "[1]<|im_end|>[3]<|im_end|>[5]<|im_end|>",
     }
-    # Seven moves, two timelines: each call goes on where the same side's last one ended.
-    assert [call.role for call in calls] == [f"player_{move % 2}" for move in range(7)]
-    assert [call.parent for call in calls] == [None, None, *(call.call_id for call in calls[:5])]
-    assert all(call.kept == 0 if call.parent is None else call.kept for call in calls)
+    for role, num_moves in (("player_0", 4), ("player_1", 3)):  # two timelines: each move goes on from the side's last
+        moves = [call for call in calls if call.role == role]
+        assert [call.parent for call in moves] == [None, *(call.call_id for call in moves[:-1])]
+        assert [call.kept for call in moves] == [0, *accumulate(len(call.tokens) for call in moves[:-1])]
+        assert len(moves) == num_moves
+        assert not any(call.orphan for call in moves) and not any(call.fork for call in moves[1:])
     assert served.run.gateway.swarm.episode(episode.id).by_role == reward.by_role
 
 
