@@ -301,7 +301,7 @@ class CallPath:
             ask=order.prompt.ask,
             fork="retry" if retry_of is not None else order.prompt.fork,
             retry_of=retry_of,
-            context=context_digest([*order.prompt.tokens, *completion]),
+            context=context_digest(order.prompt.tokens, completion),
             # Nobody recomputes what an eval episode was sampled from.
             allowed=pack_sets(answer.allowed) if order.episode.mode == "train" else b"",
         )

@@ -40,9 +40,17 @@ class ToolCallBody(Body):
     function: FunctionCall
 
 
+class FunctionSentBack(FunctionCall):
+    """The function of a tool call in a history."""
+
+    parsed_arguments: Any = None
+    """What OpenAI's SDK read in `arguments`, which its `stream` and `parse` send back; it says nothing else."""
+
+
 class ToolCallSentBack(ToolCallBody):
     """A tool call in a history."""
 
+    function: FunctionSentBack
     index: int | None = None
     """Left over by agents that send back what they joined from a stream; the order of the list says the same."""
 
@@ -62,6 +70,10 @@ class MessageBody(Body):
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
+    parsed: Any = None
+    """What OpenAI's SDK read in `content`, which its `stream` and `parse` send back; it says nothing else."""
+    provider_specific_fields: Any = None
+    """What LiteLLM notes of the answer it was given; the policy never saw it."""
 
 
 class FunctionBody(Body):
