@@ -192,6 +192,37 @@ async def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path)
         assert run.compute.weights == expected
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_an_empty_journal_beside_a_checkpoint_starts_there(tmp_path: Path, damaged: bool) -> None:
+    async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
+        for _ in range(2):
+            await run.batch()
+        weights = run.compute.weights
+    (tmp_path / "d").mkdir()
+    (tmp_path / "a" / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    if damaged:
+        (tmp_path / "d" / "checkpoints" / "step_000002" / "state.json").write_text("{")
+    async with running(tmp_path / "d") as run:
+        assert run.gateway.swarm.policy_version == (1 if damaged else 2)
+        assert damaged or run.compute.weights == weights
+        await run.batch()
+
+
+async def test_an_episode_that_begins_before_the_checkpoint_is_loaded(tmp_path: Path) -> None:
+    async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
+        await run.batch()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "a" / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    async with running(tmp_path / "d", wait_ready=False, prepare=lambda compute: compute.may_start.clear()) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        assert episode.policy_version == 1
+        run.compute.may_start.set()
+        await run.gateway.ready()
+        assert (await run.say(episode.id)).versions[0] == 1
+    async with running(tmp_path / "d") as run:
+        assert run.gateway.swarm.episode(episode.id).num_calls == 1
+
+
 async def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
         await run.batch()
