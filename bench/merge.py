@@ -83,7 +83,9 @@ def measured(settings: Settings, mode: str, workload: str, **environment: str) -
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare(settings: Settings, workload: str, repeats: int, console: Console) -> dict[str, Any]:
+def compare(
+    settings: Settings, workload: str, repeats: int, console: Console, *, with_calls: bool = True
+) -> dict[str, Any]:
     """All modes on one workload."""
     rows = settings.rows(workload)
     bound = limits(rows)
@@ -94,7 +96,7 @@ def compare(settings: Settings, workload: str, repeats: int, console: Console) -
         "vs_call": None,
     }
     for mode in MODES:
-        if mode == "call" and workload in WITHOUT_CALLS:
+        if mode == "call" and (workload in WITHOUT_CALLS or not with_calls):
             continue
         console.print(f"{workload}: {mode} ...")
         steps = 1 if mode == "call" else repeats
@@ -176,6 +178,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch, in every mode")
     parser.add_argument("--repeats", type=int, default=3, help="counted steps; one row per call is measured once")
+    parser.add_argument("--without-calls", action="store_true", help="leave out one row per call, the slowest by far")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument(
         "--quick", action="store_true", help="everything in miniature: shows that it works, not how fast"
@@ -199,7 +202,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), chosen.vocabulary, quick=chosen.quick)
         settings = Settings(folder, chosen.vocabulary, chosen.quick, chosen.real, chosen.tasks, run)
-        results = {name: compare(settings, name, 1 if chosen.quick else chosen.repeats, console) for name in names}
+        repeats = 1 if chosen.quick else chosen.repeats
+        results = {
+            name: compare(settings, name, repeats, console, with_calls=not chosen.without_calls) for name in names
+        }
         error = exactness(settings)
     Console(width=120).print(table(results))
     figures = {

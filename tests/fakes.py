@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agentjet.compute import WorkerStatus
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import CheckpointError, OutOfCache, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline import Forest
+from agentjet.timeline.allowed import encode_set
 from agentjet.types import Call, Conversation, Message, ModelCard, Sampled, SamplingParams
 from tests.tiny import SPECIAL, make_card, tokenizer
 
@@ -52,7 +55,7 @@ class ScriptedCompute:
     """A `Compute` in this process: says what its script says, and its "weights" are a hash of all it has learned.
 
     So two policies are equal exactly when they learned the same forests in the same order. Every log-probability is
-    -0.5.
+    -0.5. What is asked for under a grammar or truncated was chosen among two tokens.
     """
 
     def __init__(self, card: ModelCard, script: Script, *, piece: int = 1, cache_tokens: int | None = None) -> None:
@@ -117,7 +120,13 @@ class ScriptedCompute:
             last = i + self.piece >= len(tokens)
             reason = ("stop" if tokens and tokens[-1] in self.card.end_tokens else "length") if last else None
             asked.finished = last
-            yield Sampled(piece, (-0.5,) * len(piece), self.version, reason)  # type: ignore[arg-type]
+            yield Sampled(
+                piece,
+                (-0.5,) * len(piece),
+                self.version,
+                reason,
+                _allowed(piece, params),  # type: ignore[arg-type]
+            )
             await asyncio.sleep(0)
 
     async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
@@ -193,6 +202,12 @@ class ScriptedCompute:
         if not waiting.done():
             waiting.cancel()
             raise WorkerDied(self._end.result())
+
+
+def _allowed(piece: tuple[int, ...], params: SamplingParams) -> tuple[bytes, ...]:
+    if not params.grammar and params.top_p == 1 and not params.top_k:
+        return ()
+    return tuple(encode_set(np.isin(np.arange(300), [token, token + 1])) for token in piece)
 
 
 def saying(reply: Callable[[str], str]) -> Script:

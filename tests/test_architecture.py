@@ -44,12 +44,12 @@ ROOMS = {
     "config": room(VOCABULARY, "pydantic pydantic_core"),
     "protocol": room(VOCABULARY, "pydantic"),
     "timeline": room(VOCABULARY, "numpy"),
-    "rendering": room(f"{VOCABULARY} config", "jinja2 tokenizers"),
+    "rendering": room(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
     "algorithms": room(f"{VOCABULARY} config", "numpy", lazy="torch"),
     "swarm": room(f"{VOCABULARY} config protocol timeline algorithms.advantages", "numpy"),
     "compute": room(
         f"{VOCABULARY} config timeline rendering algorithms",
-        "gguf msgpack numpy peft safetensors torch transformers",
+        "gguf llguidance msgpack numpy peft safetensors torch transformers",
     ),
     "gateway": room(
         f"{VOCABULARY} config protocol timeline rendering swarm algorithms.advantages compute.protocol",
@@ -58,7 +58,7 @@ ROOMS = {
     ),
     "server": room(
         f"{VOCABULARY} config protocol gateway",
-        "fastapi itsdangerous prometheus_client pydantic starlette uvicorn",
+        "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
     "client": room(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
     "research": room(f"{VOCABULARY} config client", "jinja2 matplotlib numpy optuna scipy", lazy="httpx"),

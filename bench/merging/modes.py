@@ -140,6 +140,8 @@ def side_by_side(trees: Sequence[Forest]) -> Forest:
         temperature=joined("temperature"),
         version=joined("version"),
         sequence=joined("sequence"),
+        allowed=joined("allowed"),
+        sets=(),
         num_sequences=len(np.unique(joined("sequence"))),
         num_row_tokens=sum(tree.num_row_tokens for tree in trees),
     )

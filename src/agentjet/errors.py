@@ -12,6 +12,7 @@
     │   └── Later            429 or 503   ask again after `retry_after` seconds
     ├── ComputeError         the backend failed to carry out a verb
     │   ├── OutOfCache       the sampler cannot hold so long a sequence
+    │   ├── Unfollowable     the sampler cannot follow a grammar
     │   └── WorkerDied       the worker process ended; the gateway restarts it
     ├── CheckpointError      a checkpoint could not be written or is not the one asked for
     └── Unreachable          (client) the server did not answer within the retries
@@ -108,6 +109,10 @@ class ComputeError(AgentJetError):
 
 class OutOfCache(ComputeError):
     """The sampler cannot hold so long a sequence."""
+
+
+class Unfollowable(ComputeError):
+    """The sampler cannot follow a grammar."""
 
 
 class WorkerDied(ComputeError):

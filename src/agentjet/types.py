@@ -80,8 +80,32 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must look like, in no dialect; as it stands here, it may be anything."""
+
+    schema: Mapping[str, Any] | None = None
+    """The answer's content is JSON that follows this schema (`{"type": "object"}`: any object), or it is tool calls."""
+    schema_param: str = "response_format"
+    """What the request calls the schema, for errors."""
+    calls: Literal["auto", "required"] = "auto"
+    """`required`: the answer is tool calls, and their arguments follow the functions' schemas."""
+    function: str = ""
+    """The only function that may be called; empty for any of the conversation's."""
+    strict: frozenset[str] = frozenset()
+    """Functions whose arguments follow their schema whenever they are called."""
+    parallel: bool = True
+    """Whether an answer may hold several tool calls."""
+
+
+ANY_ANSWER = Constraint()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one completion is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing.
+
+    `grammar` (Lark, as `llguidance` reads it; empty for none) restricts what can be sampled, before temperature and
+    truncation. A completion that it is done with ends.
 
     At most `piece_tokens` tokens are delivered at a time: 1 for whoever reads along, more where only the end counts.
     The reported log-probabilities are those of the distribution sampled from, after temperature and truncation.
@@ -94,6 +118,7 @@ class SamplingParams:
     top_k: int = 0
     seed: int = 0
     piece_tokens: int = 1
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +129,9 @@ class Sampled:
     logprobs: tuple[float, ...]
     policy_version: int
     finish_reason: FinishReason | None = None
+    allowed: tuple[bytes, ...] = ()
+    """The tokens that each was chosen among, as `timeline.allowed` encodes them; empty when it was always all of them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +200,5 @@ class Call:
     """The call that this one repeats: the agent's SDK sent the same request again because no answer had come."""
     context: bytes = b""
     """Digest of prompt + completion as they were when sampled: what is trained must still have it."""
+    allowed: bytes = b""
+    """The set of tokens that each token of the completion was chosen among, packed by `timeline.allowed.pack_sets`."""

@@ -17,6 +17,7 @@ from agentjet.compute.embedded.picking import pick, truncate
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
 from agentjet.errors import OutOfCache
+from agentjet.timeline.allowed import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
 from tests.compute.conftest import make_policy, run, tokens
 
@@ -50,7 +51,7 @@ def test_reported_logprobs_are_those_of_the_distribution_sampled_from(policy: Po
 def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     params = SamplingParams(max_tokens=1, temperature=0.5)
-    draws = [pick(logits, [0], [params], [u])[0][0] for u in np.linspace(0, 1, 4001)[:-1]]
+    draws = [pick(logits, [0], [params], [b""], [u])[0][0] for u in np.linspace(0, 1, 4001)[:-1]]
     expected = (logits[0] / 0.5).softmax(-1)
     assert np.bincount(draws, minlength=4) / len(draws) == pytest.approx(expected.numpy(), abs=1e-3)
 
@@ -60,14 +61,16 @@ def test_truncation_keeps_the_right_tokens_and_renormalises() -> None:
     assert truncate(logits, 2, 1.0).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
     assert truncate(logits, 0, 0.79).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
     assert truncate(logits, 0, 0.81).softmax(-1)[3] == 0
-    chosen, logprobs = pick(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [0.99])
+    chosen, logprobs, sets = pick(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [b""], [0.99])
+    assert decode_set(sets[0], 4).tolist() == [True, True, False, False]
     assert chosen == [1] and logprobs[0] == pytest.approx(np.log(0.375), abs=1e-6)
 
 
 def test_greedy_takes_the_most_likely_and_a_neighbour_does_not_notice() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     greedy, warm, cold = (SamplingParams(max_tokens=1, temperature=t) for t in (0.0, 1.0, 0.5))
-    chosen, logprobs = pick(logits, [0, 0, 0], [greedy, warm, cold], [0.0, 0.0, 0.0])
+    chosen, logprobs, sets = pick(logits, [0, 0, 0], [greedy, warm, cold], [b""] * 3, [0.0, 0.0, 0.0])
+    assert sets == [EVERYTHING] * 3
     assert chosen == [1, 0, 0]
     assert logprobs[1] == pytest.approx(float(logits[0].log_softmax(-1)[0]), abs=1e-6)
     assert logprobs[2] == pytest.approx(float((logits[0] / 0.5).log_softmax(-1)[0]), abs=1e-6)

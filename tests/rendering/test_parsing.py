@@ -45,6 +45,22 @@ def test_several_calls_are_numbered_and_broken_ones_stay() -> None:
     assert [(call.name, call.arguments) for call in both.tool_calls] == [("f", "{}"), ("g", '{"x": [1]}')]
 
 
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f\\ud800"}</tool_call>'),
+        ("hermes", '<tool_call>[{"name": "f", "arguments": {"a": "\\ud800"}}]</tool_call>'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"\\udc00": 1}}]'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+    ],
+)
+def test_half_a_surrogate_pair_is_no_name_and_no_argument(tool_format: str, text: str) -> None:
+    """Neither could be sent to the agent. Arguments as they were written keep the escape, and can."""
+    assert parse(text, tool_format) == Message("assistant", text)
+    (call,) = parse('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>').tool_calls
+    assert call.arguments == '{"a": "\\ud800"}'
+
+
 def test_a_value_that_looks_like_the_arguments_does_not_mislead() -> None:
     text = '<tool_call>{"name": "f", "x": {"arguments": {"a": 2}}, "arguments": {"a": 1}}</tool_call>'
     assert parse(text).tool_calls[0].arguments == '{"a": 1}'

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 import uvicorn
+from anthropic import AsyncAnthropic
+from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from fastapi import FastAPI
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
@@ -47,6 +49,13 @@ class Served:
         arguments = {"base_url": episode["base_url"], "api_key": episode["api_key"], "max_retries": 0, **options}
         # Reading the system's certificates, which plain http needs not, would be the slowest part of a test.
         client = AsyncOpenAI(**arguments, http_client=DefaultAsyncHttpxClient(verify=False))
+        self.agents.push_async_callback(client.close)
+        return client
+
+    def anthropic(self, episode: dict[str, Any], **options: Any) -> AsyncAnthropic:
+        """Anthropic's SDK, the same way."""
+        arguments = {"base_url": self.url, "api_key": episode["api_key"], "max_retries": 0, **options}
+        client = AsyncAnthropic(**arguments, http_client=AnthropicHttpxClient(verify=False))
         self.agents.push_async_callback(client.close)
         return client
 

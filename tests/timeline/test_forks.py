@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.rendering import Renderer
-from agentjet.timeline import ConversationTree, conversation_key, forks
+from agentjet.timeline import ConversationTree, forks
 from agentjet.types import Ask, Call, Conversation, Fork, Message
 from tests import tiny
 
@@ -54,10 +54,11 @@ class Talk:
 
     def ask(self, answer: str, *messages: Message, tools: tuple[dict[str, object], ...] = ()) -> Message:
         conversation = Conversation(messages, tools)
-        known = self.tree.recognise(conversation)
+        asked = self.tree.identify(conversation)
+        known = self.tree.recognise(asked)
         bodies = {i: self.tree.encoded_completion(c.id) for i, c in known.items() if not c.response.reasoning}
         match = self.tree.match(self.renderer.render(conversation, sampled=bodies))
-        self.forks.append(forks.cause(self.tree, conversation, known, match))
+        self.forks.append(forks.cause(self.tree, asked, known, match))
         suffix, completion = self.renderer.tokenize(match.suffix), (*TEXT.encode(answer).ids, END)
         call = Call(
             id=str(len(self.forks)),
@@ -72,7 +73,7 @@ class Talk:
             temperature=1.0,
             finish_reason="stop",
             response=self.renderer.parse(completion, conversation),
-            prompt_key=conversation_key(conversation),
+            prompt_key=asked.key,
             created=0.0,
             ask=forks.ask(conversation, known),
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentjet.timeline import conversation_key, message_key
-from agentjet.timeline.identity import answer_key, prefix_keys
+from agentjet.timeline.identity import Identities, answer_key
 from agentjet.types import Conversation, Message, ToolCall
 
 
@@ -66,9 +68,39 @@ def test_a_conversation_is_its_messages_in_order_and_its_tools() -> None:
     assert conversation_key(Conversation((Message("user", "\ud83d"),)))  # half a surrogate pair has a key too
 
 
-def test_prefix_keys_are_the_keys_of_the_prefixes() -> None:
-    messages = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+A, B, C = Message("user", "a"), Message("assistant", "b"), Message("user", "c")
+
+
+def test_an_identity_has_the_keys_of_all_prefixes() -> None:
     tools = ({"type": "function"},)
-    keys = list(prefix_keys(Conversation(messages, tools)))
-    assert keys == [conversation_key(Conversation(messages[:n], tools)) for n in range(4)]
-    assert len(set(keys)) == 4
+    found = Identities().of(Conversation((A, B, C), tools))
+    assert list(found.prefixes) == [conversation_key(Conversation((A, B, C)[:n], tools)) for n in range(4)]
+    assert list(found.answers) == [answer_key(message) for message in (A, B, C)]
+    assert len(set(found.prefixes)) == 4 and found.key == found.prefixes[-1]
+
+
+CONVERSATIONS = [
+    Conversation((A,)),
+    Conversation((A, B, C)),
+    Conversation((A, B)),
+    Conversation((A, Message("assistant", "b", reasoning="r"), C)),
+    Conversation((A, Message("assistant", "B"), C)),
+    Conversation((C, B)),
+    Conversation((A, B, C), ({"n": 1},)),
+    Conversation((A, B, C), ({"n": True},)),  # equal to the one before, as Python compares
+    Conversation((A, B, C, A, B, C)),
+]
+
+
+@given(asked=st.lists(st.sampled_from(CONVERSATIONS), max_size=12))
+def test_what_came_before_changes_no_identity(asked: list[Conversation]) -> None:
+    one = Identities()
+    for conversation in asked:
+        assert one.of(conversation) == Identities().of(conversation)
+
+
+def test_what_a_conversation_begins_with_is_held_once() -> None:
+    one = Identities()
+    first = one.of(Conversation((Message("user", "a" * 2), B)))
+    second = one.of(Conversation((Message("user", "a" * 2), Message("assistant", "b"), C)))
+    assert second.messages[0] is first.messages[0] and second.messages[1] is first.messages[1]

@@ -50,6 +50,10 @@ def grow(tree: ConversationTree, made: Call) -> None:
     tree.add(made, [piece(t) for t in made.suffix], [piece(t) for t in made.completion])
 
 
+def recognised(tree: ConversationTree, conversation: Conversation) -> dict[int, Call]:
+    return tree.recognise(tree.identify(conversation))
+
+
 def ask(tree: ConversationTree, id: str, prompt: str, completion: str) -> Match:
     """Match a prompt and record its call, as the gateway does."""
     match = tree.match(encoded(prompt))
@@ -162,15 +166,15 @@ class TestRecognise:
         said = Message("assistant", tool_calls=(ToolCall("c1", "add", '{"a": 1,  "b": 2}'),))
         made = self.answered(tree, "1", said)
         sent_back = replace(said, tool_calls=(ToolCall("c1", "add", '{"b":2,"a":1}'),))
-        assert tree.recognise(self.with_answer(sent_back, Message("tool", "3", tool_call_id="c1"))) == {1: made}
-        assert tree.recognise(self.with_answer(replace(said, tool_calls=()))) == {}
+        assert recognised(tree, self.with_answer(sent_back, Message("tool", "3", tool_call_id="c1"))) == {1: made}
+        assert recognised(tree, self.with_answer(replace(said, tool_calls=()))) == {}
 
     def test_only_behind_the_same_messages_and_tools(self, tree: ConversationTree) -> None:
         said = Message("assistant", "a")
         self.answered(tree, "1", said)
-        assert tree.recognise(Conversation((Message("user", "other"), said))) == {}
-        assert tree.recognise(Conversation((*self.ASKED.messages, said), ({"type": "function"},))) == {}
-        assert tree.recognise(Conversation((*self.ASKED.messages, replace(said, role="user")))) == {}
+        assert recognised(tree, Conversation((Message("user", "other"), said))) == {}
+        assert recognised(tree, Conversation((*self.ASKED.messages, said), ({"type": "function"},))) == {}
+        assert recognised(tree, Conversation((*self.ASKED.messages, replace(said, role="user")))) == {}
 
     def test_later_turns_need_the_earlier_ones(self, tree: ConversationTree) -> None:
         first = self.answered(tree, "1", Message("assistant", "a"))
@@ -178,13 +182,13 @@ class TestRecognise:
         second = call("2", None, 0, "|r|", "B", response=Message("assistant", "b"), prompt_key=conversation_key(longer))
         grow(tree, second)
         whole = Conversation((*longer.messages, Message("assistant", "b"), Message("user", "s")))
-        assert tree.recognise(whole) == {1: first, 3: second}
+        assert recognised(tree, whole) == {1: first, 3: second}
         edited = Conversation((Message("user", "q!"), *whole.messages[1:]))
-        assert tree.recognise(edited) == {}
+        assert recognised(tree, edited) == {}
 
     def test_without_its_reasoning_and_the_newest_of_several(self, tree: ConversationTree) -> None:
         first = self.answered(tree, "1", Message("assistant", "a", reasoning="x"))
         second = self.answered(tree, "2", Message("assistant", "a", reasoning="y"))
-        assert tree.recognise(self.with_answer(Message("assistant", "a"))) == {1: second}
-        assert tree.recognise(self.with_answer(Message("assistant", "a", reasoning="x"))) == {1: first}
-        assert tree.recognise(self.with_answer(Message("assistant", "a", reasoning="z"))) == {}
+        assert recognised(tree, self.with_answer(Message("assistant", "a"))) == {1: second}
+        assert recognised(tree, self.with_answer(Message("assistant", "a", reasoning="x"))) == {1: first}
+        assert recognised(tree, self.with_answer(Message("assistant", "a", reasoning="z"))) == {}

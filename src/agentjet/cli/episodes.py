@@ -1,7 +1,8 @@
-"""`agentjet episodes`: which there were, and one of them token by token."""
+"""`agentjet episodes`: which there were, one of them token by token; and begin or end one from a shell."""
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from agentjet.protocol import CallView, EpisodeTree
+    from agentjet.types import Mode
 
 CONTEXT, SAMPLED, ORPHAN, NOTE = "cyan", "bold green", "strike red", "dim"
 LEGEND = (("the agent and the template", CONTEXT), ("the policy, trained", SAMPLED), ("not trained", ORPHAN))
 
-app = typer.Typer(help="Look at episodes.", no_args_is_help=True)
+app = typer.Typer(help="Look at episodes; begin and end them.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -62,6 +64,66 @@ def show_episode(
     console = Console(highlight=False)
     for line in described(tree):
         console.print(line, soft_wrap=True)
+
+
+@app.command("begin")
+def begin_episode(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="What the episode is about: a name of your own.")],
+    group: Annotated[str, typer.Option(help="Episodes of a group are compared; default: those of the task.")] = "",
+    task_set: Annotated[str, typer.Option(help="The task set it belongs to.")] = "",
+    client_id: Annotated[str, typer.Option(help="Groups are those of a client.")] = "shell",
+    only_eval: Annotated[bool, typer.Option("--eval", help="Nothing of it is trained on.")] = False,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for room in the present batch.")] = 0.0,
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Begin an episode, and print what its agent needs as variables of a shell.
+
+    It stays until somebody finishes or aborts it, or its lease runs out.
+    """
+    with connect(url, token, token_file, client_id=client_id) as swarm:
+        mode: Mode = "eval" if only_eval else "train"
+        begun = swarm.begin(task, group=group, task_set=task_set, mode=mode, wait=wait).begun
+    if as_json:
+        typer.echo(begun.model_dump_json(indent=2))
+        return
+    root = begun.base_url.removesuffix("/v1")
+    for name, value in (
+        ("AGENTJET_EPISODE", begun.episode_id),
+        ("OPENAI_BASE_URL", begun.base_url),
+        ("OPENAI_API_KEY", begun.api_key),
+        ("ANTHROPIC_BASE_URL", root),
+        ("ANTHROPIC_API_KEY", begun.api_key),
+    ):
+        typer.echo(f"export {name}={shlex.quote(value)}")
+
+
+@app.command("finish")
+def finish_episode(
+    episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes begin` prints it.")],
+    reward: Annotated[float, typer.Option(help="How well it went.")],
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+) -> None:
+    """End an episode with its reward."""
+    with connect(url, token, token_file) as swarm:
+        typer.echo(f"{episode_id}: {swarm.finish(episode_id, reward).status}, reward {reward:g}")
+
+
+@app.command("abort")
+def abort_episode(
+    episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes begin` prints it.")],
+    reason: Annotated[str, typer.Option(help="Why, for whoever looks at it.")] = "",
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+) -> None:
+    """End an episode without a score: it is not trained on."""
+    with connect(url, token, token_file) as swarm:
+        typer.echo(f"{episode_id}: {swarm.abort(episode_id, reason).status}")
 
 
 def described(tree: EpisodeTree) -> list[Text]:

@@ -11,6 +11,7 @@ from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
 from agentjet.cli.eval import evaluate
 from agentjet.cli.export import export
+from agentjet.cli.run import run
 from agentjet.cli.serve import serve
 from agentjet.cli.status import status
 from agentjet.cli.token import app as token
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(demo)
+app.command()(run)
 app.command("eval")(evaluate)
 app.command()(status)
 app.command()(watch)

@@ -26,7 +26,7 @@ Override = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 
 
-def connect(url: str | None, token: str | None, token_file: Path | None) -> Swarm:
+def connect(url: str | None, token: str | None, token_file: Path | None, *, client_id: str | None = None) -> Swarm:
     """A client of the server that the options name. Raises `ConfigError` when the token file cannot be read."""
     from agentjet.client import Swarm
 
@@ -37,4 +37,4 @@ def connect(url: str | None, token: str | None, token_file: Path | None) -> Swar
             token = token_file.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(f"--token-file {token_file}: {error.strerror}") from None
-    return Swarm(url, token)
+    return Swarm(url, token, client_id=client_id)

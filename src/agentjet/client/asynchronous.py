@@ -14,27 +14,33 @@ from urllib.parse import quote
 import httpx
 
 from agentjet.client.beginning import begin
+from agentjet.client.code import Code, ModuleCode, Version, code_version_of
 from agentjet.client.connection import Connection, Retry
-from agentjet.client.episode import AsyncEpisode
+from agentjet.client.episode import AsyncEpisode, checked_reward, finish_body
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, EvalReport, TrainReport
-from agentjet.client.rollout import Agent, Runner, Slot
+from agentjet.client.rollout import Agent, Begun, Runner, Slot
 from agentjet.client.settings import load_settings
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
 from agentjet.protocol import (
+    AbortRequest,
     BeginRequest,
     CheckpointInfo,
     EpisodeList,
     EpisodeTree,
+    EpisodeView,
     Event,
+    FinishRequest,
     JobBody,
     StatusResponse,
 )
-from agentjet.types import Mode, Task
+from agentjet.types import Mode, Reward, Task
 
 SAVING_WAIT = 600.0
 """A checkpoint waits for the batch being learned and for the disk."""
+EVAL_WAIT = 60.0
+"""How long an evaluation waits for a place."""
 
 
 class AsyncSwarm:
@@ -84,6 +90,18 @@ class AsyncSwarm:
         async with episode:
             yield episode
 
+    async def finish(self, episode_id: str, reward: float | Reward) -> EpisodeView:
+        """End an episode that somebody else began, with its reward. Raises as `AsyncEpisode.finish` does."""
+        return await self._end(episode_id, "finish", finish_body(checked_reward(reward)))
+
+    async def abort(self, episode_id: str, reason: str = "") -> EpisodeView:
+        """End an episode that somebody else began, without a score."""
+        return await self._end(episode_id, "abort", AbortRequest(reason=reason[:2000]))
+
+    async def _end(self, episode_id: str, verb: str, body: FinishRequest | AbortRequest) -> EpisodeView:
+        path = f"/episodes/{quote(episode_id, safe='')}/{verb}"
+        return EpisodeView.model_validate(await self._connection.request("POST", path, body=body))
+
     # ---- running agents -------------------------------------------------------------------------------------------
 
     async def train(
@@ -95,6 +113,8 @@ class AsyncSwarm:
         concurrency: int = 32,
         seed: int = 0,
         progress: bool = True,
+        reload: bool | Code = False,
+        code_version: str | None = None,
     ) -> TrainReport:
         """Run `agent` on `tasks` until the policy has learned `steps` more batches.
 
@@ -103,10 +123,16 @@ class AsyncSwarm:
         same batches. Episodes still live when the last batch is learned, or when this is cancelled, are aborted. Raises
         `InvalidRequest` when the job ends before `steps`, `Conflict` when the engine is stopped or has failed,
         `AgentFailing` when not one episode could be finished.
+
+        `reload` takes up the agent's module, and those beside it, when their files change: see `LiveCode`. Raises
+        `ConfigError` when the agent cannot be loaded anew. `code_version` names the agent's version to the server where
+        the hash of its files is not wanted.
         """
         if not tasks:
             raise ValueError("there are no tasks to train on")
-        training = Training(self._connection, self._settings.client_id, agent, tasks)
+        code = ModuleCode(agent) if reload is True else reload or None
+        version = Version(code_version_of(agent) if code_version is None else code_version, agent)
+        training = Training(self._connection, self._settings.client_id, version, tasks, code)
         try:
             return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
         except (AgentJetError, asyncio.CancelledError) as error:
@@ -120,6 +146,7 @@ class AsyncSwarm:
         repeats: int = 1,
         concurrency: int = 64,
         progress: bool = True,
+        code_version: str | None = None,
     ) -> EvalReport:
         """Run `agent` on every task `repeats` times and report; nothing of it is trained on.
 
@@ -127,21 +154,29 @@ class AsyncSwarm:
         """
         if not tasks:
             raise ValueError("there are no tasks to evaluate on")
+        version = Version(code_version_of(agent) if code_version is None else code_version, agent)
         try:
-            return await self._evaluate(agent, tasks, repeats, concurrency, progress)
+            return await self._evaluate(version, tasks, repeats, concurrency, progress)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None
 
     async def _evaluate(
-        self, agent: Agent, tasks: Sequence[Task], repeats: int, concurrency: int, progress: bool
+        self, version: Version, tasks: Sequence[Task], repeats: int, concurrency: int, progress: bool
     ) -> EvalReport:
         started = time.monotonic()
         repeated = [task for task in tasks for _ in range(repeats)]
         results: dict[int, EpisodeResult] = {}
         with progress_for("evaluating", len(repeated), wanted=progress, num_lines=4) as shown:
 
-            async def begin(slot: Slot) -> AsyncEpisode:
-                return await self.begin(slot.task.id, task_set=slot.task.task_set, mode="eval")
+            async def begun(slot: Slot) -> Begun:
+                request = BeginRequest(
+                    task_id=slot.task.id,
+                    task_set=slot.task.task_set,
+                    mode="eval",
+                    client_id=self._settings.client_id,
+                    code_version=version.code_version,
+                )
+                return Begun(await begin(self._connection, request, wait=EVAL_WAIT), version.agent)
 
             def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
                 shown.episode(result, counts=last)
@@ -149,7 +184,7 @@ class AsyncSwarm:
                     results[slot.index] = result
 
             slots = (Slot(task, "", index) for index, task in enumerate(repeated))
-            await Runner(agent, begin, note).run(slots, min(concurrency, len(repeated)))
+            await Runner(begun, note).run(slots, min(concurrency, len(repeated)))
         ordered = tuple(results[index] for index in sorted(results))
         return EvalReport(results=ordered, seconds=time.monotonic() - started)
 

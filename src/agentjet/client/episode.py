@@ -39,6 +39,11 @@ class _Attempt:
         self.group: str = request.group or request.task_id
         self.mode: Mode = request.mode
 
+    @property
+    def anthropic_base_url(self) -> str:
+        """The same for Anthropic's SDKs, which write `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of task {self.task_id!r}>"  # never the key
 
@@ -63,8 +68,7 @@ class AsyncEpisode(_Attempt):
         aborted or its lease has run out.
         """
         reward = checked_reward(reward)
-        body = FinishRequest(reward=reward.value, by_role=dict(reward.by_role), metrics=dict(reward.metrics))
-        view = await self._post("finish", body)
+        view = await self._post("finish", finish_body(reward))
         self.reward = reward
         return view
 
@@ -161,6 +165,11 @@ def abort_reason(error: BaseException | None) -> str:
     if error is None:
         return "left without a reward"
     return f"{type(error).__name__}: {error}"[:2000]
+
+
+def finish_body(reward: Reward) -> FinishRequest:
+    """A reward as it is sent."""
+    return FinishRequest(reward=reward.value, by_role=dict(reward.by_role), metrics=dict(reward.metrics))
 
 
 def checked_reward(reward: object) -> Reward:

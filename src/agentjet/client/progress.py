@@ -48,6 +48,10 @@ class Progress:
     def waits(self, what: str) -> None:
         """The server admits no episode of this run meanwhile, since it waits for `what`; empty: it does again."""
 
+    def say(self, text: str) -> None:
+        """Something that should be seen, whatever else is shown."""
+        self._note(text)
+
     def _show(self, text: str) -> None:
         pass
 

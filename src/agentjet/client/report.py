@@ -25,6 +25,31 @@ class EpisodeResult:
     error: str = ""
     where: str = ""
     """File and line of the agent that `error` came from, where it came from the agent."""
+    code_version: str = ""
+    """The version of the agent's source that ran it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeChange:
+    """What became of an edit of the agent while it was trained.
+
+    `kind` "loaded": code version `to` took the place of `before`. "not loaded": `before` stayed, because of `why`.
+    "rolled back": `before` failed its first episodes, `to` is in its place again.
+    """
+
+    kind: Literal["loaded", "not loaded", "rolled back"]
+    to: str
+    before: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeVersionResult:
+    """How one version of the agent's source fared. `mean_reward` is NaN when no episode finished."""
+
+    num_finished: int
+    num_failed: int
+    mean_reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +90,18 @@ class _Report:
         """Over finished episodes; NaN when there is none."""
         return _mean([result.reward for result in self.finished if result.reward is not None])
 
+    @property
+    def by_code_version(self) -> dict[str, CodeVersionResult]:
+        """By version of the agent's source, in the order in which their episodes first ended."""
+        versions = dict.fromkeys(result.code_version for result in self.results)
+        return {version: self._of_code(version) for version in versions}
+
+    def _of_code(self, version: str) -> CodeVersionResult:
+        results = [result for result in self.results if result.code_version == version]
+        rewards = [result.reward for result in results if result.reward is not None]
+        failed = sum(result.outcome in ("aborted", "expired") for result in results)
+        return CodeVersionResult(len(rewards), failed, _mean(rewards))
+
     def mean_metric(self, name: str) -> float:
         """Over the finished episodes that carry the metric; NaN when none does."""
         return _mean([result.metrics[name] for result in self.finished if name in result.metrics])
@@ -76,6 +113,8 @@ class TrainReport(_Report):
 
     steps: tuple[Step, ...]
     seconds: float
+    code_changes: tuple[CodeChange, ...] = ()
+    """Edits of the agent meanwhile, with `reload`, in order."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -89,10 +128,18 @@ class TrainReport(_Report):
         return sum(result.outcome == "not_needed" for result in self.results)
 
     def __str__(self) -> str:
-        return (
+        lines = [
             f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
-        )
+        ]
+        for change in self.code_changes:
+            why = f": {change.why}" if change.why else ""
+            lines.append(f"code {change.before} {change.kind}{f' to {change.to}' if change.to else ''}{why}")
+        if self.code_changes:
+            for version, code in self.by_code_version.items():
+                mean = f"mean reward {code.mean_reward:.3f}" if code.num_finished else "none scored"
+                lines.append(f"code {version}: {code.num_finished} finished, {code.num_failed} failed, {mean}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

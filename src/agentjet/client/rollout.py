@@ -36,13 +36,21 @@ from agentjet.types import Reward, Task
 Agent = Callable[[Task, Any], float | Reward | Awaitable[float | Reward]]
 """`agent(task, episode) -> reward`. A plain function runs in a thread and holds an `Episode`, an `async def` one an
 `AsyncEpisode`."""
-Begin = Callable[["Slot"], Awaitable[AsyncEpisode]]
+Begin = Callable[["Slot"], Awaitable["Begun"]]
 Report = Callable[["Slot", EpisodeResult, bool], None]
 
 SPARE = ("surplus:", "stale:")
 """How the server's reasons begin for episodes that failed in nothing."""
 ATTEMPTS = 3
 """Times a failed episode is begun anew in its group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An episode, and the agent that is to run it."""
+
+    episode: AsyncEpisode
+    agent: Agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +78,13 @@ class AgentFailing(AgentJetError):
 
 
 class Runner:
-    """Runs one agent.
+    """Runs agents.
 
     `report(slot, result, last)` hears of every episode that ended; `last`: its slot is not tried again. Set
     `has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed` then.
     """
 
-    def __init__(self, agent: Agent, begin: Begin, report: Report) -> None:
-        self._agent = agent
+    def __init__(self, begin: Begin, report: Report) -> None:
         self._begin = begin
         self._report = report
         self.has_enough = False
@@ -86,9 +93,6 @@ class Runner:
         """Episodes begun and not ended yet."""
         self._num_beginning = 0
         self._none_beginning = asyncio.Event()
-        self._is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
-            getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
-        )
 
     async def run(self, slots: Iterator[Slot], concurrency: int) -> None:
         """Attempt every slot, `concurrency` at a time; one that fails is tried again, `ATTEMPTS` times in all.
@@ -137,11 +141,12 @@ class Runner:
         """One episode from begin to end. Raises what the server's refusals and silence raise, not what the agent does
         itself.
         """
-        episode = await self._begun(slot)
+        begun = await self._begun(slot)
+        episode = begun.episode
         heart = asyncio.create_task(_keep_alive(episode))
         error = where = ""
         try:
-            returned = await self._while_wanted(slot.task, episode, heart)
+            returned = await self._while_wanted(slot.task, begun, heart)
             if episode.status == "live":
                 await self._finish(slot, episode, checked_reward(returned))
             error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
@@ -152,7 +157,7 @@ class Runner:
         except Unreachable:
             raise
         except Exception as failure:  # the boundary: whatever an agent raises is a fact about its episode
-            error, where = abort_reason(failure), place_of(self._agent, failure)
+            error, where = abort_reason(failure), place_of(begun.agent, failure)
             if episode.status == "live":
                 with contextlib.suppress(RequestError):  # it ended meanwhile: there is nothing left to abort
                     await episode.abort(error)
@@ -163,11 +168,11 @@ class Runner:
             return not_needed(slot.task, episode)
         return _result(slot.task, episode, error, where)
 
-    async def _while_wanted(self, task: Task, episode: AsyncEpisode, heart: asyncio.Task[bool]) -> object:
+    async def _while_wanted(self, task: Task, begun: Begun, heart: asyncio.Task[bool]) -> object:
         """What the agent returns. One that works on although the server ended its episode is given up: its place is
         needed.
         """
-        working = asyncio.create_task(self._call(task, episode))
+        working = asyncio.create_task(_call(begun.agent, task, begun.episode))
         try:
             await asyncio.wait({working, heart}, return_when=asyncio.FIRST_COMPLETED)
             given_up = not working.done() and heart.result()
@@ -177,18 +182,18 @@ class Runner:
                 working.cancel()
                 await asyncio.wait([working])
 
-    async def _begun(self, slot: Slot) -> AsyncEpisode:
+    async def _begun(self, slot: Slot) -> Begun:
         self._num_beginning += 1
         self._none_beginning.clear()
         try:
-            episode = await self._begin(slot)
+            begun = await self._begin(slot)
         finally:
             self._num_beginning -= 1
             if not self._num_beginning:
                 self._none_beginning.set()
         self.num_begun += 1
-        self.live.add(episode)
-        return episode
+        self.live.add(begun.episode)
+        return begun
 
     async def _say_goodbye(self, slot: Slot, episode: AsyncEpisode) -> None:
         """Abort on the way out, once nothing of ours waits for room any more: the server would give the freed place to
@@ -218,16 +223,20 @@ class Runner:
                 finishing.cancel()
             raise
 
-    async def _call(self, task: Task, episode: AsyncEpisode) -> object:
-        if self._is_async:
-            try:
-                return await self._agent(task, episode)  # type: ignore[misc]
-            except SystemExit as ended:  # It would end the event loop, and every other episode with it.
-                raise RuntimeError(f"the agent called sys.exit({ended.code!r})") from ended
-        loop = asyncio.get_running_loop()
-        drive: Drive = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
-        returned = await in_thread(self._agent, task, Episode(episode, drive))
-        return await returned if inspect.isawaitable(returned) else returned
+
+async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
+    """What the agent returns."""
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
+        getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
+    ):
+        try:
+            return await agent(task, episode)  # type: ignore[misc]
+        except SystemExit as ended:  # It would end the event loop, and every other episode with it.
+            raise RuntimeError(f"the agent called sys.exit({ended.code!r})") from ended
+    loop = asyncio.get_running_loop()
+    drive: Drive = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
+    returned = await in_thread(agent, task, Episode(episode, drive))
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 async def all_to_end(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -279,13 +288,16 @@ async def _was_spare(episode: AsyncEpisode) -> bool:
 def not_needed(task: Task, episode: AsyncEpisode) -> EpisodeResult:
     """The end of an episode that no batch this run waits for has a use for."""
     why = episode.reason if episode.reason.startswith(SPARE) else NOT_NEEDED
-    return EpisodeResult(task.id, task.task_set, "not_needed", episode.policy_version, error=why)
+    code = episode.request.code_version
+    return EpisodeResult(task.id, task.task_set, "not_needed", episode.policy_version, error=why, code_version=code)
 
 
 def _result(task: Task, episode: AsyncEpisode, error: str = "", where: str = "") -> EpisodeResult:
     """`episode`'s end as the client knows it. An episode still "live" here could not even be aborted."""
-    reward = episode.reward
+    reward, version, code = episode.reward, episode.policy_version, episode.request.code_version
     if reward is not None:
-        return EpisodeResult(task.id, task.task_set, "finished", episode.policy_version, reward.value, reward.metrics)
+        return EpisodeResult(
+            task.id, task.task_set, "finished", version, reward.value, reward.metrics, code_version=code
+        )
     outcome: Outcome = "expired" if episode.status == "expired" else "aborted"
-    return EpisodeResult(task.id, task.task_set, outcome, episode.policy_version, error=error, where=where)
+    return EpisodeResult(task.id, task.task_set, outcome, version, error=error, where=where, code_version=code)

@@ -53,3 +53,8 @@ def load_settings(
         token=token if token is not None else environ.get(TOKEN_VARIABLE, ""),
         client_id=client_id or f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
     )
+
+
+def inherited_environment() -> dict[str, str]:
+    """What a program that the client starts inherits."""
+    return dict(os.environ)

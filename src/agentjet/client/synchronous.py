@@ -11,14 +11,15 @@ from typing import Any, Self
 import httpx
 
 from agentjet.client.asynchronous import AsyncSwarm
+from agentjet.client.code import Code
 from agentjet.client.connection import Retry
 from agentjet.client.episode import Episode
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent
 from agentjet.client.threads import LoopThread
 from agentjet.errors import AgentJetError
-from agentjet.protocol import CheckpointInfo, EpisodeList, EpisodeTree, Event, JobBody, StatusResponse
-from agentjet.types import Mode, Task
+from agentjet.protocol import CheckpointInfo, EpisodeList, EpisodeTree, EpisodeView, Event, JobBody, StatusResponse
+from agentjet.types import Mode, Reward, Task
 
 
 class Swarm:
@@ -60,6 +61,14 @@ class Swarm:
         with self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait) as episode:
             yield episode
 
+    def finish(self, episode_id: str, reward: float | Reward) -> EpisodeView:
+        """See `AsyncSwarm.finish`."""
+        return self._loop.run(self._swarm.finish(episode_id, reward))
+
+    def abort(self, episode_id: str, reason: str = "") -> EpisodeView:
+        """See `AsyncSwarm.abort`."""
+        return self._loop.run(self._swarm.abort(episode_id, reason))
+
     def train(
         self,
         agent: Agent,
@@ -69,11 +78,22 @@ class Swarm:
         concurrency: int = 32,
         seed: int = 0,
         progress: bool = True,
+        reload: bool | Code = False,
+        code_version: str | None = None,
     ) -> TrainReport:
         """See `AsyncSwarm.train`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
         try:
             return self._loop.run(
-                self._swarm.train(agent, tasks, steps=steps, concurrency=concurrency, seed=seed, progress=progress)
+                self._swarm.train(
+                    agent,
+                    tasks,
+                    steps=steps,
+                    concurrency=concurrency,
+                    seed=seed,
+                    progress=progress,
+                    reload=reload,
+                    code_version=code_version,
+                )
             )
         except (AgentJetError, KeyboardInterrupt) as error:
             raise _told(error) from None
@@ -86,11 +106,19 @@ class Swarm:
         repeats: int = 1,
         concurrency: int = 64,
         progress: bool = True,
+        code_version: str | None = None,
     ) -> EvalReport:
         """See `AsyncSwarm.evaluate`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
         try:
             return self._loop.run(
-                self._swarm.evaluate(agent, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+                self._swarm.evaluate(
+                    agent,
+                    tasks,
+                    repeats=repeats,
+                    concurrency=concurrency,
+                    progress=progress,
+                    code_version=code_version,
+                )
             )
         except (AgentJetError, KeyboardInterrupt) as error:
             raise _told(error) from None

@@ -1,7 +1,7 @@
 """`Training`: one `train` call, from the status it starts at to its report.
 
-Three things run side by side: the agents, the events of the server's steps, and a look at what the server waits for
-whenever it admits nothing. The run ends when the steps are there, or when one of the three raises.
+Side by side run: the agents, the events of the server's steps, a look at what the server waits for whenever it admits
+nothing, and one at the agent's files. The run ends when the steps are there, or when one of these raises.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentjet.client.beginning import begin
+from agentjet.client.code import Code, Version
 from agentjet.client.connection import Connection
 from agentjet.client.episode import AsyncEpisode
+from agentjet.client.live import LiveCode, Loaded
 from agentjet.client.progress import Progress, progress_for
 from agentjet.client.report import EpisodeResult, Step, TrainReport
-from agentjet.client.rollout import Agent, Runner, Slot, first_to_end, not_needed, training_slots
+from agentjet.client.rollout import Begun, Runner, Slot, first_to_end, not_needed, training_slots
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
 from agentjet.protocol import BeginRequest, StatusResponse
 from agentjet.types import Task
@@ -36,8 +39,10 @@ class Training:
 
     connection: Connection
     client_id: str
-    agent: Agent
+    version: Version
     tasks: Sequence[Task]
+    code: Code | None = None
+    """Looked at for a newer version of the agent."""
     results: list[EpisodeResult] = field(default_factory=list)
     learned: list[Step] = field(default_factory=list)
 
@@ -47,34 +52,45 @@ class Training:
         status = await self._status()
         target = _target(status, steps)
         with progress_for("training", steps, wanted=progress) as shown:
+            live = LiveCode(
+                self.version,
+                self.code,
+                group_size=status.group_size,
+                sleep=self.connection.retry.sleep,
+                say=shown.say,
+            )
 
             def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
                 self.results.append(result)
+                live.ended(result)
                 shown.episode(result)
 
             opened: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
-            async def begun(slot: Slot) -> AsyncEpisode:
+            async def begun(slot: Slot) -> Begun:
                 if slot.spare:  # It joins a group, so one of those that open it must have begun.
                     await opened[slot.group].wait()
-                request = BeginRequest(
-                    task_id=slot.task.id,
-                    task_set=slot.task.task_set,
-                    group=slot.group,
-                    client_id=self.client_id,
-                    join_only=slot.spare,
-                )
-                episode = await begin(
-                    self.connection,
-                    request,
-                    wait=math.inf,
-                    given_back=lambda episode: note(slot, not_needed(slot.task, episode), True),
-                )
+
+                def give_back(episode: AsyncEpisode) -> None:
+                    note(slot, not_needed(slot.task, episode), True)
+
+                def ask(loaded: Loaded) -> Coroutine[Any, Any, AsyncEpisode]:
+                    request = BeginRequest(
+                        task_id=slot.task.id,
+                        task_set=slot.task.task_set,
+                        group=live.name_of(slot.group, loaded),
+                        client_id=self.client_id,
+                        join_only=slot.spare,
+                        code_version=loaded.code_version,
+                    )
+                    return begin(self.connection, request, wait=math.inf, given_back=give_back)
+
+                episode, agent = await live.begin(slot.group, ask, give_back)
                 if status.spare_episodes:
                     opened[slot.group].set()
-                return episode
+                return Begun(episode, agent)
 
-            runner = Runner(self.agent, begun, note)
+            runner = Runner(begun, note)
 
             async def follow() -> None:
                 await self._follow(status, target, shown)
@@ -82,8 +98,14 @@ class Training:
 
             slots = training_slots(self.tasks, status.group_size, seed, status.spare_episodes)
             running = runner.run(slots, concurrency)
-            await first_to_end([running, follow(), self._say_what_it_waits_for(runner, shown)])
-        return TrainReport(results=tuple(self.results), steps=tuple(self.learned), seconds=time.monotonic() - started)
+            beside = [follow(), self._say_what_it_waits_for(runner, shown)]
+            await first_to_end([running, *beside, *([live.watch()] if self.code is not None else [])])
+        return TrainReport(
+            results=tuple(self.results),
+            steps=tuple(self.learned),
+            seconds=time.monotonic() - started,
+            code_changes=tuple(live.changes),
+        )
 
     async def _follow(self, status: StatusResponse, target: int, shown: Progress) -> None:
         """Take in the server's steps until the policy is at version `target`. Raises `Conflict` when the engine

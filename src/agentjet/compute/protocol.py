@@ -3,7 +3,9 @@
 Imports no torch: the gateway process uses this module. Invariants a backend must keep:
 
 * a prefix cache never outlives the weights that filled it;
-* reported log-probabilities are those of the distribution sampled from;
+* reported log-probabilities are those of the distribution sampled from, and the set it was over is reported with them;
+* `learn` recomputes them over that set: the softmax, and with it entropy and KL terms, is of the policy restricted to
+  it;
 * `learn(batch_id, ...)` is idempotent: batch n takes policy version n to n + 1, once; a batch already learned returns
   its metrics
   again and changes nothing;
@@ -48,7 +50,8 @@ class Compute(Protocol):
     def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
         """Stream a completion of `token_ids`; closing the iterator cancels it.
 
-        Raises `OutOfCache` when prompt and completion cannot fit, `WorkerDied` when the worker ends meanwhile.
+        Raises `OutOfCache` when prompt and completion cannot fit, `Unfollowable` when the grammar of `params` cannot be
+        followed (any further), `WorkerDied` when the worker ends meanwhile.
         """
         ...
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from agentjet.gateway.requests import TokenLogprob
 from agentjet.rendering import Renderer
 from agentjet.rendering.parsing import MARKERS
+from agentjet.timeline.allowed import EVERYTHING
 from agentjet.types import Conversation, FinishReason, Message, Sampled
 
 
@@ -30,8 +31,10 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.stopped = False
-        """A stop string is complete: what the worker may still send is not wanted."""
+        self.allowed: list[bytes] = []
+        """The set that each token was chosen among (see `timeline.allowed`)."""
+        self.stopped_by = ""
+        """The stop string that is complete: what the worker may still send is not wanted."""
         self._renderer = renderer
         self._conversation = conversation
         self._stop = tuple(stop)
@@ -44,12 +47,18 @@ class Answer:
         self._shown_tokens = 0
         self._worker_reason: FinishReason | None = None
 
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stopped_by)
+
     def push(self, sampled: Sampled) -> None:
         """Take a piece in, up to the token that completes a stop string."""
         self._worker_reason = sampled.finish_reason
-        for token, logprob in zip(sampled.tokens, sampled.logprobs, strict=True):
+        sets = sampled.allowed or (EVERYTHING,) * len(sampled.tokens)
+        for token, logprob, allowed in zip(sampled.tokens, sampled.logprobs, sets, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
+            self.allowed.append(allowed)
             self.versions.append(sampled.policy_version)
             if self._grow(self._stream.push([token])):
                 return
@@ -91,10 +100,10 @@ class Answer:
         longest = max(map(len, self._stop), default=1)
         start = max(0, len(self._text) - longest + 1)
         self._text += text
-        found = [at for at in (self._text.find(stop, start) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._text.find(stop, start)) >= 0]
         if found:
-            self._text = self._text[: min(found)]
-            self.stopped = True
+            at, self.stopped_by = min(found, key=lambda place: place[0])
+            self._text = self._text[:at]
         return self.stopped
 
     def _certain_content(self, content: str) -> str:

@@ -19,7 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentjet.compute import Compute
-from agentjet.errors import ComputeError, Conflict, InvalidRequest, Later, OutOfCache, RequestError, WorkerDied
+from agentjet.errors import (
+    ComputeError,
+    Conflict,
+    InvalidRequest,
+    Later,
+    OutOfCache,
+    RequestError,
+    Unfollowable,
+    WorkerDied,
+)
 from agentjet.gateway import log_context
 from agentjet.gateway.answer import Answer
 from agentjet.gateway.commits import Commits
@@ -31,8 +40,9 @@ from agentjet.gateway.retries import Retries
 from agentjet.gateway.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
+from agentjet.timeline.allowed import pack_sets
 from agentjet.timeline.identity import context_digest
-from agentjet.types import Call, ModelCard, SamplingParams
+from agentjet.types import Call, Conversation, ModelCard, SamplingParams
 
 RESAMPLE_DELAY = 0.05
 """Seconds before a call whose worker died looks at the gate again, which holds it from then on."""
@@ -139,16 +149,34 @@ class CallPath:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _order(self, episode: Episode, role: str, request: CallRequest) -> tuple[_Order, int]:
-        """Everything that can be wrong with a request is found here, before it is held for a batch."""
-        job = self._swarm.job
-        params = sampling_params(request, job, episode.mode)
-        deadline = asyncio.get_running_loop().time() + self._call_timeout
+    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
+        """Length of the prompt that a call with `conversation` would have just now. Nothing is sampled or recorded."""
+        with self._swarm.calling(episode_id):
+            _, renderer = await self._known_model()
+            tree = self._swarm.tree(episode_id, role)
+            return len(prepare(renderer, tree, conversation, self._swarm.job.history).tokens)
+
+    async def _known_model(self) -> tuple[ModelCard, Renderer]:
+        """Waits for the worker where none was up yet."""
         if self._model.renderer is None:
             async with self._gate.enter(self._call_timeout):
                 pass
         card, renderer = self._model.card, self._model.renderer
         assert card is not None and renderer is not None, "the gate opens for a worker that is up"
+        return card, renderer
+
+    async def _order(self, episode: Episode, role: str, request: CallRequest) -> tuple[_Order, int]:
+        """Everything that can be wrong with a request is found here, before it is held for a batch."""
+        job = self._swarm.job
+        params = sampling_params(request, job, episode.mode)
+        deadline = asyncio.get_running_loop().time() + self._call_timeout
+        card, renderer = await self._known_model()
+        if renderer.reasons and not request.reasoning:
+            raise InvalidRequest(
+                "This model reasons before it answers, which its template cannot switch off.",
+                code="unsupported_parameter",
+                param="thinking",
+            )
         tree = self._swarm.tree(episode.id, role)
         prompt = prepare(renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint)
         if not tree.calls and episode.num_calls:
@@ -161,7 +189,8 @@ class CallPath:
                 code="context_length_exceeded",
                 param="messages",
             )
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+        grammar = renderer.grammar(request.conversation, request.constraint)
+        params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
         order = _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline)
         return order, episode.num_calls + len(self._under_way.get(episode.id, ()))
 
@@ -187,7 +216,7 @@ class CallPath:
             sent = False
             async with self._gate.enter(max(0.0, order.deadline - loop.time())):
                 self._swarm.heartbeat(order.episode.id)  # Raises when the episode ended while its call was held.
-                call_id = uuid.uuid4().hex
+                call_id = (index == 0 and order.request.id) or uuid.uuid4().hex
                 answer = Answer(
                     order.renderer,
                     order.request.conversation,
@@ -225,12 +254,22 @@ class CallPath:
                     if order.request.stream:
                         reasoning, text = answer.certain()
                         if reasoning or text:
-                            yield CallChunk(index, text, reasoning, answer.new_tokens())
+                            yield CallChunk(
+                                *(index, text, reasoning, answer.new_tokens()),
+                                num_prompt_tokens=len(order.prompt.tokens),
+                            )
         except OutOfCache as error:
             raise InvalidRequest(
                 f"{error}: shorten the messages or max_tokens, or raise sampler.cache_tokens.",
                 code="context_length_exceeded",
                 param="messages",
+            ) from error
+        except Unfollowable as error:
+            raise InvalidRequest(
+                f"{error}: the answer cannot be held to {order.request.constraint.schema_param} and tools; "
+                "simplify their schemas.",
+                code="unsupported_schema",
+                param=order.request.constraint.schema_param,
             ) from error
         except WorkerDied:
             raise
@@ -262,12 +301,16 @@ class CallPath:
             ask=order.prompt.ask,
             fork="retry" if retry_of is not None else order.prompt.fork,
             retry_of=retry_of,
-            context=context_digest([*order.prompt.tokens, *completion]),
+            context=context_digest(order.prompt.tokens, completion),
+            # Nobody recomputes what an eval episode was sampled from.
+            allowed=pack_sets(answer.allowed) if order.episode.mode == "train" else b"",
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
         await self._commits.durable()
         self._tracing.recorded(call)
-        return CallChunk(index, text, reasoning, answer.new_tokens(), call, len(order.prompt.tokens))
+        return CallChunk(
+            *(index, text, reasoning, answer.new_tokens(), call, len(order.prompt.tokens)), stop=answer.stopped_by
+        )
 
     def _repeated(self, order: _Order) -> str | None:
         """The call whose place the next choice takes. Looked up as late as this: the first try may have ended since."""

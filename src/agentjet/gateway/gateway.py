@@ -39,6 +39,7 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.types import Conversation, Message
 
 log = logging.getLogger(__name__)
 
@@ -200,9 +201,18 @@ class Gateway:
         """
         return self._calls.run(episode_id, role, request)
 
+    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
+        """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`."""
+        return await self._calls.count_tokens(episode_id, role, conversation)
+
     def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
         """The answer to `request` did not reach its agent; `call_ids` name what was recorded of it."""
         self._calls.undelivered(episode_id, role, request, call_ids)
+
+    def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
+        """What a call of a live episode and role was asked, and what it answered; None when there is no such call."""
+        tree = self.swarm.tree(episode_id, role)
+        return tree.exchange(call_id) if tree.knows(call_id) else None
 
     def episode_tree(self, episode_id: str) -> EpisodeTree:
         """An episode opened up. Raises `NotFound`."""

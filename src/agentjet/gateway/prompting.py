@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentjet.rendering import Renderer
-from agentjet.timeline import ConversationTree, conversation_key, forks
+from agentjet.timeline import ConversationTree, forks
 from agentjet.types import Ask, Conversation, Fork
 
 
@@ -45,7 +45,8 @@ def prepare(
 
     Raises `InvalidRequest` when the template refuses the conversation.
     """
-    known = tree.recognise(conversation)
+    asked = tree.identify(conversation)
+    known = tree.recognise(asked)
     as_sampled = history == "as_sampled"
     written = frozenset[int]() if as_sampled else renderer.keeps_reasoning(conversation)
     bodies = {
@@ -61,7 +62,7 @@ def prepare(
         kept=match.kept,
         suffix=suffix,
         pieces=tuple(renderer.pieces(suffix)),
-        key=conversation_key(conversation),
+        key=asked.key,
         ask=forks.ask(conversation, known, fingerprint),
-        fork=forks.cause(tree, conversation, known, match),
+        fork=forks.cause(tree, asked, known, match),
     )

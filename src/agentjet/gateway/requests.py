@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from agentjet.config import JobConfig
 from agentjet.errors import InvalidRequest
-from agentjet.types import Call, Conversation, FinishReason, Mode, SamplingParams
+from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, FinishReason, Mode, SamplingParams
 
 MAX_CHOICES = 64
 PIECE_TOKENS = 64
@@ -25,12 +25,17 @@ class CallRequest:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    constraint: Constraint = ANY_ANSWER
     choices: int = 1
+    reasoning: bool = True
+    """The answer may begin with reasoning. Only a template that knows none can promise that it does not."""
     stream: bool = False
     """Text is wanted as it is sampled.
 
     Without it only the last chunk of each choice comes, so a dead worker is never noticed.
     """
+    id: str = ""
+    """Of the call that its first choice becomes; without it one is made up."""
     fingerprint: str = ""
     """Names the request as it was sent: sent again, it has the same one."""
     retry: bool = False
@@ -60,6 +65,8 @@ class CallChunk:
     tokens: tuple[TokenLogprob, ...] = ()
     call: Call | None = None
     num_prompt_tokens: int = 0
+    stop: str = ""
+    """The stop string that ended the choice, on its last chunk."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -67,18 +74,21 @@ class CallChunk:
 
 
 def sampling_params(request: CallRequest, job: JobConfig, mode: Mode) -> SamplingParams:
-    """What the worker is asked for, before `max_tokens` is cut to the context and the seed is given to each choice.
+    """What the worker is asked for, before `max_tokens` is cut to the context, the grammar is written and the seed is
+    given to each choice.
 
-    Raises `InvalidRequest` for what a training episode cannot use: the learner recomputes log-probabilities under
-    the untruncated distribution at a positive temperature, and nothing else.
+    Raises `InvalidRequest` for what a training episode cannot use: greedy tokens were not sampled from anything.
     """
     temperature = job.temperature if request.temperature is None else request.temperature
     if not 1 <= request.choices <= MAX_CHOICES:
         raise InvalidRequest(f"n = {request.choices} is outside 1 to {MAX_CHOICES}.", param="n")
-    if mode == "train":
-        _refuse_in_training(request.top_p < 1, "top_p", request.top_p, "leave it at 1")
-        _refuse_in_training(request.top_k > 0, "top_k", request.top_k, "leave it out")
-        _refuse_in_training(temperature == 0, "temperature", 0, "use a positive one")
+    if mode == "train" and temperature == 0:
+        raise InvalidRequest(
+            "temperature = 0 is not possible in a training episode, because the learner could not recompute what was "
+            "sampled: use a positive one, or begin the episode with mode 'eval'.",
+            code="unsupported_in_training",
+            param="temperature",
+        )
     return SamplingParams(
         max_tokens=request.max_tokens or job.max_tokens,
         temperature=temperature,
@@ -100,13 +110,3 @@ def seeded(
     name = f"{job_seed}/{episode_id}/{ordinal}" if explicit is None else f"explicit/{explicit}"
     digest = hashlib.blake2b(f"{name}/{choice}".encode(), digest_size=8).digest()
     return replace(params, seed=int.from_bytes(digest, "little") >> 1)
-
-
-def _refuse_in_training(asked: bool, param: str, value: float, way_out: str) -> None:
-    if asked:
-        raise InvalidRequest(
-            f"{param} = {value:g} is not possible in a training episode, because the learner could not recompute what "
-            f"was sampled: {way_out}, or begin the episode with mode 'eval'.",
-            code="unsupported_in_training",
-            param=param,
-        )

@@ -86,11 +86,11 @@ def _call(value: Any, key: str, source: str) -> Found | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get(key, {})
-    if isinstance(arguments, str):  # some models write the arguments as a JSON string
-        return (value["name"], arguments) if _is_object(arguments) else None
-    if not isinstance(arguments, dict):
+    if isinstance(arguments, dict):
+        arguments = _as_written(source, key, arguments)
+    elif not isinstance(arguments, str) or not _is_object(arguments):  # some models write them as a JSON string
         return None
-    return value["name"], _as_written(source, key, arguments)
+    return (value["name"], arguments) if _is_text(value["name"] + arguments) else None
 
 
 def _is_object(text: str) -> bool:
@@ -98,6 +98,15 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _is_text(text: str) -> bool:
+    """False for half a surrogate pair, which JSON's escapes can write and no answer can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_written(source: str, key: str, arguments: dict[str, Any]) -> str:

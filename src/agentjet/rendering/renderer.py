@@ -19,10 +19,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.rendering.grammar import Style, write_grammar
 from agentjet.rendering.parsing import MARKERS, TOOL_FORMATS, parse_answer
-from agentjet.rendering.template import ChatTemplate, Control, Part, Slot, Text
+from agentjet.rendering.template import ChatTemplate, Rendered, Slot
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
-from agentjet.types import Conversation, Message, ModelCard, ToolCall
+from agentjet.types import Constraint, Conversation, Message, ModelCard, ToolCall
 
 _MARK = "\U000f1fff"
 """Stands around what is looked for in a rendered conversation; private use, so nobody writes it."""
@@ -46,10 +47,14 @@ class Renderer:
         self._card = card
         self._vocabulary = Vocabulary(card.tokenizer_path, visible=MARKERS)
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
+        self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
+        self._strips_left = {literal for literal, token in self._control.items() if token.strips_left}
+        self._strips_right = {literal for literal, token in self._control.items() if token.strips_right}
         self._template = ChatTemplate(
             card.chat_template, control=self._control, bos_token=card.bos_token, eos_token=card.eos_token
         )
-        self._reasons = "</think>" in card.chat_template
+        self.reasons = "</think>" in card.chat_template
+        """The model may think in a block of its own before it answers."""
         self.generation_tail = self._find_generation_tail()
         """Encoded text that the generation prompt adds to the head of an assistant turn (an opening `<think>`, say)."""
         self._answer_head = self._find_head(Message("assistant"), Message("user", "x")) or b""
@@ -60,7 +65,7 @@ class Renderer:
         )
         """The same before the name of a first tool call; None where that cannot be told."""
         _, opened, rest = self.generation_tail.rpartition(self._literal("<think>"))
-        self._in_reasoning = self._reasons and bool(opened) and self._literal("</think>") not in rest
+        self._in_reasoning = self.reasons and bool(opened) and self._literal("</think>") not in rest
 
     def render(self, conversation: Conversation, *, sampled: Mapping[int, bytes] | None = None) -> bytes:
         """The conversation with the generation prompt, as encoded text (see `types.ESCAPE`).
@@ -107,10 +112,10 @@ class Renderer:
             replace(message, reasoning=marks.get(i, "")) for i, message in enumerate(conversation.messages)
         )
         try:
-            parts = self._template.render(replace(conversation, messages=messages))
+            rendered = self._template.render(replace(conversation, messages=messages))
         except InvalidRequest:
             return frozenset()
-        text = "".join(part.text for part in parts if isinstance(part, Text))
+        text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
@@ -149,56 +154,71 @@ class Renderer:
         """
         return parse_answer(
             text,
-            reasons=self._reasons,
+            reasons=self.reasons,
             in_reasoning=self._in_reasoning,
             tool_format=self._card.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
 
-    def _encode(self, parts: Sequence[Part], bodies: Mapping[int, _Body]) -> bytes:
-        encoded = bytearray()
-        for before, part, after in zip((None, *parts), parts, (*parts[1:], None), strict=False):
-            if isinstance(part, Slot):
-                self._cut_head(encoded, part)
-                encoded += bodies[part.index].encoded
-            elif isinstance(part, Control):
-                if isinstance(before, Slot) and before.in_call:
-                    self._end_of_call(part)
-                encoded += escape(self._control[part.literal].id)
-            elif not (isinstance(before, Slot) and self._replaces(bodies[before.index], before, part.text, after)):
-                encoded += self._encode_text(self._strip(part.text, before, after))
-        return bytes(encoded)
+    def grammar(self, conversation: Conversation, constraint: Constraint) -> str:
+        """The grammar of a completion of `conversation`; empty when it may be anything.
 
-    def _cut_head(self, encoded: bytearray, slot: Slot) -> None:
-        """Take back what the template wrote of the turn beyond the generation prompt: the body has its own."""
+        Raises `InvalidRequest`, naming the parameter, for a schema that cannot be followed.
+        """
+        style = Style(self._card.tool_format, self.reasons, self._in_reasoning, self._control_id)
+        return write_grammar(constraint, conversation.tools, style)
+
+    def _control_id(self, literal: str) -> int | None:
+        return self._control[literal].id if literal in self._control else None
+
+    def _encode(self, rendered: Rendered, bodies: Mapping[int, _Body]) -> bytes:
+        texts, marks = self._stripped(rendered), rendered.marks
+        pieces = [b""] * (len(texts) + len(marks))
+        encode = str.encode if self._vocabulary.is_plain("".join(texts)) else self._encode_text
+        pieces[::2] = map(encode, texts)
+        for i, mark in enumerate(marks):
+            if isinstance(mark, Slot):
+                self._fill(pieces, 2 * i + 1, mark, bodies[mark.index], marks[i + 1] if i + 1 < len(marks) else "")
+            else:
+                pieces[2 * i + 1] = self._escapes[mark]
+        return b"".join(pieces)
+
+    def _fill(self, pieces: list[bytes], at: int, slot: Slot, body: _Body, then: str | Slot) -> None:
+        """Put a body into its place, instead of what the template wrote of the turn beyond the generation prompt: the
+        body has its own. It replaces the text behind it, too, when that is the rest of a tool call, or white space
+        before the end token that it was sampled without.
+        """
+        self._cut_head(pieces, at, slot)
+        pieces[at] = body.encoded
+        end = "" if isinstance(then, Slot) else then
+        if slot.in_call and not (end and self._control[end].id in self._card.end_tokens):
+            # Where a tool call ends that the template does not end with an end token is not guessed.
+            raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
+        if slot.in_call or (end and self._escapes[end] == body.end and not pieces[at + 1].strip()):
+            pieces[at + 1] = b""
+
+    def _cut_head(self, pieces: list[bytes], at: int, slot: Slot) -> None:
         head = self._call_head if slot.in_call else self._answer_head
         assert head is not None, "slots are put inside calls only where the head is known"
-        if encoded.endswith(head):
-            del encoded[len(encoded) - len(head) :]
+        start, before = at, b""
+        while start and len(before) < len(head):
+            start -= 1
+            before = pieces[start] + before
+        if before.endswith(head):
+            pieces[start:at] = [before.removesuffix(head), *[b""] * (at - start - 1)][: at - start]
         elif slot.in_call:
             raise InvalidRequest("the model's chat template writes this call in another way", code="template_error")
 
-    def _replaces(self, body: _Body, slot: Slot, text: str, after: Part | None) -> bool:
-        """Whether a body takes the place of the text behind its slot: of the rest of a tool call, and of white space
-        before the end token that it was sampled without.
-        """
-        if slot.in_call:
-            self._end_of_call(after)
-            return True
-        return isinstance(after, Control) and self._literal(after.literal) == body.end and not text.strip()
-
-    def _end_of_call(self, part: Part | None) -> None:
-        """Refuse to guess where a tool call ends that the template does not end with an end token."""
-        if not (isinstance(part, Control) and self._control[part.literal].id in self._card.end_tokens):
-            raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
-
-    def _strip(self, text: str, before: Part | None, after: Part | None) -> str:
-        """White space that a neighbouring control token eats is gone before it is tokenised."""
-        if isinstance(before, Control) and self._control[before.literal].strips_right:
-            text = text.lstrip()
-        if isinstance(after, Control) and self._control[after.literal].strips_left:
-            text = text.rstrip()
-        return text
+    def _stripped(self, rendered: Rendered) -> list[str]:
+        """The texts; white space that a neighbouring control token eats is gone before it is tokenised."""
+        texts = rendered.texts
+        if self._strips_right:
+            befores: list[str | Slot] = ["", *rendered.marks]
+            texts = [t.lstrip() if m in self._strips_right else t for m, t in zip(befores, texts, strict=True)]
+        if self._strips_left:
+            afters: list[str | Slot] = [*rendered.marks, ""]
+            texts = [t.rstrip() if m in self._strips_left else t for t, m in zip(texts, afters, strict=True)]
+        return texts
 
     def _encode_text(self, text: str) -> bytes:
         try:
@@ -219,7 +239,7 @@ class Renderer:
 
     def _literal(self, literal: str) -> bytes:
         """A literal in encoded text: a control token where the vocabulary has one."""
-        return escape(self._control[literal].id) if literal in self._control else literal.encode()
+        return self._escapes.get(literal) or literal.encode()
 
     def _find_generation_tail(self) -> bytes:
         asked, head = self._heads(Message("assistant"), Message("user", "x"))
@@ -240,5 +260,7 @@ class Renderer:
             )
         except InvalidRequest:
             return b"", b""
-        at = next((i for i, part in enumerate(answered) if isinstance(part, Slot)), 0)
-        return asked, self._encode(answered[:at], {})
+        at = next((i for i, mark in enumerate(answered.marks) if isinstance(mark, Slot)), None)
+        if at is None:
+            return asked, b""
+        return asked, self._encode(Rendered(answered.texts[: at + 1], answered.marks[:at]), {})

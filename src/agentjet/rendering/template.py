@@ -11,37 +11,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from itertools import chain, filterfalse
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.rendering.sandbox import sandbox
 from agentjet.types import Conversation, Message
 
 _PRIVATE_USE = range(0xF0000, 0xF1000)
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Plain text of a rendered conversation."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """A control token that the template wrote."""
-
-    literal: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +39,22 @@ class Slot:
     in_call: bool = False
 
 
-Part = Text | Control | Slot
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered conversation: plain `texts`, and between each two of them what `marks` it: a control token that the
+    template wrote, by its literal, or a slot.
+    """
+
+    texts: list[str]
+    marks: list[str | Slot]
 
 
 class ChatTemplate:
-    """Turns a conversation into parts: text, control tokens and slots."""
+    """Turns a conversation into text, control tokens and slots."""
 
     def __init__(self, source: str, *, control: Collection[str], bos_token: str = "", eos_token: str = "") -> None:
         """`control` holds the literals of the control tokens. Raises `ConfigError` when the source is no template."""
-        environment = _environment()
+        environment = sandbox()
         try:
             self._template = environment.from_string(source)
             variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -73,7 +65,6 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._short_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._control = frozenset(control)
         self._literals = _Literals(control)
 
     def render(
@@ -83,7 +74,7 @@ class ChatTemplate:
         slots: Collection[int] = (),
         call_slots: Collection[int] = (),
         generation_prompt: bool = True,
-    ) -> list[Part]:
+    ) -> Rendered:
         """The rendered conversation; the bodies of the assistant messages in `slots` are left open, tool calls and all.
 
         Those in `call_slots` stay messages with tool calls, which is what some templates insist on: only the first
@@ -111,20 +102,13 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses this conversation: {error}", code="template_error", param="messages"
             ) from error
-        parts = list(self._parts(output, guard, slot_mark, call_slots))
-        if any(isinstance(part, Text) and slot_mark in part.text for part in parts):
+        pieces = re.split(rf"({self._literals.pattern}|{slot_mark}\d+{slot_mark})", output)
+        texts = pieces[::2]
+        slot_of = {f"{slot_mark}{i}{slot_mark}": Slot(i, i in call_slots) for i in (*slots, *call_slots)}
+        marks = [slot_of.get(mark, mark) for mark in pieces[1::2]]
+        if any(slot_mark in text for text in texts):
             raise InvalidRequest("the model's chat template rewrites what fills a slot", code="template_error")
-        return parts
-
-    def _parts(self, output: str, guard: str, slot_mark: str, call_slots: Collection[int]) -> Iterator[Part]:
-        for part in re.split(rf"({self._literals.pattern}|{slot_mark}\d+{slot_mark})", output):
-            if part in self._control:
-                yield Control(part)
-            elif part.startswith(slot_mark) and part[1:-1].isdigit():
-                index = int(part[1:-1])
-                yield Slot(index, index in call_slots)
-            elif part:
-                yield Text(part.replace(guard, ""))
+        return Rendered([text.replace(guard, "") for text in texts] if guard in output else texts, marks)
 
     def _plain(self, message: Message, guarded: _Guard) -> dict[str, Any]:
         """A message as templates expect it: absent things are absent, arguments are values where they are JSON."""
@@ -180,17 +164,19 @@ class _Literals:
         )
         self._ordered = ordered
         self._longest = max(map(len, ordered), default=0)
-        self._heads = tuple({literal[:n] for literal in ordered for n in range(1, len(literal))})
-        self._tails = tuple({literal[n:] for literal in ordered for n in range(1, len(literal))})
+        heads = {literal[:n] for literal in ordered for n in range(1, len(literal))}
+        tails = {literal[n:] for literal in ordered for n in range(1, len(literal))}
+        self._heads_by_end = {c: tuple(head for head in heads if head[-1] == c) for c in {head[-1] for head in heads}}
+        self._tails_by_start = {c: tuple(tail for tail in tails if tail[0] == c) for c in {tail[0] for tail in tails}}
 
     def may_begin_at_end_of(self, text: str) -> bool:
-        return text.endswith(self._heads)
+        return text.endswith(self._heads_by_end.get(text[-1:], ()))
 
     def may_end_at_start_of(self, text: str) -> bool:
         """True too when `text` lies within a literal. Bare words (a JSON schema's "object") must compare equal."""
         if text.isalnum():
             return False
-        if text.startswith(self._tails):
+        if text.startswith(self._tails_by_start.get(text[:1], ())):
             return True
         return 0 < len(text) < self._longest and any(text in literal for literal in self._ordered)
 
@@ -201,6 +187,7 @@ class _Guard:
     def __init__(self, literals: _Literals, guard: str) -> None:
         self._literals = literals
         self._mark = guard
+        self._marked: Callable[[re.Match[str]], str] = lambda found: found[0] + guard
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -212,7 +199,7 @@ class _Guard:
         return value
 
     def _guard(self, text: str) -> str:
-        marked = self._literals.first_of_literal.sub(lambda found: found[0] + self._mark, text)
+        marked = self._literals.first_of_literal.sub(self._marked, text)
         if self._literals.may_end_at_start_of(text):
             marked = self._mark + marked
         if self._literals.may_begin_at_end_of(text):
@@ -231,7 +218,8 @@ def _json_object(arguments: str) -> Any:
 
 def _unused_characters(conversation: Conversation) -> tuple[str, str]:
     """Two private-use characters that occur nowhere in the conversation."""
-    text = "".join(text for text in _texts_of(conversation) if not text.isascii())
+    text = "".join(filterfalse(str.isascii, chain.from_iterable(map(_texts_of, conversation.messages))))
+    text += "".join(_strings(conversation.tools))
     free = (chr(code) for code in _PRIVATE_USE if chr(code) not in text)
     try:
         return next(free), next(free)
@@ -239,19 +227,14 @@ def _unused_characters(conversation: Conversation) -> tuple[str, str]:
         raise InvalidRequest("the messages use thousands of different private-use characters") from None
 
 
-def _texts_of(conversation: Conversation) -> Iterator[str]:
-    yield from _strings(conversation.tools)
-    for message in conversation.messages:
-        yield message.content
-        yield message.reasoning
-        yield message.tool_call_id
-        yield message.name
-        for call in message.tool_calls:
-            yield call.id
-            yield call.name
-            yield call.arguments
-            if "\\" in call.arguments:  # escapes in JSON arguments become characters
-                yield from _strings(_json_object(call.arguments))
+def _texts_of(message: Message) -> Sequence[str]:
+    texts = (message.content, message.reasoning, message.tool_call_id, message.name)
+    if not message.tool_calls:
+        return texts
+    calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+    escaped = (call.arguments for call in message.tool_calls if "\\" in call.arguments)
+    # Escapes in JSON arguments become characters.
+    return [*texts, *calls, *(text for arguments in escaped for text in _strings(_json_object(arguments)))]
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -263,34 +246,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, Iterable):
         for item in value:
             yield from _strings(item)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox that `transformers.apply_chat_template` renders in."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said, for training on transcripts; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012  the base class declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)

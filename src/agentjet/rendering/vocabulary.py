@@ -86,6 +86,10 @@ class Vocabulary:
         """Bytes without a token; SmolLM2 has none for a few ASCII control characters."""
         return bytes(byte for byte in range(256) if byte not in self._byte_ids)
 
+    def is_plain(self, text: str) -> bool:
+        """Whether `encode_text` of this text, and of any part of it, is just its UTF-8. True of most."""
+        return text.isascii() and len(text.encode().translate(None, self._missing)) == len(text)
+
     def encode_text(self, text: str) -> bytes:
         """Text as the tokenizer reads it, as UTF-8: in its Unicode normal form, without characters it has no bytes for.
 

@@ -1,6 +1,8 @@
-"""Inference routes: OpenAI's `/v1/`, and the same under `/k/{episode key}/v1/`.
+"""Inference routes: every dialect's path, and the same under `/k/{episode key}` for agents that can set a URL but no
+key.
 
-The latter are for agents that can set a URL but no key.
+What is common to all dialects is here: the key, the role, what tells a retry, whether the answer was delivered, the
+stream. Each route is written once and included twice.
 """
 
 from __future__ import annotations
@@ -13,26 +15,63 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Depends, Header, Request
 from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects import chat
-from agentjet.server.dialects.chat_bodies import ChatBody, ChatCompletion
+from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, messages
+from agentjet.server.dialects.chat_bodies import ChatBody
+from agentjet.server.dialects.dialect import Answer, Asked, Event, Head, role_of
+from agentjet.server.dialects.errors import OPENAI
+from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.disconnect import ClientGone, until_disconnect
-from agentjet.server.problems import OpenAIError, openai_error
 from agentjet.server.wiring import Token, Wired, Wiring
 
 log = logging.getLogger(__name__)
 
-_ERROR: dict[str, Any] = {"model": OpenAIError}
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 409, 413, 429, 500, 503), _ERROR)
-router = APIRouter(tags=["inference"], responses=_ERRORS)
+
+async def _key_in_headers(
+    request: Request, token: Token, api_key: Annotated[str, Header(alias="x-api-key")] = ""
+) -> None:
+    """OpenAI's SDKs send the key as a bearer token, Anthropic's in a header of its own."""
+    request.state.key = token or api_key
+
+
+async def _key_in_path(key: str, request: Request) -> None:
+    request.state.key = key
+
+
+async def _key(request: Request) -> str:
+    key = request.state.key
+    assert isinstance(key, str)
+    return key
+
+
+Key = Annotated[str, Depends(_key)]
+"""The episode's key, wherever the request has it; empty when there is none."""
 AgentRole = Annotated[str, Header(alias="X-AgentJet-Role", max_length=128)]
+
+
+class RouteOptions(TypedDict):
+    """What a route says of itself in `/openapi.json`."""
+
+    response_model: type[BaseModel]
+    responses: dict[int | str, dict[str, Any]]
+
+
+def errors_of(shape: ErrorShape) -> dict[int | str, dict[str, Any]]:
+    """The statuses an inference route may answer, but for the good one."""
+    return {status: {"model": shape.model} for status in (400, 401, 403, 404, 409, 413, 429, 500, 503)}
+
+
+def route_of(dialect: Dialect[Any, Any]) -> RouteOptions:
+    """The documentation of a dialect's route."""
+    good = {"description": "The answer, or its server-sent events.", "content": {"text/event-stream": {}}}
+    return {"response_model": dialect.answer, "responses": {200: good, **errors_of(dialect.errors)}}
 
 
 class Model(BaseModel):
@@ -51,83 +90,83 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=ChatCompletion,
-    responses={
-        200: {"description": "The answer, or its chunks as server-sent events.", "content": {"text/event-stream": {}}}
-    },
-)
-async def chat_completions(body: ChatBody, request: Request, wired: Wired, token: Token, role: AgentRole = "") -> Any:
+routes = APIRouter(tags=["inference"])
+
+
+@routes.post(chat.DIALECT.path, **route_of(chat.DIALECT))
+async def chat_completions(body: ChatBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
     """OpenAI's chat completions. The key is an episode's; what cannot be honoured is refused by name."""
-    return await _chat(body, request, wired, token, role)
+    return await respond(chat.DIALECT, body, request, wired, key, role)
 
 
-@router.post(
-    "/k/{key}/v1/chat/completions",
-    response_model=ChatCompletion,
-    responses={
-        200: {"description": "The answer, or its chunks as server-sent events.", "content": {"text/event-stream": {}}}
-    },
-)
-async def chat_completions_by_url(
-    key: str, body: ChatBody, request: Request, wired: Wired, role: AgentRole = ""
-) -> Any:
-    """The same, with the episode's key in the path."""
-    return await _chat(body, request, wired, key, role)
+@routes.post(messages.DIALECT.path, **route_of(messages.DIALECT))
+async def create_message(body: MessagesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+    """Anthropic's Messages API. The key is an episode's; what cannot be honoured is refused by name."""
+    return await respond(messages.DIALECT, body, request, wired, key, role)
 
 
-@router.get("/v1/models")
-async def list_models(wired: Wired, token: Token) -> ModelList:
+@routes.post(f"{messages.DIALECT.path}/count_tokens", responses=errors_of(messages.DIALECT.errors))
+async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole = "") -> TokenCount:
+    """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
+    episode_id = wired.keys.episode(key)
+    role = role_of(body.model, wired.gateway.model_name, role)
+    asked = messages.to_conversation(body)
+    return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
+
+
+@routes.get("/v1/models", responses=errors_of(OPENAI))
+async def list_models(wired: Wired, key: Key) -> ModelList:
     """The model that is served, for the key of an episode."""
-    wired.keys.episode(token)
-    return ModelList(data=[_model(wired)])
-
-
-@router.get("/k/{key}/v1/models")
-async def list_models_by_url(key: str, wired: Wired) -> ModelList:
-    """The same, with the episode's key in the path."""
     wired.keys.episode(key)
     return ModelList(data=[_model(wired)])
 
 
-@router.get("/v1/models/{name:path}")
-async def get_model(name: str, wired: Wired, token: Token) -> Model:
+@routes.get("/v1/models/{name:path}", responses=errors_of(OPENAI))
+async def get_model(name: str, wired: Wired, key: Key) -> Model:
     """The model of that name."""
-    wired.keys.episode(token)
-    chat.role_of(name, wired.gateway.model_name, "")
+    wired.keys.episode(key)
+    role_of(name, wired.gateway.model_name, "")
     return _model(wired)
 
 
-@router.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
-@router.api_route("/k/{key}/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
+@routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
 async def unknown_route(path: str) -> None:
-    """Dialects that are not spoken here get their answer in OpenAI's shape."""
-    raise NotFound(
-        f"/v1/{path} is not served here: there are /v1/models and /v1/chat/completions.", code="unknown_route"
-    )
+    """What is not spoken here gets its answer in the shape of the nearest dialect."""
+    served = ", ".join(["/v1/models", *(dialect.path for dialect in DIALECTS)])
+    raise NotFound(f"/v1/{path} is not served here: there are {served}.", code="unknown_route")
 
 
-async def _chat(body: ChatBody, request: Request, wired: Wiring, key: str, role: str) -> Any:
+router = APIRouter()
+router.include_router(routes, dependencies=[Depends(_key_in_headers)])
+router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(_key_in_path)])
+
+
+async def respond(
+    dialect: Dialect[Asked, Answer], body: Asked, request: Request, wired: Wiring, key: str, role: str
+) -> Response:
+    """The answer to a request of any dialect, whole or streamed. Raises `RequestError`, or `ClientGone`."""
     gateway = wired.gateway
     episode_id = wired.keys.episode(key)
-    role = chat.role_of(body.model, gateway.model_name, role)
-    call = replace(chat.to_request(body), **await _sent(request))
-    created = int(time.time())
+    role = role_of(body.model, gateway.model_name, role)
+    head = Head(uuid.uuid4().hex, gateway.model_name, int(time.time()))
+    asked = dialect.to_request(body, partial(gateway.past, episode_id, role))
+    call = replace(asked, id=head.id, **await _sent(request))
     delivery = _Delivery(partial(gateway.undelivered, episode_id, role, call))
     chunks = delivery.noting(gateway.call(episode_id, role, call))
     if not call.stream:
         with delivery:
-            answer = await until_disconnect(request, _whole(chunks, body, gateway.model_name, created))
+            answer = await until_disconnect(request, _whole(dialect, chunks, body, head))
             if await request.is_disconnected():
                 raise ClientGone
             return Response(answer.model_dump_json(), media_type="application/json")
     # What is wrong with a request shows before the first chunk, while the status can still say so.
     with delivery:
         first = await until_disconnect(request, _first(chunks))
-    events = chat.to_events(_with(first, chunks), body, gateway.model_name, created, f"chatcmpl-{uuid.uuid4().hex}")
+    events = dialect.to_events(_with(first, chunks), body, head)
     return StreamingResponse(
-        _sse(chunks, events, delivery), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        _stream(chunks, events, dialect.errors, delivery),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store"},
     )
 
 
@@ -161,9 +200,9 @@ class _Delivery:
             self._undelivered(self._recorded)
 
 
-async def _whole(chunks: AsyncGenerator[CallChunk], body: ChatBody, model: str, created: int) -> ChatCompletion:
+async def _whole(dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], body: Asked, head: Head) -> Answer:
     async with aclosing(chunks):
-        return await chat.to_answer(chunks, body, model, created)
+        return await dialect.to_answer(chunks, body, head)
 
 
 async def _first(chunks: AsyncGenerator[CallChunk]) -> CallChunk:
@@ -176,23 +215,28 @@ async def _with(first: CallChunk, rest: AsyncGenerator[CallChunk]) -> AsyncGener
         yield chunk
 
 
-async def _sse(
-    chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[dict[str, Any]], delivery: _Delivery
+async def _stream(
+    chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[Event], errors: ErrorShape, delivery: _Delivery
 ) -> AsyncGenerator[str]:
-    """The stream as text. Leaving it, by its end or a disconnect, closes the call; an error becomes its last event."""
+    """The stream as text. Leaving it, by its end or a disconnect, closes the call; an error becomes its last event.
+
+    Whoever leaves at the last event has read the answer.
+    """
+    last = ""
     async with aclosing(chunks):
         try:
             with delivery:
                 async for event in events:
-                    yield chat.sse(event)
-            yield chat.DONE
+                    if event.is_last:
+                        last = event.text
+                    else:
+                        yield event.text
+            yield last
         except RequestError as error:
-            yield chat.sse(openai_error(error))
+            yield errors.event(error)
         except Exception as error:  # The boundary of a stream, whose status is sent already: recorded here, once.
             log.error("a stream broke", exc_info=error)
-            yield chat.sse(
-                openai_error(RequestError("The server failed; its log says why.", code="internal_error", status=500))
-            )
+            yield errors.event(RequestError("The server failed; its log says why.", code="internal_error", status=500))
 
 
 def _model(wired: Wiring) -> Model:

@@ -1,4 +1,4 @@
-"""Errors as answers: RFC 9457 problem+json on control routes, OpenAI's error object on inference routes.
+"""Errors as answers: RFC 9457 problem+json on control routes, the dialect's own shape on inference routes.
 
 An unexpected exception becomes a 500 here; the HTTP server below records it, once, with its traceback.
 """
@@ -18,27 +18,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from agentjet.errors import Forbidden, InvalidRequest, Later, NotFound, RequestError, Unauthorized
+from agentjet.errors import InvalidRequest, Later, RequestError
 from agentjet.gateway.states import IllegalInState
 from agentjet.protocol import Problem
+from agentjet.server.dialects import error_shape
 from agentjet.server.disconnect import ClientGone
 
-INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?/v1/")
-
-
-class OpenAIErrorBody(BaseModel):
-    """What OpenAI's SDKs read."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class OpenAIError(BaseModel):
-    """An error on an inference route."""
-
-    error: OpenAIErrorBody
+INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
 
 
 def install(app: FastAPI) -> None:
@@ -55,19 +41,6 @@ def scrubbed(path: str) -> str:
     return re.sub(r"^/k/[^/]+", "/k/…", path)
 
 
-def openai_error(error: RequestError) -> dict[str, Any]:
-    """The body of an inference error, also sent as the last event of a broken stream."""
-    kind = {
-        Unauthorized: "authentication_error",
-        Forbidden: "permission_error",
-        NotFound: "not_found_error",
-        Later: "server_error",
-    }
-    name = "rate_limit_error" if error.status == 429 else kind.get(type(error), "invalid_request_error")
-    body = OpenAIErrorBody(message=error.message, type=name, param=error.param, code=error.code)
-    return OpenAIError(error=body).model_dump()
-
-
 def answer(path: str, error: RequestError) -> Response:
     """The response to `error` on `path`."""
     headers = {}
@@ -75,10 +48,11 @@ def answer(path: str, error: RequestError) -> Response:
     if isinstance(error, Later):
         retry_after = error.retry_after
         headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
-    if INFERENCE_PATH.match(path):
+    inference = INFERENCE_PATH.match(path)
+    if inference:
         # OpenAI's SDKs repeat a 409 and a 500 as well, which cannot help here.
         headers["x-should-retry"] = "true" if retry_after is not None else "false"
-        return JSONResponse(openai_error(error), error.status, headers)
+        return JSONResponse(error_shape(inference[2]).body(error), error.status, headers)
     problem = Problem(
         title=HTTPStatus(error.status).phrase,
         status=error.status,

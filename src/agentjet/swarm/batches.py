@@ -12,6 +12,7 @@ import numpy as np
 from agentjet.algorithms.advantages import ADVANTAGES
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode
+from agentjet.timeline.allowed import unpack_sets
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.timeline.forks import OrphanReason, orphans
 from agentjet.timeline.identity import context_digest
@@ -104,6 +105,7 @@ def _row(tree: ConversationTree, call: Call, advantage: float, sequence: int) ->
         advantage=advantage,
         temperature=call.temperature,
         sequence=sequence,
+        allowed=unpack_sets(call.allowed, len(call.completion)) if call.allowed else (),
     )
 
 

@@ -189,7 +189,7 @@ class Journal(JournalFile):
             *(pack_ints(call.suffix), pack_ints(call.completion), pack_floats(call.logprobs), pack_ints(call.versions)),
             *(b"".join(pieces), pack_ints([len(piece) for piece in pieces])),
             *(call.temperature, call.finish_reason, to_json(asdict(call.response)), call.prompt_key, call.created),
-            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context),
+            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.allowed),
         )
         self._insert("calls", values)
 

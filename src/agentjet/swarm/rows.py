@@ -45,7 +45,7 @@ SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id
 
 SELECT_CALLS = """
 SELECT id, episode_id, role, parent, kept, suffix, completion, logprobs, versions, temperature, finish_reason, response,
-    prompt_key, created, pieces, piece_lengths, ask, fork, retry_of, context
+    prompt_key, created, pieces, piece_lengths, ask, fork, retry_of, context, allowed
 FROM calls
 """
 
@@ -83,6 +83,7 @@ def read_call(row: Sequence[Any]) -> RecordedCall:
         fork=row[17],
         retry_of=row[18],
         context=row[19],
+        allowed=row[20],
     )
     pieces: list[bytes] = []
     start = 0

@@ -1,8 +1,9 @@
 """The journal's tables. Rows are only ever added, except groups (their state) and what a durable checkpoint lets go.
 
 Token arrays are little-endian blobs: int32 for tokens and versions, float64 for log-probabilities (bit for bit what
-was reported). `pieces` are the encoded bytes of the suffix's and the completion's tokens, joined, with the length of
-each in `piece_lengths` (int32). `ask` is a JSON object, see `types.Ask`; `carry` is one of numbers, see `Batch.carry`.
+was reported); `allowed` is packed by `timeline.allowed`. `pieces` are the encoded bytes of the suffix's and the
+completion's tokens, joined, with the length of each in `piece_lengths` (int32). `ask` is a JSON object, see
+`types.Ask`; `carry` is one of numbers, see `Batch.carry`.
 
 A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
@@ -67,7 +68,8 @@ CREATE TABLE calls (
     ask TEXT NOT NULL DEFAULT '{}',
     fork TEXT NOT NULL DEFAULT '',
     retry_of TEXT,
-    context BLOB NOT NULL DEFAULT x''
+    context BLOB NOT NULL DEFAULT x'',
+    allowed BLOB NOT NULL DEFAULT x''
 );
 CREATE INDEX calls_of_episode ON calls (episode_id, seq);
 
@@ -154,6 +156,7 @@ MIGRATIONS = {
     CREATE TABLE undelivered (call_id TEXT PRIMARY KEY) WITHOUT ROWID;
     """,
     2: """
+    ALTER TABLE calls ADD COLUMN allowed BLOB NOT NULL DEFAULT x'';
     ALTER TABLE episodes ADD COLUMN code_version TEXT NOT NULL DEFAULT '';
     ALTER TABLE episodes ADD COLUMN team TEXT NOT NULL DEFAULT '';
     ALTER TABLE episodes ADD COLUMN at_version INTEGER;

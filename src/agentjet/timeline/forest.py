@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentjet.timeline.allowed import EVERYTHING, pack_sets, unpack_sets
+
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
@@ -37,11 +39,16 @@ class Row:
     advantage: float
     temperature: float
     sequence: int
+    allowed: tuple[bytes, ...] = ()
+    """The set that each sampled token was chosen among (see `allowed`); empty when it was always the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """A batch as prefix trees. Node arrays are [N]; target arrays are [M]; `parent` is -1 at roots."""
+    """A batch as prefix trees. Node arrays are [N]; target arrays are [M]; `parent` is -1 at roots.
+
+    `allowed` says which of `sets` a target was chosen among, -1 where it was the whole vocabulary.
+    """
 
     tokens: IntArray
     parent: IntArray
@@ -53,6 +60,8 @@ class Forest:
     temperature: FloatArray
     version: IntArray
     sequence: IntArray
+    allowed: IntArray
+    sets: tuple[bytes, ...]
     num_sequences: int
     num_row_tokens: int
 
@@ -82,11 +91,12 @@ class Forest:
         for f in fields(self):
             value = getattr(self, f.name)
             wire[f.name] = value.tobytes() if isinstance(value, np.ndarray) else value
-        return wire
+        return {**wire, "sets": pack_sets(self.sets), "num_sets": len(self.sets)}
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> Forest:
-        arrays: dict[str, Any] = {}
+        wire = dict(wire)
+        arrays: dict[str, Any] = {"sets": unpack_sets(wire.pop("sets"), wire.pop("num_sets"))}
         for name, value in wire.items():
             kind = np.float32 if name in {"advantage", "logprob", "temperature"} else np.int32
             arrays[name] = np.frombuffer(value, kind) if isinstance(value, bytes) else value
@@ -101,7 +111,7 @@ def build_forest(rows: Sequence[Row]) -> Forest:
     """
     if not rows:
         none, nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return Forest(none, none, none, none, none, nothing, nothing, nothing, none, none, 0, 0)
+        return Forest(none, none, none, none, none, nothing, nothing, nothing, none, none, none, (), 0, 0)
     order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.astype(">i4").tobytes())
     tokens: list[IntArray] = []
     parents: list[IntArray] = []
@@ -124,6 +134,7 @@ def build_forest(rows: Sequence[Row]) -> Forest:
         row_paths[i] = path
         previous = row
     depth = np.concatenate(depths)
+    allowed, sets = _number_sets(rows)
     sampled = [row_paths[i][len(row.tokens) - len(row.logprobs) :] for i, row in enumerate(rows)]
     return Forest(
         tokens=np.concatenate(tokens),
@@ -136,6 +147,8 @@ def build_forest(rows: Sequence[Row]) -> Forest:
         temperature=_repeat([row.temperature for row in rows], rows),
         version=np.concatenate([row.versions for row in rows]).astype(np.int32),
         sequence=np.repeat([row.sequence for row in rows], [len(row.logprobs) for row in rows]).astype(np.int32),
+        allowed=allowed,
+        sets=sets,
         num_sequences=len({row.sequence for row in rows}),
         num_row_tokens=sum(len(row.tokens) for row in rows),
     )
@@ -167,6 +180,16 @@ def subtree_ends(depth: IntArray) -> IntArray:
 
 def _repeat(values: Sequence[float], rows: Sequence[Row]) -> FloatArray:
     return np.repeat(np.asarray(values, np.float32), [len(row.logprobs) for row in rows])
+
+
+def _number_sets(rows: Sequence[Row]) -> tuple[IntArray, tuple[bytes, ...]]:
+    """Each distinct set of the rows once, and for each target the number of its set."""
+    number = {EVERYTHING: -1}
+    parts = [
+        [number.setdefault(one, len(number) - 1) for one in row.allowed] or np.full(len(row.logprobs), -1)
+        for row in rows
+    ]
+    return np.concatenate(parts).astype(np.int32), tuple(number)[1:]
 
 
 def select(forest: Forest, keep: NDArray[np.bool_]) -> Forest:
@@ -227,6 +250,8 @@ def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) 
         temperature=forest.temperature[keep],
         version=forest.version[keep],
         sequence=forest.sequence[keep],
+        allowed=forest.allowed[keep],
+        sets=forest.sets,
         num_sequences=len(np.unique(forest.sequence[keep])),
         num_row_tokens=forest.num_row_tokens,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
+from agentjet.timeline.identity import Identity
 from agentjet.timeline.tree import ConversationTree, Match
 from agentjet.types import Ask, Call, Conversation, Fork
 
@@ -24,7 +25,7 @@ def ask(conversation: Conversation, known: Mapping[int, Call], fingerprint: str 
     return Ask(conversation.messages[newest + 1 :], known[newest].id, (), fingerprint)
 
 
-def cause(tree: ConversationTree, conversation: Conversation, known: Mapping[int, Call], match: Match) -> Fork:
+def cause(tree: ConversationTree, asked: Identity, known: Mapping[int, Call], match: Match) -> Fork:
     """Why a request that matches like this begins a timeline; empty when it continues one or is the tree's first.
 
     `retry` and `role` are the caller's to know.
@@ -33,9 +34,9 @@ def cause(tree: ConversationTree, conversation: Conversation, known: Mapping[int
         return ""
     if match.parent is not None and match.kept == tree.num_tokens(match.parent) and not tree.is_continued(match.parent):
         return ""
-    if not tree.has_seen_tools(conversation.tools):
+    if not tree.has_seen_tools(asked):
         return "tools"
-    if any(message.role == "assistant" and i not in known for i, message in enumerate(conversation.messages)):
+    if any(message.role == "assistant" and i not in known for i, message in enumerate(asked.messages)):
         return "edit"
     return "template" if known and not tree.keeps_all_of(known[max(known)].id, match) else "branch"
 

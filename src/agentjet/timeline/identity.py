@@ -10,10 +10,63 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, count
+from operator import ne
 from typing import Any
 
 from agentjet.types import Conversation, Message
+
+REMEMBERED = 4
+"""Conversations that `Identities` compares with: an agent and a few sub-agents may take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A conversation by meaning: `answers[i]` is `answer_key` of message i, `prefixes[i]` the key of the conversation
+    cut before message i. The last of the prefixes, one more than there are messages, is that of all of it.
+    """
+
+    messages: tuple[Message, ...]
+    answers: tuple[str, ...]
+    prefixes: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """What `conversation_key` gives."""
+        return self.prefixes[-1]
+
+    @property
+    def tools(self) -> str:
+        """What `tools_key` gives."""
+        return self.prefixes[0]
+
+
+class Identities:
+    """Identities of one conversation after the other. Agents send their whole history each time: what begins like one
+    of the last few is compared with it and not hashed again, and shares its messages in memory.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[Identity] = []
+
+    def of(self, conversation: Conversation) -> Identity:
+        """The identity of `conversation`, the same whatever came before."""
+        tools = tools_key(conversation.tools)
+        known, same = Identity((), (), (tools,)), 0
+        for other in self._last:
+            if other.tools == tools and (common := _num_common(other.messages, conversation.messages)) > same:
+                known, same = other, common
+        answers, prefixes = list(known.answers[:same]), list(known.prefixes[: same + 1])
+        for message in conversation.messages[same:]:
+            answers.append(answer_key(message))
+            prefixes.append(_digest([prefixes[-1], answers[-1]]))
+        found = Identity(known.messages[:same] + conversation.messages[same:], tuple(answers), tuple(prefixes))
+        # One that only grew is held once.
+        kept = [other for other in self._last if other is not known or same < len(known.messages)]
+        self._last = [*kept[1 - REMEMBERED :], found]
+        return found
 
 
 def message_key(message: Message) -> str:
@@ -29,17 +82,7 @@ def answer_key(message: Message) -> str:
 
 def conversation_key(conversation: Conversation) -> str:
     """Hex digest of a conversation's meaning, its tools included."""
-    *_, key = prefix_keys(conversation)
-    return key
-
-
-def prefix_keys(conversation: Conversation) -> Iterator[str]:
-    """Keys of the conversation cut before message 0, 1, ..., and at last of all of it: `len(messages) + 1` of them."""
-    key = tools_key(conversation.tools)
-    yield key
-    for message in conversation.messages:
-        key = _digest([key, answer_key(message)])
-        yield key
+    return Identities().of(conversation).key
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -47,9 +90,17 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
     return _digest(["tools", *tools])
 
 
-def context_digest(tokens: Sequence[int]) -> bytes:
-    """16 bytes that name a sequence of tokens."""
-    return hashlib.blake2b(array("i", tokens).tobytes(), digest_size=16).digest()
+def context_digest(*stretches: Sequence[int]) -> bytes:
+    """16 bytes that name a sequence of tokens, given in one stretch or several."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tokens in stretches:
+        digest.update(array("I", tokens))  # Signed ones are packed four times as slowly.
+    return digest.digest()
+
+
+def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
+    """How many messages both begin with. Messages hold text only, so those that compare equal are the same."""
+    return next(compress(count(), map(ne, known, messages)), min(len(known), len(messages)))
 
 
 def _arguments(text: str) -> list[Any]:

@@ -14,16 +14,14 @@ The work of a match is comparing bytes; a call whose bytes differ is searched by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
-
-from agentjet.timeline.identity import answer_key, prefix_keys, tools_key
-from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation
+from agentjet.timeline.identity import Identities, Identity, answer_key, tools_key
+from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +46,9 @@ class _Node:
     start: int
     tokens: tuple[int, ...]
     encoded: bytes
-    ends: NDArray[np.int64]
+    ends: array[int]
     """Offset in `encoded` after each token, with a leading 0: `ends[p]` bytes precede position p."""
-    stops: NDArray[np.int64]
+    stops: array[int]
     """Ascending positions in the prompt part where a match may end: 0 and after each control token."""
     children: list[_Node] = field(default_factory=list)
 
@@ -75,15 +73,15 @@ class _Node:
 
     def position(self, num_bytes: int) -> int:
         """The last position that `num_bytes` bytes of the segment cover."""
-        return int(np.searchsorted(self.ends, num_bytes, side="right")) - 1
+        return bisect_right(self.ends, num_bytes) - 1
 
     def stop(self, reach: int, encoded: bytes, offset: int) -> int:
         """Where a match that agrees up to `reach` may end: anywhere in what was sampled, except within a character."""
-        while reach > self.prompt_end and _continues_character(encoded, offset + int(self.ends[reach])):
+        while reach > self.prompt_end and _continues_character(encoded, offset + self.ends[reach]):
             reach -= 1
         if reach > self.prompt_end:
             return reach
-        return int(self.stops[np.searchsorted(self.stops, reach, side="right") - 1])
+        return self.stops[bisect_right(self.stops, reach) - 1]
 
 
 class ConversationTree:
@@ -94,6 +92,7 @@ class ConversationTree:
         self._roots: list[_Node] = []
         self._answers: dict[tuple[str, str], list[Call]] = {}
         self._tools: set[str] = set()
+        self._identities = Identities()
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -101,6 +100,18 @@ class ConversationTree:
 
     def knows(self, call_id: str) -> bool:
         return call_id in self._nodes
+
+    def exchange(self, call_id: str) -> tuple[Conversation, Message]:
+        """What a call was asked, in full, and what it answered.
+
+        The tools are those of the first call of its conversation.
+        """
+        call = first = self._nodes[call_id].call
+        messages = call.ask.messages
+        while first.ask.after is not None:
+            first = self._nodes[first.ask.after].call
+            messages = (*first.ask.messages, first.response, *messages)
+        return Conversation(messages, first.ask.tools), call.response
 
     def leaves(self) -> tuple[Call, ...]:
         """The calls that no later call continues from their very end: each ends a timeline."""
@@ -121,21 +132,25 @@ class ConversationTree:
             return False
         return match.parent == call_id or _path(self._nodes[match.parent], length) == self.tokens(call_id)
 
-    def has_seen_tools(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+    def has_seen_tools(self, asked: Identity) -> bool:
         """Whether a call here was offered these very tools."""
-        return tools_key(tools) in self._tools
+        return asked.tools in self._tools
 
-    def recognise(self, conversation: Conversation) -> dict[int, Call]:
+    def identify(self, conversation: Conversation) -> Identity:
+        """The identity of a conversation that is asked here."""
+        return self._identities.of(conversation)
+
+    def recognise(self, asked: Identity) -> dict[int, Call]:
         """The assistant messages that the policy said here in answer to the messages before them: index to call.
 
         Reasoning may be missing from a message (agents drop it). Where several calls fit, that one is taken which the
         next recognised turn was asked behind, else the newest.
         """
         candidates: dict[int, list[Call]] = {}
-        for i, (message, key) in enumerate(zip(conversation.messages, prefix_keys(conversation), strict=False)):
+        for i, message in enumerate(asked.messages):
             if message.role != "assistant":
                 continue
-            fitting = self._answers.get((key, answer_key(message)), ())
+            fitting = self._answers.get((asked.prefixes[i], asked.answers[i]), ())
             same = [call for call in fitting if message.reasoning in ("", call.response.reasoning)]
             if same:
                 exact = [call for call in same if call.response.reasoning == message.reasoning]
@@ -157,13 +172,13 @@ class ConversationTree:
             node, offset = todo.pop()
             reach = node.reach(encoded, offset, limit)
             stop = node.stop(reach, encoded, offset)
-            num_bytes = offset + int(node.ends[stop])
+            num_bytes = offset + node.ends[stop]
             if stop and (num_bytes, node.order) > best[:2]:
                 best = (num_bytes, node.order, node, stop)
             for child in node.children:
                 at = child.start - node.start
                 if at <= reach:
-                    todo.append((child, offset + int(node.ends[at])))
+                    todo.append((child, offset + node.ends[at]))
         num_bytes, _, found, stop = best
         if found is None:
             return Match(None, 0, encoded)
@@ -175,7 +190,6 @@ class ConversationTree:
         assert len(encoded_suffix) == len(call.suffix) and len(encoded_completion) == len(call.completion)
         parent = self._attachment(call)
         pieces = [*encoded_suffix, *encoded_completion]
-        ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
         stops = [0, *(i + 1 for i, piece in enumerate(encoded_suffix) if _is_control(piece))]
         node = _Node(
             call=call,
@@ -184,8 +198,8 @@ class ConversationTree:
             start=call.kept,
             tokens=call.suffix + call.completion,
             encoded=b"".join(pieces),
-            ends=ends,
-            stops=np.array(stops, np.int64),
+            ends=array("I", accumulate(map(len, pieces), initial=0)),
+            stops=array("I", stops),
         )
         self._nodes[call.id] = node
         (parent.children if parent else self._roots).append(node)
@@ -201,7 +215,7 @@ class ConversationTree:
     def encoded_completion(self, call_id: str) -> bytes:
         """The encoded text of what a call sampled: the body that `Renderer.render` takes."""
         node = self._nodes[call_id]
-        return node.encoded[int(node.ends[node.prompt_end]) :]
+        return node.encoded[node.ends[node.prompt_end] :]
 
     def prompt_tokens(self, match: Match, suffix_tokens: Sequence[int]) -> tuple[int, ...]:
         """The whole prompt of a call about to be sampled: what `match` keeps, then its suffix tokenised."""
@@ -229,7 +243,10 @@ def _path(node: _Node, length: int) -> tuple[int, ...]:
             parts.append(at.tokens[: length - at.start])
             length = at.start
         at = at.parent
-    return tuple(chain.from_iterable(reversed(parts)))
+    tokens: list[int] = []
+    for part in reversed(parts):
+        tokens += part
+    return tuple(tokens)
 
 
 def _agreement(segment: bytes, encoded: bytes, offset: int, limit: int) -> int:

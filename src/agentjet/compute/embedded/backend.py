@@ -16,12 +16,13 @@ import numpy as np
 from agentjet.compute.embedded import frames
 from agentjet.compute.protocol import WorkerStatus
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, WorkerDied
+from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied
+from agentjet.timeline.allowed import unpack_sets
 from agentjet.timeline.forest import Forest
 from agentjet.types import ModelCard, Sampled, SamplingParams
 
 _ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache)
+    error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable)
 }
 CLOSE_SECONDS = 10.0
 
@@ -182,9 +183,10 @@ class EmbeddedCompute:
     def _dispatch(self, frame: frames.Frame) -> None:
         if "tokens" in frame:
             version = frame["version"]
-            for id, tokens, logprobs, reason in frame["tokens"]:
+            for id, tokens, logprobs, packed, reason in frame["tokens"]:
                 if (queue := self._streams.get(id)) is not None:
-                    queue.put_nowait(Sampled(tuple(tokens), tuple(logprobs), version, reason))
+                    allowed = unpack_sets(packed, len(tokens)) if packed else ()
+                    queue.put_nowait(Sampled(tuple(tokens), tuple(logprobs), version, reason, allowed))
             return
         id = frame["id"]
         error = _ERRORS.get(frame["error"], ComputeError)(frame["message"]) if "error" in frame else None

@@ -1,7 +1,10 @@
 """Learning on a forest: log-probabilities of the sampled tokens, the loss, one optimiser step a mini-batch.
 
 Float32 masters and moments stand behind bfloat16 weights. The vocabulary is only ever multiplied out for positions
-that predict a sampled token, and only a chunk of them at a time. Deterministic: the same weights, optimiser state and
+that predict a sampled token, and only a chunk of them at a time. Where a token was chosen among a set (a grammar,
+`top_p`, `top_k`), every distribution of it is the one restricted to that set: of the policy as it learns, of the old
+one, of the reference; so are entropy and KL terms. A token that had no alternative has log-probability 0 and no
+gradient, and counts. Deterministic: the same weights, optimiser state and
 batch give the same weights, bit by bit, for a fixed number of threads.
 """
 
@@ -24,6 +27,7 @@ from agentjet.algorithms.losses import cispo_loss, clip_loss, gspo_loss, kl_k3, 
 from agentjet.compute.embedded.passes import pass_of
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
+from agentjet.timeline.allowed import decode_set
 from agentjet.timeline.forest import Forest, select
 
 HEAD_POSITIONS = 512
@@ -187,9 +191,14 @@ class Learner:
             chunk = np.arange(at, min(at + HEAD_POSITIONS, forest.num_targets))
             part = slice(at, at + len(chunk))
             logits = self.policy.head(hidden.index_select(0, rows[part])) / temperature[part, None]  # at least float32
+            outside = _outside(forest, chunk, logits.shape[-1])
+            if outside is not None:
+                outside = outside.to(device)
+                logits = logits.masked_fill(outside, -torch.inf)
             logp = logits.log_softmax(-1)
             with torch.no_grad():
-                entropy = -(logp.exp() * logp).sum(-1)
+                finite = logp if outside is None else logp.masked_fill(outside, 0)
+                entropy = -(logp.exp() * finite).sum(-1)
             yield chunk, logp.gather(-1, wanted[part, None])[:, 0], entropy
 
     def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals, normalise: int) -> None:
@@ -316,6 +325,19 @@ class _Totals:
             "optim/grad_norm": sum(finite) / max(1, len(finite)),
             "optim/skipped_steps": float(len(self.grad_norms) - len(finite)),
         }
+
+
+def _outside(forest: Forest, chunk: NDArray[np.int64], vocabulary: int) -> Tensor | None:
+    """Which tokens [C, V] the targets of a chunk were not chosen among; None when they were chosen among all."""
+    numbers = forest.allowed[chunk]
+    if (numbers < 0).all():
+        return None
+    outside = np.zeros((len(chunk), vocabulary), bool)
+    for number in np.unique(numbers[numbers >= 0]).tolist():
+        outside[numbers == number] = ~decode_set(forest.sets[number], vocabulary)
+    wanted = forest.tokens[forest.node[chunk]]
+    assert not outside[np.arange(len(chunk)), wanted].any(), "a token was sampled that its set does not hold"
+    return torch.from_numpy(outside)
 
 
 def _log_low(clip_low: float) -> float:

@@ -201,6 +201,8 @@ def _chains(forest: Forest, rows: _Rows, batch: IntArray, targets: IntArray) -> 
         temperature=forest.temperature[targets],
         version=forest.version[targets],
         sequence=forest.sequence[targets],
+        allowed=forest.allowed[targets],
+        sets=forest.sets,
         num_sequences=len(np.unique(forest.sequence[targets])),
         num_row_tokens=forest.num_row_tokens,
     )

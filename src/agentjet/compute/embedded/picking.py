@@ -1,4 +1,4 @@
-"""Choosing the next token: temperature, truncation, one seeded uniform number a completion.
+"""Choosing the next token: a grammar's mask, temperature, truncation, one seeded uniform number a completion.
 
 Shapes: C completions, R rows of logits, V vocabulary. Completions that share a row share its softmax, too.
 """
@@ -7,24 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from agentjet.timeline.allowed import EVERYTHING, encode_set
 from agentjet.types import SamplingParams
+
+Shape = tuple[int, float, int, float, bytes]
+"""What makes a distribution: the row of logits, temperature, top_k, top_p and mask."""
 
 
 def pick(
-    logits: Tensor, of: Sequence[int], params: Sequence[SamplingParams], uniforms: Sequence[float]
-) -> tuple[list[int], list[float]]:
+    logits: Tensor,
+    of: Sequence[int],
+    params: Sequence[SamplingParams],
+    masks: Sequence[bytes],
+    uniforms: Sequence[float],
+) -> tuple[list[int], list[float], list[bytes]]:
     """Sample one token for each of C completions; `of[c]` is the row of `logits` [R, V] that completion c samples from.
 
-    Returns tokens and log-probabilities: those of the distribution sampled from, after temperature and truncation. A
-    greedy completion (temperature 0) reports the model's own, at temperature 1, since a certain choice has none worth
-    reporting.
+    `masks[c]` has a bit for each token that may follow, lowest first; empty, it allows all of them.
+    Returns tokens, log-probabilities, and the set that each token was chosen among (see `timeline.allowed`). The
+    log-probabilities are those of the distribution sampled from: over the set, after temperature. A greedy completion
+    (temperature 0) reports those of temperature 1, since a certain choice has none worth reporting.
     """
-    shapes = [(row, p.temperature, p.top_k, p.top_p) for row, p in zip(of, params, strict=True)]
+    shapes = [(row, p.temperature, p.top_k, p.top_p, mask) for row, p, mask in zip(of, params, masks, strict=True)]
     distinct = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
-    tempered = _tempered(logits, list(distinct))
+    tempered, sets = _tempered(logits, list(distinct))
     normaliser = tempered.logsumexp(-1, keepdim=True)
     cumulative = (tempered - normaliser).exp_().cumsum_(-1)
     rows = torch.tensor([distinct[shape] for shape in shapes], device=logits.device)
@@ -32,7 +43,8 @@ def pick(
     if any(p.temperature == 0 for p in params):
         greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
         chosen = torch.where(greedy, tempered.argmax(-1)[rows], chosen)
-    return chosen.tolist(), (tempered[rows, chosen] - normaliser[rows, 0]).tolist()
+    logprobs = (tempered[rows, chosen] - normaliser[rows, 0]).tolist()
+    return chosen.tolist(), logprobs, [sets[distinct[shape]] for shape in shapes]
 
 
 def _first_above(cumulative: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
@@ -52,17 +64,30 @@ def _first_above(cumulative: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
     return low
 
 
-def _tempered(logits: Tensor, shapes: Sequence[tuple[int, float, int, float]]) -> Tensor:
-    """Logits [D, V] of the distinct distributions, in float32, after temperature and truncation."""
+def _tempered(logits: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, list[bytes]]:
+    """Logits [D, V] of the distinct distributions, in float32, after mask, temperature and truncation; and the set
+    that each leaves."""
     rows = torch.tensor([row for row, *_ in shapes], device=logits.device)
     tempered = logits.index_select(0, rows).float()
-    temperatures = [temperature or 1.0 for _, temperature, _, _ in shapes]
+    temperatures = [temperature or 1.0 for _, temperature, *_ in shapes]
     if any(t != 1.0 for t in temperatures):
         tempered /= torch.tensor(temperatures, device=logits.device)[:, None]
-    for i, (_, temperature, top_k, top_p) in enumerate(shapes):
+    sets = [EVERYTHING] * len(shapes)
+    for i, (_, temperature, top_k, top_p, mask) in enumerate(shapes):
+        if mask:
+            outside = torch.from_numpy(~unpack_mask(mask, logits.shape[-1])).to(logits.device)
+            tempered[i].masked_fill_(outside, -torch.inf)
         if temperature > 0 and (top_k or top_p < 1):
             tempered[i] = truncate(tempered[i], top_k, top_p)
-    return tempered
+        elif not mask:
+            continue
+        sets[i] = encode_set((tempered[i] > -torch.inf).cpu().numpy())
+    return tempered, sets
+
+
+def unpack_mask(mask: bytes, vocabulary: int) -> NDArray[np.bool_]:
+    """The bits of a mask as truth values [V]."""
+    return np.unpackbits(np.frombuffer(mask, np.uint8), count=vocabulary, bitorder="little").view(bool)
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:

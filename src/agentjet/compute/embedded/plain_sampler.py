@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentjet.compute.embedded.grammar import Grammars, Guide
 from agentjet.compute.embedded.logits import PROBE_TOKENS, probe_tokens, tolerance
 from agentjet.compute.embedded.picking import pick
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PROMPT_TOKENS, NewToken
+from agentjet.compute.embedded.sampler import PROMPT_TOKENS, NewToken, finish_reason
 from agentjet.errors import OutOfCache
-from agentjet.types import FinishReason, SamplingParams
+from agentjet.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class _Request:
     length: int
     """Of the prompt and the longest completion."""
     params: SamplingParams
+    guide: Guide | None
     uniforms: np.random.Generator
     cache: Any = None
     num_sampled: int = 0
@@ -54,12 +56,14 @@ class PlainSampler:
     cache_tokens: int
     _waiting: deque[_Request] = field(default_factory=deque)
     _running: dict[int, _Request] = field(default_factory=dict)
+    _grammars: Grammars = field(init=False)
     _cache_name: str | None = field(init=False)
     """The argument and result of the model that is its cache; None: computed again from the tokens each time."""
     num_computed: int = 0
     """Tokens computed since the start."""
 
     def __post_init__(self) -> None:
+        self._grammars = Grammars(self.policy.card, self.policy.vocabulary)
         self._cache_name = _cache_name(self.policy)
         if self._cache_name is None:
             log.warning("%s: keeps no state between tokens that could be relied on", self.policy.card.name)
@@ -77,14 +81,15 @@ class PlainSampler:
         return not self._running and not self._waiting
 
     def submit(self, id: int, prompt: np.ndarray, params: SamplingParams) -> None:
-        """Queue a request; raises `OutOfCache` when it could never be held."""
+        """Queue a request; raises `OutOfCache` when it could never be held, `Unfollowable` for a bad grammar."""
         length = len(prompt) + params.max_tokens
         if length > min(self.policy.card.context_length, self.cache_tokens):
             raise OutOfCache(
                 f"{len(prompt)} prompt tokens + max_tokens = {params.max_tokens} exceed what the sampler can hold "
                 f"(context {self.policy.card.context_length}, sampler.cache_tokens = {self.cache_tokens})"
             )
-        self._waiting.append(_Request(id, prompt.tolist(), length, params, np.random.default_rng(params.seed)))
+        guide = self._grammars.guide(params.grammar)
+        self._waiting.append(_Request(id, prompt.tolist(), length, params, guide, np.random.default_rng(params.seed)))
 
     def cancel(self, id: int) -> None:
         """Forget a request; unknown ids are ignored, since it may just have ended."""
@@ -131,26 +136,23 @@ class PlainSampler:
         return hidden[0, -1]
 
     def _sample(self, hidden: Tensor, ready: list[_Request]) -> list[NewToken]:
-        chosen, logprobs = pick(
+        chosen, logprobs, sets = pick(
             self.policy.head(hidden),
             range(len(ready)),
             [request.params for request in ready],
+            [request.guide.mask if request.guide else b"" for request in ready],
             [request.uniforms.random() for request in ready],
         )
         new: list[NewToken] = []
-        for request, token, logprob in zip(ready, chosen, logprobs, strict=True):
+        for request, token, logprob, allowed in zip(ready, chosen, logprobs, sets, strict=True):
             request.tokens.append(token)
             request.num_sampled += 1
-            reason = self._finish_reason(request, token)
-            new.append(NewToken(request.id, token, logprob, reason))
-            if reason is not None:
+            reason = finish_reason(self.policy, request.params, token, request.num_sampled)
+            error = request.guide.advance(token) if request.guide and reason is None else ""
+            new.append(NewToken(request.id, token, logprob, allowed, reason, error))
+            if reason is not None or error:
                 del self._running[request.id]
         return new
-
-    def _finish_reason(self, request: _Request, token: int) -> FinishReason | None:
-        if token in self.policy.end_tokens:
-            return "stop"
-        return "length" if request.num_sampled == request.params.max_tokens else None
 
 
 def _advance(policy: Policy, cache_name: str | None, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:

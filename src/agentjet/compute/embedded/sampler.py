@@ -20,6 +20,7 @@ from torch import Tensor
 
 from agentjet.compute.embedded.attention import causal_tail_mask, flat_forward, group_queries, ungroup_queries
 from agentjet.compute.embedded.cache import Arena, Cache, Row
+from agentjet.compute.embedded.grammar import Grammars, Guide
 from agentjet.compute.embedded.picking import pick
 from agentjet.compute.embedded.policy import Policy
 from agentjet.errors import OutOfCache
@@ -40,6 +41,7 @@ class Completion:
     length: int
     """Of the prompt and the longest completion."""
     params: SamplingParams
+    guide: Guide | None
     uniforms: np.random.Generator
     row: Row | None = None
     num_sampled: int = 0
@@ -52,12 +54,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """One sampled token of completion `id`."""
+    """One sampled token of completion `id`, and the set it was chosen among (see `timeline.allowed`)."""
 
     id: int
     token: int
     logprob: float
+    allowed: bytes
     finish_reason: FinishReason | None
+    error: str = ""
+    """Why nothing can follow it although it is not the last: the completion is given up."""
 
 
 @dataclass(slots=True)
@@ -68,12 +73,14 @@ class Sampler:
     max_concurrent: int
     cache_tokens: int
     _cache: Cache = field(init=False)
+    _grammars: Grammars = field(init=False)
     _waiting: deque[Completion] = field(default_factory=deque)
     _running: dict[int, Completion] = field(default_factory=dict)
     num_computed: int = 0
     """Tokens computed since the start."""
 
     def __post_init__(self) -> None:
+        self._grammars = Grammars(self.policy.card, self.policy.vocabulary)
         shape = self.policy.shape
         self._cache = Cache(
             layers=shape.layers,
@@ -98,14 +105,15 @@ class Sampler:
         return not self._running and not self._waiting
 
     def submit(self, id: int, prompt: np.ndarray, params: SamplingParams) -> None:
-        """Queue a request; raises `OutOfCache` when it could never be held."""
+        """Queue a request; raises `OutOfCache` when it could never be held, `Unfollowable` for a bad grammar."""
         length = len(prompt) + params.max_tokens
         if not self._cache.fits(length):
             raise OutOfCache(
                 f"{len(prompt)} prompt tokens + max_tokens = {params.max_tokens} exceed what the sampler can hold "
                 f"(context {self.policy.card.context_length}, sampler.cache_tokens = {self.cache_tokens})"
             )
-        self._waiting.append(Completion(id, prompt, length, params, np.random.default_rng(params.seed)))
+        guide = self._grammars.guide(params.grammar)
+        self._waiting.append(Completion(id, prompt, length, params, guide, np.random.default_rng(params.seed)))
 
     def cancel(self, id: int) -> None:
         """Forget a request; unknown ids are ignored, since it may just have ended."""
@@ -178,16 +186,21 @@ class Sampler:
         """One token for each completion; `shared` holds the completions of each row of `hidden`."""
         everyone = [c for completions in shared for c in completions]
         of = [i for i, completions in enumerate(shared) for _ in completions]
-        chosen, logprobs = pick(
-            self.policy.head(hidden), of, [c.params for c in everyone], [c.uniforms.random() for c in everyone]
+        chosen, logprobs, sets = pick(
+            self.policy.head(hidden),
+            of,
+            [c.params for c in everyone],
+            [c.guide.mask if c.guide else b"" for c in everyone],
+            [c.uniforms.random() for c in everyone],
         )
         new: list[NewToken] = []
         goes_on: dict[int, dict[int, list[Completion]]] = {}
-        for c, token, logprob in zip(everyone, chosen, logprobs, strict=True):
+        for c, token, logprob, allowed in zip(everyone, chosen, logprobs, sets, strict=True):
             c.num_sampled += 1
-            reason = self._finish_reason(c, token)
-            new.append(NewToken(c.id, token, logprob, reason))
-            if reason is None:
+            reason = finish_reason(self.policy, c.params, token, c.num_sampled)
+            error = c.guide.advance(token) if c.guide and reason is None else ""
+            new.append(NewToken(c.id, token, logprob, allowed, reason, error))
+            if reason is None and not error:
                 goes_on.setdefault(id(c.place), {}).setdefault(token, []).append(c)
             else:
                 del self._running[c.id]
@@ -195,11 +208,6 @@ class Sampler:
         for by_token in goes_on.values():
             self._branch(next(iter(by_token.values()))[0].place, by_token)
         return new
-
-    def _finish_reason(self, completion: Completion, token: int) -> FinishReason | None:
-        if token in self.policy.end_tokens:
-            return "stop"
-        return "length" if completion.num_sampled == completion.params.max_tokens else None
 
     def _branch(self, row: Row, by_token: dict[int, list[Completion]]) -> None:
         """Let a row's completions go on with the tokens they sampled: the first token stays, the others part."""
@@ -229,6 +237,13 @@ class Sampler:
             torch.as_tensor(positions, dtype=torch.long, device=device),
             _StepPlan(spans, device),
         )
+
+
+def finish_reason(policy: Policy, params: SamplingParams, token: int, num_sampled: int) -> FinishReason | None:
+    """Whether a completion ends with this token, its `num_sampled`-th."""
+    if token in policy.end_tokens:
+        return "stop"
+    return "length" if num_sampled == params.max_tokens else None
 
 
 def _spans(rows: list[Row]) -> list[tuple[Row, int]]:

@@ -30,7 +30,8 @@ from agentjet.compute.embedded.plain_sampler import PlainSampler
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError
+from agentjet.errors import AgentJetError, ComputeError, Unfollowable
+from agentjet.timeline.allowed import pack_sets
 from agentjet.timeline.forest import Forest
 from agentjet.types import FinishReason, SamplingParams
 
@@ -49,6 +50,7 @@ class _Piece:
     size: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    allowed: list[bytes] = dataclasses.field(default_factory=list)
 
 
 class Worker:
@@ -154,13 +156,19 @@ class Worker:
             piece = self._pieces[new.id]
             piece.tokens.append(new.token)
             piece.logprobs.append(new.logprob)
-            if new.finish_reason is not None or len(piece.tokens) >= piece.size:
+            piece.allowed.append(new.allowed)
+            if new.error:
+                del self._pieces[new.id]
+                self._send({"id": new.id, "error": Unfollowable.__name__, "message": new.error})
+            elif new.finish_reason is not None or len(piece.tokens) >= piece.size:
                 complete.append((new.id, piece, new.finish_reason))
         self._deliver(complete)
 
     def _deliver(self, complete: list[tuple[int, _Piece, FinishReason | None]]) -> None:
         if complete:
-            tokens = [(id, piece.tokens, piece.logprobs, reason) for id, piece, reason in complete]
+            tokens = [
+                (id, piece.tokens, piece.logprobs, pack_sets(piece.allowed), reason) for id, piece, reason in complete
+            ]
             self._send({"tokens": tokens, "version": self._version})
         for id, piece, reason in complete:
             if reason is None:

@@ -1,1 +1,20 @@
 """How agents' SDKs speak, one module a dialect: bodies to and from `gateway.requests`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentjet.server.dialects import chat, messages
+from agentjet.server.dialects.dialect import Dialect, ErrorShape
+from agentjet.server.dialects.errors import OPENAI
+
+DIALECTS: tuple[Dialect[Any, Any], ...] = (chat.DIALECT, messages.DIALECT)
+
+
+def error_shape(path: str) -> ErrorShape:
+    """How errors look on an inference path, given without an episode's key; OpenAI's way where nobody else speaks."""
+    spoken = (dialect for dialect in DIALECTS if path == dialect.path or path.startswith(f"{dialect.path}/"))
+    return next((dialect.errors for dialect in spoken), OPENAI)
+
+
+__all__ = ["DIALECTS", "Dialect", "ErrorShape", "chat", "error_shape", "messages"]

@@ -6,13 +6,11 @@ the empty string, the text parts of a content list are joined, `developer` is `s
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
-from agentjet.errors import InvalidRequest, NotFound
-from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
+from agentjet.errors import InvalidRequest
+from agentjet.gateway.requests import CallRequest, TokenLogprob
 from agentjet.server.dialects.chat_bodies import (
     NEUTRAL,
     AnswerBody,
@@ -22,33 +20,17 @@ from agentjet.server.dialects.chat_bodies import (
     FunctionCall,
     LogprobsBody,
     MessageBody,
+    ResponseFormat,
     TextPart,
     TokenLogprobBody,
     ToolBody,
     ToolCallBody,
     UsageBody,
 )
-from agentjet.types import Call, Conversation, Message, ToolCall
-
-POLICY_ALIAS = "policy"
-
-
-def role_of(model: str, served: str, header: str) -> str:
-    """The agent role a request speaks as: its header, or what follows `@` in the model's name.
-
-    Raises `NotFound` for another model.
-    """
-    for name in (served, POLICY_ALIAS):
-        if model == name:
-            return header
-        if model.startswith(name + "@"):
-            role = model[len(name) + 1 :]
-            if header and header != role:
-                raise InvalidRequest(f"The model's name says role {role!r}, the header {header!r}.", param="model")
-            return role
-    near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
-    raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
+from agentjet.server.dialects.constraints import ANY_OBJECT, checked
+from agentjet.server.dialects.dialect import Chunks, Dialect, Event, Head, sse
+from agentjet.server.dialects.errors import OPENAI
+from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 
 
 def to_request(body: ChatBody) -> CallRequest:
@@ -61,7 +43,7 @@ def to_request(body: ChatBody) -> CallRequest:
         )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options need stream = true.", param="stream_options")
-    tools = () if body.tool_choice == "none" else tuple(_tool(tool, i) for i, tool in enumerate(body.tools or ()))
+    tools = () if body.tool_choice == "none" else tuple(map(_tool, body.tools or ()))
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return CallRequest(
         conversation=Conversation(tuple(_message(m, i) for i, m in enumerate(body.messages)), tools),
@@ -71,12 +53,13 @@ def to_request(body: ChatBody) -> CallRequest:
         top_k=max(0, body.top_k or 0),
         seed=body.seed,
         stop=stop,
+        constraint=_constraint(body),
         choices=body.n or 1,
         stream=bool(body.stream),
     )
 
 
-async def to_answer(chunks: AsyncGenerator[CallChunk], body: ChatBody, model: str, created: int) -> ChatCompletion:
+async def to_answer(chunks: Chunks, body: ChatBody, head: Head) -> ChatCompletion:
     """The whole answer, once every choice has ended."""
     calls: dict[int, Call] = {}
     tokens: dict[int, list[TokenLogprob]] = {}
@@ -96,23 +79,26 @@ async def to_answer(chunks: AsyncGenerator[CallChunk], body: ChatBody, model: st
         for index, call in sorted(calls.items())
     ]
     return ChatCompletion(
-        id=f"chatcmpl-{calls[0].id}",
-        created=created,
-        model=model,
+        id=f"chatcmpl-{head.id}",
+        created=head.created,
+        model=head.model,
         choices=choices,
         usage=_usage(num_prompt_tokens, calls.values()),
         system_fingerprint=_fingerprint(calls[0]),
     )
 
 
-async def to_events(
-    chunks: AsyncGenerator[CallChunk], body: ChatBody, model: str, created: int, stream_id: str
-) -> AsyncGenerator[dict[str, Any]]:
-    """The chunks of a streamed answer, without the closing `[DONE]`."""
+async def to_events(chunks: Chunks, body: ChatBody, head: Head) -> AsyncGenerator[Event]:
+    """The chunks of a streamed answer."""
     with_usage = body.stream_options is not None and body.stream_options.include_usage
-    head = {"id": stream_id, "object": "chat.completion.chunk", "created": created, "model": model}
+    common: dict[str, Any] = {
+        "id": f"chatcmpl-{head.id}",
+        "object": "chat.completion.chunk",
+        "created": head.created,
+        "model": head.model,
+    }
     if with_usage:
-        head["usage"] = None
+        common["usage"] = None
     started: set[int] = set()
     calls: dict[int, Call] = {}
     num_prompt_tokens = 0
@@ -128,7 +114,7 @@ async def to_events(
         if chunk.call is not None:
             calls[chunk.index] = chunk.call
             num_prompt_tokens = chunk.num_prompt_tokens
-            head["system_fingerprint"] = _fingerprint(chunk.call)
+            common["system_fingerprint"] = _fingerprint(chunk.call)
             if chunk.call.response.tool_calls:
                 delta["tool_calls"] = [
                     {**call.model_dump(), "index": i} for i, call in enumerate(_tool_calls(chunk.call.response))
@@ -138,29 +124,19 @@ async def to_events(
             choice["logprobs"] = _logprobs(chunk.tokens).model_dump()
         if chunk.call is not None:
             choice["finish_reason"] = _finish_reason(chunk.call)
-        yield {**head, "choices": [choice]}
+        yield Event(sse({**common, "choices": [choice]}))
     if with_usage:
-        yield {**head, "choices": [], "usage": _usage(num_prompt_tokens, calls.values()).model_dump()}
-
-
-def sse(payload: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(payload, ensure_ascii=False)}\n\n"
-
-
-DONE = "data: [DONE]\n\n"
+        yield Event(sse({**common, "choices": [], "usage": _usage(num_prompt_tokens, calls.values()).model_dump()}))
+    yield DONE
 
 
 def _refuse_what_is_not_honoured(body: ChatBody) -> None:
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
-            shown = value.type if name == "response_format" else value
             way_out = f"leave it out or use {' or '.join(repr(v) for v in neutral)}" if neutral else "leave it out"
-            if name == "response_format":
-                way_out = "leave it out or use the type 'text'"
             raise InvalidRequest(
-                f"{name} = {shown!r} is not supported: {way_out}.", code="unsupported_parameter", param=name
+                f"{name} = {value!r} is not supported: {way_out}.", code="unsupported_parameter", param=name
             )
 
 
@@ -211,13 +187,47 @@ def _text(content: str | list[TextPart] | None, where: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _tool(tool: ToolBody, index: int) -> dict[str, Any]:
-    if tool.function.strict:
-        where = f"tools.{index}.function.strict"
-        raise InvalidRequest(
-            f"{where} = true is not supported: sampling is not constrained.", code="unsupported_parameter", param=where
-        )
+def _tool(tool: ToolBody) -> dict[str, Any]:
     return {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+def _constraint(body: ChatBody) -> Constraint:
+    """What `response_format`, `tool_choice`, `parallel_tool_calls` and strict tools ask of the answer."""
+    tools = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
+    forced = body.tool_choice == "required" or isinstance(body.tool_choice, dict)
+    constraint = Constraint(
+        schema=_schema(body.response_format),
+        calls="required" if forced else "auto",
+        function=_named(body.tool_choice) if isinstance(body.tool_choice, dict) else "",
+        strict=frozenset(tool.name for tool in tools if tool.strict),
+        parallel=body.parallel_tool_calls is not False,
+    )
+    return checked(constraint, [tool.name for tool in tools])
+
+
+def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return ANY_OBJECT
+    if response_format.json_schema is None or response_format.json_schema.schema_ is None:
+        where = "response_format.json_schema"
+        raise InvalidRequest(f"response_format of type 'json_schema' needs {where}.schema.", param=where)
+    return response_format.json_schema.schema_
+
+
+def _named(choice: Mapping[str, Any]) -> str:
+    """The function that a tool choice names."""
+    function = choice.get("function")
+    name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(
+            f"tool_choice = {choice!r} is not supported: use 'auto', 'none', 'required' or "
+            "{'type': 'function', 'function': {'name': ...}}.",
+            code="unsupported_parameter",
+            param="tool_choice",
+        )
+    return name
 
 
 def _answer(message: Message) -> AnswerBody:
@@ -255,3 +265,14 @@ def _finish_reason(call: Call) -> Any:
 
 def _fingerprint(call: Call) -> str:
     return f"policy-{call.versions[-1]}" if call.versions else "policy"
+
+
+DONE = Event("data: [DONE]\n\n", is_last=True)
+DIALECT = Dialect(
+    path="/v1/chat/completions",
+    answer=ChatCompletion,
+    errors=OPENAI,
+    to_request=lambda body, past: to_request(body),
+    to_answer=to_answer,
+    to_events=to_events,
+)

@@ -7,15 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class Body(BaseModel):
-    """Part of a request: unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from agentjet.server.dialects.bodies import Body, Finite, RequestBody
 
 
 class TextPart(Body):
@@ -91,23 +85,32 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseFormat(BaseModel):
-    """How the answer is constrained; only `text` (not at all) is possible."""
+class NamedSchema(Body):
+    """A JSON schema. It is followed whole, whether `strict` or not; what it is called changes nothing."""
 
-    type: str
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
 
-class ChatBody(Body):
+class ResponseFormat(Body):
+    """What the answer's content is: any text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class ChatBody(RequestBody):
     """A chat completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
 
-    model: Annotated[str, Field(min_length=1)]
     messages: Annotated[list[MessageBody], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing. Eval episodes only."""
+    """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: (
         Annotated[str, Field(min_length=1)]
@@ -117,11 +120,12 @@ class ChatBody(Body):
     """One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows
     4."""
     n: Annotated[int, Field(ge=1, le=64)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
 
     # Names for the caller's own use, which ask nothing of the model.
     user: str | None = None
@@ -134,8 +138,6 @@ class ChatBody(Body):
     frequency_penalty: Finite | None = None
     presence_penalty: Finite | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: ResponseFormat | None = None
-    parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
     service_tier: str | None = None
     store: bool | None = None
@@ -156,12 +158,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
     "logit_bias": ({},),
-    "response_format": (ResponseFormat(type="text"),),
-    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("auto", "none"),
     "audio": (),
     "function_call": (),
     "functions": (),

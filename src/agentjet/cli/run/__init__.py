@@ -1,0 +1,179 @@
+"""`agentjet run`: train a server's policy inside any program, in any language, without a line of it changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentjet.cli.options import Json, Token, TokenFile, Url, connect
+from agentjet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentjet.cli.run.source import CommandSource
+    from agentjet.client import Command, EvalReport, TrainReport
+    from agentjet.client.code import Code
+    from agentjet.types import Task
+
+
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND...",
+            help="The program and its arguments, after `--`; no shell is involved. {task} becomes the task's row as "
+            "JSON, {task.key} one value of it, {here} the present folder.",
+        ),
+    ],
+    task_file: Annotated[Path, typer.Option("--task-file", help="Tasks: a JSON object a line.")],
+    reward: Annotated[
+        str,
+        typer.Option(
+            help="FILE.py:FUNCTION, called with the row and the result; `stdout`: its last line, a number or "
+            '{"reward": number}; `file:NAME`: the same from a file in the working directory; `exit-code`: 1 for '
+            "0, else 0."
+        ),
+    ],
+    steps: Annotated[int, typer.Option(min=1, help="Batches to learn.")] = 20,
+    concurrency: Annotated[int, typer.Option(min=1, help="Processes at the same time.")] = 16,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds after which a process is ended and its episode aborted.")
+    ] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of the tasks' order.")] = 0,
+    only_eval: Annotated[bool, typer.Option("--eval", help="Evaluate instead: each task once, nothing learned.")] = (
+        False
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="With --eval: how often each task.")] = 1,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Take up edits of the program while training goes on.")
+    ] = False,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--source", help="A file or folder of the program beside those the command names; can be repeated."
+        ),
+    ] = None,
+    code_version: Annotated[
+        str | None, typer.Option(help="Name of the program's version; default: a hash of its files.")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Run a program on tasks as the agent, one process an episode, and train the server's policy on its rewards.
+
+    The program finds the model in OPENAI_BASE_URL and OPENAI_API_KEY (ANTHROPIC_...: likewise), its task also in
+    AGENTJET_TASK. It runs in a fresh working directory. An exit code other than 0, a signal or a time-out aborts the
+    episode; with --reward exit-code, 1 to 124 score 0 instead. Of --reward FILE.py:FUNCTION the result has stdout,
+    stderr, exit_code, seconds and folder.
+    """
+    from agentjet.cli.child import signals_unwind
+    from agentjet.cli.run.source import CommandSource, check_source
+    from agentjet.cli.run.tasks import read_tasks
+
+    if watch and (only_eval or code_version is not None):
+        raise ConfigError(f"--watch and {'--eval' if only_eval else '--code-version'} exclude each other")
+    here = Path.cwd()
+    tasks = read_tasks(task_file)
+    program = CommandSource(tuple(command), here, check_source(source or [], here))
+    with ExitStack() as stack:
+        agent, code = _agent(stack, program, tasks, reward, timeout, watch)
+        swarm = stack.enter_context(connect(url, token, token_file))
+        stack.enter_context(signals_unwind())
+        report: TrainReport | EvalReport
+        if only_eval:
+            report = swarm.evaluate(
+                agent,
+                tasks,
+                repeats=repeats,
+                concurrency=concurrency,
+                progress=not as_json,
+                code_version=code_version,
+            )
+        else:
+            report = swarm.train(
+                agent,
+                tasks,
+                steps=steps,
+                concurrency=concurrency,
+                seed=seed,
+                progress=not as_json,
+                reload=code or False,
+                code_version=code_version,
+            )
+    typer.echo(json.dumps(as_document(report), indent=2) if as_json else str(report))
+
+
+def _agent(
+    stack: ExitStack, program: CommandSource, tasks: list[Task], reward: str, timeout: float, watch: bool
+) -> tuple[Command, Code | None]:
+    """The agent, and with `watch` where newer versions of it come from. Raises `ConfigError` for whatever would fail in
+    every episode."""
+    from agentjet.cli.run.rewards import reward_source
+    from agentjet.cli.run.source import CommandCode
+    from agentjet.client import Command
+    from agentjet.client.code import ModuleCode, code_version_of
+
+    scored = reward_source(reward)
+    command = Command(program.resolved(), scored.score, timeout=timeout, any_exit_code=scored.any_exit_code)
+    _check_program(program, command)
+    for task in tasks:
+        command.filled(task)
+    if not watch:
+        version = program.version(code_version_of(scored.score) if scored.is_function else "")
+        return command.changed(command.arguments, scored.score, version), None
+    if not program.files():
+        raise ConfigError("--watch: the command names no file of its own; name what to watch with --source")
+    copies = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True))
+    code = CommandCode(program, command, ModuleCode(scored.score) if scored.is_function else None, Path(copies))
+    first = code.load().agent
+    assert isinstance(first, Command)
+    return first, code
+
+
+def _check_program(program: CommandSource, command: Command) -> None:
+    word = command.arguments[0]
+    if shutil.which(word) is None:
+        raise ConfigError(f"the command {program.arguments[0]!r} was not found, or may not be executed")
+
+
+def as_document(report: TrainReport | EvalReport) -> dict[str, Any]:
+    """A report for programs; what there was none of is null."""
+    from agentjet.client import TrainReport
+
+    shared: dict[str, Any] = {
+        "finished": len(report.finished),
+        "aborted": report.num_aborted,
+        "expired": report.num_expired,
+        "mean_reward": report.mean_reward,
+        "errors": dict(report.errors.most_common(20)),
+        "code_versions": {version: dataclasses.asdict(code) for version, code in report.by_code_version.items()},
+        "seconds": round(report.seconds, 3),
+    }
+    if isinstance(report, TrainReport):
+        shared |= {
+            "steps": len(report.steps),
+            "rewards": list(report.rewards),
+            "not_needed": report.num_not_needed,
+            "code_changes": [dataclasses.asdict(change) for change in report.code_changes],
+        }
+    else:
+        shared["policy_versions"] = list(report.policy_versions)
+    return {key: _without_nan(value) for key, value in shared.items()}
+
+
+def _without_nan(value: Any) -> Any:
+    """NaN is no JSON."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    return [_without_nan(inner) for inner in value] if isinstance(value, list) else value

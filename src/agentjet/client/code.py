@@ -1,0 +1,209 @@
+"""The source of an agent: which version of it an episode ran, and how to load it anew when it was edited.
+
+A code version is a hash of the files the agent's author wrote: for a Python agent its module and those of the modules
+beside it, in the same folder, that are imported; nothing installed, nothing in folders below. The script that is being
+run can be hashed but not loaded anew: it would run again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from agentjet.errors import ConfigError
+
+Stamp = tuple[tuple[str, int, int], ...]
+"""Path, time of change and size of each file: differs when one was written."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """An agent as its source was at one time."""
+
+    code_version: str
+    agent: Callable[..., Any]
+
+
+class Code(Protocol):
+    """Where an agent comes from."""
+
+    def stamp(self) -> Stamp:
+        """Of the files as they are now; cheap."""
+
+    def load(self) -> Version:
+        """The agent as its files are now. Raises whatever is wrong with them."""
+
+
+def stamp_of(files: Iterable[Path]) -> Stamp:
+    """A file that is missing counts as one of size -1."""
+    found = []
+    for file in files:
+        try:
+            status = file.stat()
+            found.append((str(file), status.st_mtime_ns, status.st_size))
+        except OSError:
+            found.append((str(file), 0, -1))
+    return tuple(sorted(found))
+
+
+def hash_of(contents: Mapping[str, bytes]) -> str:
+    """Twelve hexadecimal digits of the SHA-256 over names and contents."""
+    digest = hashlib.sha256()
+    for name, content in sorted(contents.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def code_version_of(agent: Callable[..., Any]) -> str:
+    """The hash of the files of a Python agent; empty where it has none (typed in, compiled)."""
+    own = getattr(agent, "code_version", None)  # a command's: it is no Python
+    if isinstance(own, str):
+        return own
+    module = sys.modules.get(_function_of(agent).__module__)
+    return _hash_of_files(_own_files(module)) if module is not None else ""
+
+
+class ModuleCode:
+    """The module of a Python agent, which is found again by its name at the top of that module.
+
+    Raises `ConfigError` when `agent` has no such name. Source files are read, not their compiled caches, which cannot
+    tell two edits within a second apart.
+    """
+
+    def __init__(self, agent: Callable[..., Any]) -> None:
+        self._module = getattr(agent, "__module__", "")
+        self._name = getattr(agent, "__qualname__", "")
+        module = sys.modules.get(self._module)
+        if self._module == "__main__":
+            raise ConfigError(
+                f"to reload an agent is to load its file anew, and {self._name!r} is in the script that is being run: "
+                "move it to a file of its own beside the script and import it from there"
+            )
+        if module is None or not _file_of(module) or getattr(module, self._name, None) is not agent:
+            raise ConfigError(
+                f"an agent to be reloaded is found by its name at the top of a module, and {agent!r} is not there: "
+                "give a function that is"
+            )
+
+    def stamp(self) -> Stamp:
+        return stamp_of(_own_files(sys.modules[self._module]).values())
+
+    def load(self) -> Version:
+        """Import the agent's module and those beside it anew; what is in use of the old ones stays as it is.
+
+        On an error the old modules stay the imported ones.
+        """
+        files = _own_files(sys.modules[self._module])
+        sources = {name: file.read_bytes() for name, file in files.items()}
+        old = {name: sys.modules.pop(name) for name in files}
+        finder = _InMemory(files, sources)
+        sys.meta_path.insert(0, finder)
+        importlib.invalidate_caches()
+        try:
+            module = importlib.import_module(self._module)
+            agent = getattr(module, self._name)
+            if not callable(agent):
+                raise TypeError(f"{self._name} of {files[self._module]} is no function any more")
+        except BaseException:
+            sys.modules.update(old)
+            _bind(old)
+            raise
+        finally:
+            sys.meta_path.remove(finder)
+        now = _own_files(module)
+        contents = {str(file): sources[name] if name in sources else file.read_bytes() for name, file in now.items()}
+        return Version(hash_of(_relative(contents)), agent)
+
+
+class _InMemory(importlib.abc.MetaPathFinder):
+    """Finds the modules whose source it holds."""
+
+    def __init__(self, files: Mapping[str, Path], sources: Mapping[str, bytes]) -> None:
+        self._files = files
+        self._sources = sources
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._sources:
+            return None
+        file = self._files[fullname]
+        loader = _SourceInMemory(fullname, str(file), self._sources[fullname])
+        folders = [str(file.parent)] if file.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folders)
+
+
+class _SourceInMemory(importlib.machinery.SourceFileLoader):
+    def __init__(self, fullname: str, path: str, source: bytes) -> None:
+        super().__init__(fullname, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self._source, self.path)
+
+
+def _bind(modules: Mapping[str, ModuleType]) -> None:
+    """Make modules what their packages call them."""
+    for name, module in modules.items():
+        package, _, child = name.rpartition(".")
+        if package in sys.modules:
+            setattr(sys.modules[package], child, module)
+
+
+def _function_of(agent: Callable[..., Any]) -> Any:
+    while isinstance(agent, functools.partial):
+        agent = agent.func
+    agent = inspect.unwrap(agent)
+    return agent if inspect.isroutine(agent) else type(agent)
+
+
+def _own_files(module: ModuleType) -> dict[str, Path]:
+    """The source files of a module and of those imported that lie beside it, by module name."""
+    own = _file_of(module)
+    if own is None:
+        return {}
+    files = {module.__name__: own}
+    if _is_installed(own.parent):
+        return files
+    for name, other in list(sys.modules.items()):
+        file = _file_of(other)
+        if name != "__main__" and file is not None and file.parent == own.parent and file != own:
+            files.setdefault(name, file)
+    return files
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file) if isinstance(file, str) and file.endswith(".py") else None
+
+
+def _is_installed(folder: Path) -> bool:
+    library = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    return folder in library or not {"site-packages", "dist-packages"}.isdisjoint(folder.parts)
+
+
+def _hash_of_files(files: Mapping[str, Path]) -> str:
+    contents = {}
+    for file in files.values():
+        try:
+            contents[str(file)] = file.read_bytes()
+        except OSError:  # it was there when it was imported
+            continue
+    return hash_of(_relative(contents)) if contents else ""
+
+
+def _relative(contents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The same files have the same hash in whatever folder they lie."""
+    return {Path(path).name: content for path, content in contents.items()}

@@ -1,0 +1,212 @@
+"""`Command`: any program as an agent, one process an episode.
+
+The program finds the model in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, and the same for
+`ANTHROPIC_`), so an agent written with either SDK needs no change, in whatever language it is. No shell is
+involved. It runs in a fresh working directory and in a process group of its own (POSIX only).
+
+Invariants: whatever ends the episode (the reward, a crash, a time-out, the server, Ctrl-C) also ends the whole process
+group; a program that crashed or was too slow is never scored; the client's own token is not in its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from agentjet.client.episode import AsyncEpisode
+from agentjet.client.placeholders import filled
+from agentjet.client.settings import LOOPBACK, TOKEN_VARIABLE, inherited_environment
+from agentjet.client.threads import in_thread
+from agentjet.types import Reward, Task
+
+GRACE_SECONDS = 1.0
+"""Between asking a program to end and ending it."""
+TAIL_BYTES = 1500
+"""How much of stderr goes into the reason of an abort."""
+MAX_OUTPUT_BYTES = 16 * 2**20
+"""How much of stdout, and of stderr, a `Result` holds: the end of it."""
+FIRST_FAILURE_CODE = 125
+"""Exit codes from here on say that a program could not be run or was killed, by the convention of shells, `env`,
+`timeout` and `git bisect run`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a program left behind. `seconds` is how long it ran, `folder` its working directory, which is removed once
+    the reward is known."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    seconds: float
+    folder: Path
+
+
+Score = Callable[[Any, Result], float | Reward | Awaitable[float | Reward]]
+"""`score(payload of the task, result) -> reward`. A plain function runs in a thread. An exception aborts the
+episode."""
+
+
+class CommandFailed(Exception):
+    """The program could not be started, crashed or was too slow: there is nothing to score."""
+
+
+class Command:
+    """An agent for `Swarm.train` and `Swarm.evaluate`.
+
+    `arguments` is the command line; `{task}` in it becomes the task's payload as JSON, `{task.key}` one value of it.
+    `score` judges what the program did. An exit code other than 0 aborts the episode, unless `any_exit_code`: then 1 to
+    124 are judged, too. `timeout` is in seconds.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        score: Score,
+        *,
+        timeout: float | None = None,
+        any_exit_code: bool = False,
+        code_version: str = "",
+    ) -> None:
+        if not arguments:
+            raise ValueError("there is no command")
+        self.arguments = tuple(arguments)
+        self.timeout = timeout
+        self.any_exit_code = any_exit_code
+        self.code_version = code_version
+        """What the server is told of the program's source."""
+        # By this name Python's own tools find the function that stands behind a callable: an exception in it is shown
+        # with its file and line.
+        self.__wrapped__ = score
+
+    def filled(self, task: Task) -> list[str]:
+        """The command line for a task. Raises `ConfigError` when it names what the task has not."""
+        return [filled(word, task.payload) for word in self.arguments]
+
+    def changed(self, arguments: Sequence[str], score: Score, code_version: str) -> Command:
+        """The same, of another version of its source."""
+        return Command(
+            arguments, score, timeout=self.timeout, any_exit_code=self.any_exit_code, code_version=code_version
+        )
+
+    def __repr__(self) -> str:
+        return f"Command({list(self.arguments)!r})"
+
+    async def __call__(self, task: Task, episode: AsyncEpisode) -> float | Reward:
+        with tempfile.TemporaryDirectory(prefix="agentjet-", ignore_cleanup_errors=True) as place:
+            result = await self._run(task, episode, Path(place))
+            self._check(result)
+            reward = await in_thread(self.__wrapped__, task.payload, result)
+            return await reward if inspect.isawaitable(reward) else reward
+
+    async def _run(self, task: Task, episode: AsyncEpisode, place: Path) -> Result:
+        folder, stdout, stderr = place / "work", place / "stdout", place / "stderr"
+        folder.mkdir()
+        arguments = self.filled(task)
+        started = time.monotonic()
+        # Files, not pipes: a process that outlives the program would hold a pipe open, and nothing is read meanwhile.
+        with stdout.open("wb") as out, stderr.open("wb") as err:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *arguments,
+                    cwd=folder,
+                    env=environment(task, episode),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise CommandFailed(f"{arguments[0]} could not be started: {error.strerror or error}") from error
+        try:
+            async with asyncio.timeout(self.timeout):
+                code = await process.wait()
+        except TimeoutError:
+            raise CommandFailed(f"it ran longer than {self.timeout:g} s{_tail(stderr)}") from None
+        finally:
+            await _end(process)
+        return Result(_text(stdout), _text(stderr), code, time.monotonic() - started, folder)
+
+    def _check(self, result: Result) -> None:
+        """Raises `CommandFailed` for a program that crashed."""
+        code, tail = result.exit_code, _tail(result.folder.parent / "stderr")
+        if code < 0:
+            raise CommandFailed(f"it was ended by {_signal_name(-code)}{tail}")
+        if code >= FIRST_FAILURE_CODE or (code and not self.any_exit_code):
+            raise CommandFailed(f"exit code {code}{tail}")
+
+
+def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a program is given to know: the model's address and key, its episode and its task, beside what is inherited.
+
+    What would lead an SDK elsewhere is taken out: Anthropic's bearer token, which goes before its key, and a proxy for
+    a server on this machine. So is the client's token, which opens more than one episode.
+    """
+    base = inherited_environment() if inherited is None else inherited
+    kept = {name: value for name, value in base.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
+    address = urlsplit(episode.base_url)
+    if address.hostname in LOOPBACK:
+        direct = ",".join(filter(None, [kept.get("NO_PROXY") or kept.get("no_proxy", ""), address.hostname]))
+        kept |= {"NO_PROXY": direct, "no_proxy": direct}
+    return kept | {
+        "OPENAI_BASE_URL": episode.base_url,
+        "OPENAI_API_KEY": episode.api_key,
+        "OPENAI_MODEL": episode.model,
+        "ANTHROPIC_BASE_URL": re.sub(r"/v1/?$", "", episode.base_url),
+        "ANTHROPIC_API_KEY": episode.api_key,
+        "ANTHROPIC_MODEL": episode.model,
+        "AGENTJET_EPISODE": episode.id,
+        "AGENTJET_TASK": json.dumps(task.payload),
+    }
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the program, and whatever it left running in its process group."""
+    try:
+        if process.returncode is None:
+            _signal_group(process, signal.SIGTERM)
+            async with asyncio.timeout(GRACE_SECONDS):
+                await process.wait()
+    except TimeoutError:
+        pass
+    finally:
+        _signal_group(process, signal.SIGKILL)
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:  # macOS, when nothing but a zombie is left
+        pass
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _text(path: Path, limit: int = MAX_OUTPUT_BYTES) -> str:
+    """The last `limit` bytes of a file."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - limit))
+        return file.read().decode(errors="replace")
+
+
+def _tail(stderr: Path) -> str:
+    end = _text(stderr, TAIL_BYTES).strip()
+    return f"; its stderr ends with: {end}" if end else "; there is nothing on its stderr"

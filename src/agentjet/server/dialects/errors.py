@@ -1,0 +1,41 @@
+"""How OpenAI's routes say what went wrong; what `server.problems` answers where no other dialect is spoken, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from agentjet.errors import Forbidden, Later, NotFound, RequestError, Unauthorized
+from agentjet.server.dialects.dialect import ErrorShape, sse
+
+
+class OpenAIErrorBody(BaseModel):
+    """What OpenAI's SDKs read."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class OpenAIError(BaseModel):
+    """An error on a route of OpenAI's."""
+
+    error: OpenAIErrorBody
+
+
+def openai_error(error: RequestError) -> dict[str, Any]:
+    """The body of an error."""
+    kind = {
+        Unauthorized: "authentication_error",
+        Forbidden: "permission_error",
+        NotFound: "not_found_error",
+        Later: "server_error",
+    }
+    name = "rate_limit_error" if error.status == 429 else kind.get(type(error), "invalid_request_error")
+    body = OpenAIErrorBody(message=error.message, type=name, param=error.param, code=error.code)
+    return OpenAIError(error=body).model_dump()
+
+
+OPENAI = ErrorShape(model=OpenAIError, body=openai_error, event=lambda error: sse(openai_error(error)))

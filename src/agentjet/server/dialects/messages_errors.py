@@ -1,0 +1,48 @@
+"""How Anthropic's routes say what went wrong."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from agentjet.errors import RequestError
+from agentjet.server.dialects.dialect import ErrorShape, sse
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By status; the rest are `invalid_request_error` or, from 500 on, `api_error`."""
+
+
+class AnthropicErrorBody(BaseModel):
+    """What Anthropic's SDKs read. There is no place for the offending key: the message names it."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """An error on a route of Anthropic's, also sent as the last event of a broken stream."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
+    request_id: str | None = None
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """The body of an error."""
+    kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    is_named = error.param is None or error.param in error.message
+    message = error.message if is_named else f"{error.param}: {error.message}"
+    return AnthropicError(error=AnthropicErrorBody(type=kind, message=message)).model_dump()
+
+
+ANTHROPIC = ErrorShape(
+    model=AnthropicError, body=anthropic_error, event=lambda error: sse(anthropic_error(error), name="error")
+)
