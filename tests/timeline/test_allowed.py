@@ -1,4 +1,4 @@
-"""Pinned here: a set comes back as it was, whatever it holds; what repeats is stored once; no restriction is no byte."""
+"""Pinned here: a set comes back as it was, whatever it holds; what repeats is stored once; none is no byte."""
 
 from __future__ import annotations
 
