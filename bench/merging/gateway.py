@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from agentjet.server.listening import calm_collector
 from agentjet.types import ModelCard
 from bench.merging.replay import Played, Replay, made_up
 
@@ -30,6 +31,7 @@ def curve(card: ModelCard, repeats: int = 3, num_turns: int = TURNS[-1]) -> list
     """The cost of a call after so many turns of one growing conversation."""
     replay = Replay(card)
     replay.play(*made_up(3))
+    calm_collector()  # As the server has it.
     runs = [replay.play(*made_up(num_turns))[1] for _ in range(repeats)]
     return [_point(turns, runs) for turns in TURNS if turns <= num_turns]
 

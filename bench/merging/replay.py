@@ -129,7 +129,7 @@ def _call(id_: str, prompt: Prompt, completion: tuple[int, ...], response: Messa
         created=0.0,
         ask=prompt.ask,
         fork=prompt.fork,
-        context=context_digest([*prompt.tokens, *completion]),
+        context=context_digest(prompt.tokens, completion),
     )
 
 

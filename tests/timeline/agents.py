@@ -107,7 +107,7 @@ class Session:
             ask=prompt.ask,
             fork="retry" if retry_of is not None else prompt.fork,
             retry_of=retry_of,
-            context=context_digest([*prompt.tokens, *sampled]),
+            context=context_digest(prompt.tokens, sampled),
         )
         pieces = tuple(self.model.renderer.pieces(sampled))
         self.tree.add(call, prompt.pieces, pieces)

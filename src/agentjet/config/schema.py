@@ -166,6 +166,8 @@ class JobConfig(Section):
     """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and run on while
     the policy learns, and `algorithm.correction` makes up for it.
     """
+    mix_code_versions: bool = False
+    """Let a group hold episodes of several versions of the agent's code."""
     max_steps: int = Field(0, ge=0)
     """Stop training at this policy version; 0 goes on for ever."""
     temperature: float = Field(1.0, gt=0)

@@ -295,6 +295,7 @@ class Gateway:
             last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
             holding=swarm.holding(),
+            code_versions=inspection.code_versions(swarm),
             last_event=self.last_event,
             uptime=now - self.began,
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.grammar import Style, write_grammar
 from agentjet.rendering.parsing import MARKERS, TOOL_FORMATS, parse_answer
-from agentjet.rendering.template import ChatTemplate, Control, Part, Slot
+from agentjet.rendering.template import ChatTemplate, Rendered, Slot
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import Constraint, Conversation, Message, ModelCard, ToolCall
 
@@ -91,6 +91,34 @@ class Renderer:
                     continue
         return self._encode(self._template.render(conversation), {})
 
+    def raw(self, prompt: str | Sequence[int]) -> bytes:
+        """A raw prompt as encoded text: text with what the tokenizer puts before a text, token ids as they are.
+
+        Control tokens come from ids only; written in text they stay text. Raises `InvalidRequest`.
+        """
+        if isinstance(prompt, str):
+            encoded = self._vocabulary.opening + self.text_as_asked(prompt)
+        else:
+            unknown = next((token_id for token_id in prompt if not self._vocabulary.knows(token_id)), None)
+            if unknown is not None:
+                raise InvalidRequest(f"prompt holds {unknown}, which is no token of this model.", param="prompt")
+            encoded = self.encode_tokens(prompt)
+        if not encoded:
+            raise InvalidRequest("prompt is empty: there is nothing to continue.", param="prompt")
+        return encoded
+
+    def text_as_asked(self, text: str) -> bytes:
+        """Text of a raw prompt as encoded text. Raises `InvalidRequest`."""
+        return self._encode_text(text, param="prompt")
+
+    def without_end(self, encoded: bytes) -> bytes:
+        """A completion's encoded text without the end token that may be its last."""
+        return self._body(encoded).encoded
+
+    def show(self, encoded: bytes) -> str:
+        """Encoded text for people: control tokens by name, broken characters replaced."""
+        return self._vocabulary.show(encoded)
+
     def _placements(self, conversation: Conversation, bodies: Collection[int]) -> Iterator[tuple[set[int], set[int]]]:
         """Where the slots may go: in place of each whole message, or, for templates that count tool-call messages
         apart from answers, inside those.
@@ -112,10 +140,10 @@ class Renderer:
             replace(message, reasoning=marks.get(i, "")) for i, message in enumerate(conversation.messages)
         )
         try:
-            parts = self._template.render(replace(conversation, messages=messages))
+            rendered = self._template.render(replace(conversation, messages=messages))
         except InvalidRequest:
             return frozenset()
-        text = "".join(part for part in parts if isinstance(part, str))
+        text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
@@ -151,7 +179,10 @@ class Renderer:
 
         Tool calls are looked for when the conversation offers tools, reasoning when the template knows it; text that
         is not well-formed stays content. The calls' ids are `<id_prefix>_0`, `<id_prefix>_1`, ...
+        What continues a raw prompt is content as it stands.
         """
+        if conversation.prompt is not None:
+            return Message("assistant", text)
         return parse_answer(
             text,
             reasons=self.reasons,
@@ -171,63 +202,63 @@ class Renderer:
     def _control_id(self, literal: str) -> int | None:
         return self._control[literal].id if literal in self._control else None
 
-    def _encode(self, parts: Sequence[Part], bodies: Mapping[int, _Body]) -> bytes:
-        encoded = bytearray()
-        before: Part | None = None
-        for i, part in enumerate(parts):
-            if isinstance(part, str):
-                after = parts[i + 1] if i + 1 < len(parts) else None
-                if not (isinstance(before, Slot) and self._replaces(bodies[before.index], before, part, after)):
-                    encoded += self._encode_text(self._strip(part, before, after))
-            elif isinstance(part, Control):
-                if isinstance(before, Slot) and before.in_call:
-                    self._end_of_call(part)
-                encoded += self._escapes[part.literal]
+    def _encode(self, rendered: Rendered, bodies: Mapping[int, _Body]) -> bytes:
+        texts, marks = self._stripped(rendered), rendered.marks
+        pieces = [b""] * (len(texts) + len(marks))
+        encode = str.encode if self._vocabulary.is_plain("".join(texts)) else self._encode_text
+        pieces[::2] = map(encode, texts)
+        for i, mark in enumerate(marks):
+            if isinstance(mark, Slot):
+                self._fill(pieces, 2 * i + 1, mark, bodies[mark.index], marks[i + 1] if i + 1 < len(marks) else "")
             else:
-                self._cut_head(encoded, part)
-                encoded += bodies[part.index].encoded
-            before = part
-        return bytes(encoded)
+                pieces[2 * i + 1] = self._escapes[mark]
+        return b"".join(pieces)
 
-    def _cut_head(self, encoded: bytearray, slot: Slot) -> None:
-        """Take back what the template wrote of the turn beyond the generation prompt: the body has its own."""
+    def _fill(self, pieces: list[bytes], at: int, slot: Slot, body: _Body, then: str | Slot) -> None:
+        """Put a body into its place, instead of what the template wrote of the turn beyond the generation prompt: the
+        body has its own. It replaces the text behind it, too, when that is the rest of a tool call, or white space
+        before the end token that it was sampled without.
+        """
+        self._cut_head(pieces, at, slot)
+        pieces[at] = body.encoded
+        end = "" if isinstance(then, Slot) else then
+        if slot.in_call and not (end and self._control[end].id in self._card.end_tokens):
+            # Where a tool call ends that the template does not end with an end token is not guessed.
+            raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
+        if slot.in_call or (end and self._escapes[end] == body.end and not pieces[at + 1].strip()):
+            pieces[at + 1] = b""
+
+    def _cut_head(self, pieces: list[bytes], at: int, slot: Slot) -> None:
         head = self._call_head if slot.in_call else self._answer_head
         assert head is not None, "slots are put inside calls only where the head is known"
-        if encoded.endswith(head):
-            del encoded[len(encoded) - len(head) :]
+        start, before = at, b""
+        while start and len(before) < len(head):
+            start -= 1
+            before = pieces[start] + before
+        if before.endswith(head):
+            pieces[start:at] = [before.removesuffix(head), *[b""] * (at - start - 1)][: at - start]
         elif slot.in_call:
             raise InvalidRequest("the model's chat template writes this call in another way", code="template_error")
 
-    def _replaces(self, body: _Body, slot: Slot, text: str, after: Part | None) -> bool:
-        """Whether a body takes the place of the text behind its slot: of the rest of a tool call, and of white space
-        before the end token that it was sampled without.
-        """
-        if slot.in_call:
-            self._end_of_call(after)
-            return True
-        return isinstance(after, Control) and self._literal(after.literal) == body.end and not text.strip()
+    def _stripped(self, rendered: Rendered) -> list[str]:
+        """The texts; white space that a neighbouring control token eats is gone before it is tokenised."""
+        texts = rendered.texts
+        if self._strips_right:
+            befores: list[str | Slot] = ["", *rendered.marks]
+            texts = [t.lstrip() if m in self._strips_right else t for m, t in zip(befores, texts, strict=True)]
+        if self._strips_left:
+            afters: list[str | Slot] = [*rendered.marks, ""]
+            texts = [t.rstrip() if m in self._strips_left else t for t, m in zip(texts, afters, strict=True)]
+        return texts
 
-    def _end_of_call(self, part: Part | None) -> None:
-        """Refuse to guess where a tool call ends that the template does not end with an end token."""
-        if not (isinstance(part, Control) and self._control[part.literal].id in self._card.end_tokens):
-            raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
-
-    def _strip(self, text: str, before: Part | None, after: Part | None) -> str:
-        """White space that a neighbouring control token eats is gone before it is tokenised."""
-        if isinstance(before, Control) and before.literal in self._strips_right:
-            text = text.lstrip()
-        if isinstance(after, Control) and after.literal in self._strips_left:
-            text = text.rstrip()
-        return text
-
-    def _encode_text(self, text: str) -> bytes:
+    def _encode_text(self, text: str, *, param: str = "messages") -> bytes:
         try:
             return self._vocabulary.encode_text(text)
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"a message holds half a surrogate pair, which is no text: {error.object[error.start : error.end]!a}",
+                f"{param} hold half a surrogate pair, which is no text: {error.object[error.start : error.end]!a}",
                 code="invalid_text",
-                param="messages",
+                param=param,
             ) from error
 
     def _body(self, encoded: bytes) -> _Body:
@@ -260,5 +291,7 @@ class Renderer:
             )
         except InvalidRequest:
             return b"", b""
-        at = next((i for i, part in enumerate(answered) if isinstance(part, Slot)), 0)
-        return asked, self._encode(answered[:at], {})
+        at = next((i for i, mark in enumerate(answered.marks) if isinstance(mark, Slot)), None)
+        if at is None:
+            return asked, b""
+        return asked, self._encode(Rendered(answered.texts[: at + 1], answered.marks[:at]), {})

@@ -30,13 +30,6 @@ _TEMPLATE_FAULTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
-    """A control token that the template wrote."""
-
-    literal: str
-
-
-@dataclass(frozen=True, slots=True)
 class Slot:
     """The place of assistant message `index`'s body. `in_call` says it stands for the name of its first tool call only:
     the body reaches back to where the turn began, and on to the control token that ends it.
@@ -46,12 +39,18 @@ class Slot:
     in_call: bool = False
 
 
-Part = str | Control | Slot
-"""A `str` is plain text."""
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered conversation: plain `texts`, and between each two of them what `marks` it: a control token that the
+    template wrote, by its literal, or a slot.
+    """
+
+    texts: list[str]
+    marks: list[str | Slot]
 
 
 class ChatTemplate:
-    """Turns a conversation into parts: text, control tokens and slots."""
+    """Turns a conversation into text, control tokens and slots."""
 
     def __init__(self, source: str, *, control: Collection[str], bos_token: str = "", eos_token: str = "") -> None:
         """`control` holds the literals of the control tokens. Raises `ConfigError` when the source is no template."""
@@ -66,7 +65,6 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._short_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._control = {literal: Control(literal) for literal in control}
         self._literals = _Literals(control)
 
     def render(
@@ -76,7 +74,7 @@ class ChatTemplate:
         slots: Collection[int] = (),
         call_slots: Collection[int] = (),
         generation_prompt: bool = True,
-    ) -> list[Part]:
+    ) -> Rendered:
         """The rendered conversation; the bodies of the assistant messages in `slots` are left open, tool calls and all.
 
         Those in `call_slots` stay messages with tool calls, which is what some templates insist on: only the first
@@ -104,21 +102,13 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses this conversation: {error}", code="template_error", param="messages"
             ) from error
-        parts = list(self._parts(output, guard, slot_mark, call_slots))
-        if any(isinstance(part, str) and slot_mark in part for part in parts):
+        pieces = re.split(rf"({self._literals.pattern}|{slot_mark}\d+{slot_mark})", output)
+        texts = pieces[::2]
+        slot_of = {f"{slot_mark}{i}{slot_mark}": Slot(i, i in call_slots) for i in (*slots, *call_slots)}
+        marks = [slot_of.get(mark, mark) for mark in pieces[1::2]]
+        if any(slot_mark in text for text in texts):
             raise InvalidRequest("the model's chat template rewrites what fills a slot", code="template_error")
-        return parts
-
-    def _parts(self, output: str, guard: str, slot_mark: str, call_slots: Collection[int]) -> Iterator[Part]:
-        for part in re.split(rf"({self._literals.pattern}|{slot_mark}\d+{slot_mark})", output):
-            control = self._control.get(part)
-            if control is not None:
-                yield control
-            elif part[:1] == slot_mark and part[1:-1].isdigit():
-                index = int(part[1:-1])
-                yield Slot(index, index in call_slots)
-            elif part:
-                yield part.replace(guard, "")
+        return Rendered([text.replace(guard, "") for text in texts] if guard in output else texts, marks)
 
     def _plain(self, message: Message, guarded: _Guard) -> dict[str, Any]:
         """A message as templates expect it: absent things are absent, arguments are values where they are JSON."""

@@ -23,8 +23,9 @@ from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, messages
+from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages
 from agentjet.server.dialects.chat_bodies import ChatBody
+from agentjet.server.dialects.completions_bodies import CompletionBody
 from agentjet.server.dialects.dialect import Answer, Asked, Event, Head, role_of
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
@@ -97,6 +98,12 @@ routes = APIRouter(tags=["inference"])
 async def chat_completions(body: ChatBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
     """OpenAI's chat completions. The key is an episode's; what cannot be honoured is refused by name."""
     return await respond(chat.DIALECT, body, request, wired, key, role)
+
+
+@routes.post(completions.DIALECT.path, **route_of(completions.DIALECT))
+async def text_completions(body: CompletionBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+    """OpenAI's legacy text completions: a raw prompt, as text or token ids, is continued without the chat template."""
+    return await respond(completions.DIALECT, body, request, wired, key, role)
 
 
 @routes.post(messages.DIALECT.path, **route_of(messages.DIALECT))

@@ -120,13 +120,16 @@ def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
         "batch/sampled_tokens": float(num_tokens),
     }
     by_set: dict[str, list[float]] = {}
+    by_code: dict[str, list[float]] = {}
     by_name: dict[str, list[float]] = {}
     for episode in members:
-        if episode.task_set and episode.reward is not None:
-            by_set.setdefault(episode.task_set, []).append(episode.reward)
+        for name, by in ((episode.task_set, by_set), (episode.code_version, by_code)):
+            if name and episode.reward is not None:
+                by.setdefault(name, []).append(episode.reward)
         for name, value in episode.metrics.items():
             by_name.setdefault(name, []).append(value)
     metrics |= {f"reward/{task_set}/mean": fmean(values) for task_set, values in by_set.items()}
+    metrics |= {f"code/{version}/reward_mean": fmean(values) for version, values in by_code.items()}
     metrics |= {f"agent/{name}": fmean(values) for name, values in by_name.items()}
     return metrics
 

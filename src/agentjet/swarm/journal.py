@@ -15,7 +15,7 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.protocol import Event
 from agentjet.swarm.journal_file import JournalFile
-from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.records import Batch, Episode, Group, Tally
 from agentjet.swarm.rows import (
     EPISODES_FROM,
     SELECT_CALLS,
@@ -150,6 +150,23 @@ class Journal(JournalFile):
             "waiting": finished_train - trained - dropped,
             "dropped": dropped,
         }
+
+    def code_versions(self, limit: int) -> dict[str, Tally]:
+        """What became of the training episodes of the versions last begun, the newest last."""
+        return self._tallies("e.code_version != ''", (limit,))
+
+    def code_version(self, version: str) -> Tally:
+        """The same of one that has episodes."""
+        return self._tallies("e.code_version = ? AND e.code_version != ''", (version, 1))[version]
+
+    def _tallies(self, condition: str, values: tuple[Any, ...]) -> dict[str, Tally]:
+        rows = self._db.execute(
+            "SELECT e.code_version, COUNT(*), COUNT(f.episode_id), COUNT(a.episode_id), TOTAL(f.reward) "
+            "FROM episodes e LEFT JOIN finishes f ON f.episode_id = e.id LEFT JOIN aborts a ON a.episode_id = e.id "
+            f"WHERE {condition} AND e.mode = 'train' GROUP BY e.code_version ORDER BY MAX(e.seq) DESC LIMIT ?",
+            values,
+        ).fetchall()
+        return {version: Tally(*counts) for version, *counts in reversed(rows)}
 
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
         """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale` or

@@ -18,6 +18,7 @@ from agentjet.protocol import Event
 from agentjet.protocol.bodies import Request
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.tallies import CodeVersions
 from agentjet.timeline.tree import ConversationTree
 
 COUNTED = ("live", "prepared", "finished", "aborted", "expired", "trained", "waiting", "dropped")
@@ -48,6 +49,7 @@ class Ledger:
         """The policy version of the oldest token of each episode held here."""
         self.trees: dict[tuple[str, str], ConversationTree] = {}
         self._counts: Counter[str] = Counter(journal.counts())
+        self.code_versions = CodeVersions(journal)
 
     @property
     def next_batch(self) -> int:
@@ -104,6 +106,7 @@ class Ledger:
         if before is not None:
             self._counts.subtract(_categories(before))
         self._counts.update(_categories(episode))
+        self.code_versions.put(before, episode)
         if {"live", "prepared", "waiting"} & set(_categories(episode)):
             self.episodes[episode.id] = episode
         else:

@@ -9,10 +9,11 @@ from agentjet.config import JobConfig
 from agentjet.errors import NotFound
 from agentjet.protocol import Event
 from agentjet.swarm import batches, groups
+from agentjet.swarm.admission import trained_out
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.leases import Leases
 from agentjet.swarm.ledger import Ledger
-from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.records import Batch, Episode, Group, Tally
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import EpisodeStatus
@@ -70,7 +71,7 @@ class Outlook:
         """Whether the present batch has its groups and may be composed."""
         return (
             self.pending is None
-            and not groups.trained_out(self._ledger, self.job)
+            and not trained_out(self._ledger, self.job)
             and self.groups_complete >= self.job.batch_size
         )
 
@@ -110,6 +111,10 @@ class Outlook:
         """
         return self._ledger.counts()
 
+    def code_versions(self) -> dict[str, Tally]:
+        """What became of the training episodes of each version of the agents' code; those last in use, newest last."""
+        return self._ledger.code_versions.tallies
+
     def clients(self) -> dict[str, float]:
         """When each client was last seen; the most recent ones only."""
         return dict(self._leases.clients)
@@ -122,7 +127,7 @@ class Outlook:
         """In words: what training waits for."""
         if self.pending is not None:
             return f"the worker, to learn batch {self.pending.id}"
-        if groups.trained_out(self._ledger, self.job):
+        if trained_out(self._ledger, self.job):
             return f"nothing: job.max_steps = {self.job.max_steps} is reached"
         if not self._ledger.groups:
             return "clients, to begin training episodes"

@@ -22,7 +22,7 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
-from agentjet.swarm import groups
+from agentjet.swarm import admission, groups
 from agentjet.swarm.endings import announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
@@ -58,8 +58,9 @@ class Swarm(Learning):
         if known is not None:
             return self.episode(known)
         self.reap()
+        self._close_outdated(request)
         now = self._clock()
-        group = groups.admit(self._ledger, self.job, request, now) if request.mode == "train" else None
+        joined = admission.admit(self._ledger, self.job, request, now) if request.mode == "train" else None
         seq = self._journal.next_episode_seq()
         with self.transaction():
             episode = Episode(
@@ -68,8 +69,8 @@ class Swarm(Learning):
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
-                group=groups.group_name(request),
-                group_id=None if group is None else group.id,
+                group=admission.group_name(request),
+                group_id=None if joined is None else joined.id,
                 mode=request.mode,
                 policy_version=self.policy_version,
                 begun=now,
@@ -77,10 +78,11 @@ class Swarm(Learning):
                 team=request.team,
                 at_version=request.at_version,
             )
-            if group is not None:
-                groups.join(self._ledger, group, episode)
+            if joined is not None:
+                groups.join(self._ledger, joined, episode)
             self._journal.add_episode(episode)
             self._ledger.put(episode)
+            self._announce_code(episode)
             self._ledger.remember(scope, idempotency_key, request, episode.id)
             announce(self._ledger, episode)
         self._leases.touch(episode)
@@ -276,6 +278,19 @@ class Swarm(Learning):
         self._ledger.commit()
 
     # ---- inside --------------------------------------------------------------------------------------------
+
+    def _close_outdated(self, request: BeginRequest) -> None:
+        """A client that begins with new code leaves short groups of the old behind: they wait for nobody any more."""
+        if outdated := admission.outdated(self._ledger, self.job, request):
+            with self.transaction():
+                for group in outdated:
+                    groups.close(self._ledger, self.job, group, self._clock())
+
+    def _announce_code(self, episode: Episode) -> None:
+        """The event that a code version came into use, with its first training episode."""
+        tally = self.code_versions().get(episode.code_version)
+        if tally is not None and tally.episodes == 1 and episode.mode == "train":
+            self.emit("code_version", {"code_version": episode.code_version, "client_id": episode.client_id})
 
     def _up_to_date(self, episode_id: str) -> Episode:
         """The episode, expired when its time is over, whether or not anybody reaped."""

@@ -1,8 +1,9 @@
 """When two messages, or two conversations, are the same *by meaning*.
 
 Agents send their history back through SDKs that rewrite it harmlessly: JSON arguments with other spacing or key order,
-null for "". None of that makes a message another one. Tool-call ids, names and the tools are part of the meaning. The
-leniency costs no exactness: what the policy is fed are the recorded tokens.
+null for "". None of that makes a message another one. Tool-call ids, names and the tools are part of the meaning, but
+for the name that a framework puts on answers to tell its agents apart: no policy ever says it. The leniency costs no
+exactness: what the policy is fed are the recorded tokens.
 """
 
 from __future__ import annotations
@@ -71,13 +72,16 @@ class Identities:
 
 def message_key(message: Message) -> str:
     """Hex digest of a message's meaning."""
-    return _digest([answer_key(message), message.reasoning])
+    return _digest([answer_key(message), message.name, message.reasoning])
 
 
 def answer_key(message: Message) -> str:
-    """Hex digest of a message's meaning without its reasoning, which most agents do not send back."""
+    """Hex digest of a message's meaning without what an answer loses or gains on its way back: its reasoning, which
+    most agents drop, and the name that some give it.
+    """
     calls = [[call.id, call.name, _arguments(call.arguments)] for call in message.tool_calls]
-    return _digest([message.role, message.content, calls, message.tool_call_id, message.name])
+    name = "" if message.role == "assistant" else message.name
+    return _digest([message.role, message.content, calls, message.tool_call_id, name])
 
 
 def conversation_key(conversation: Conversation) -> str:
@@ -85,14 +89,22 @@ def conversation_key(conversation: Conversation) -> str:
     return Identities().of(conversation).key
 
 
+def raw_key(prompt: str | Sequence[int]) -> str:
+    """Hex digest of a raw prompt."""
+    return _digest(["prompt", prompt])
+
+
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
     """Hex digest of a tool list."""
     return _digest(["tools", *tools])
 
 
-def context_digest(tokens: Sequence[int]) -> bytes:
-    """16 bytes that name a sequence of tokens."""
-    return hashlib.blake2b(array("i", tokens).tobytes(), digest_size=16).digest()
+def context_digest(*stretches: Sequence[int]) -> bytes:
+    """16 bytes that name a sequence of tokens, given in one stretch or several."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tokens in stretches:
+        digest.update(array("I", tokens))  # Signed ones are packed four times as slowly.
+    return digest.digest()
 
 
 def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:

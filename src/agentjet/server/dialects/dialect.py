@@ -70,6 +70,10 @@ class Dialect(Generic[Asked, Answer]):
     to_events: Callable[[Chunks, Asked, Head], AsyncGenerator[Event]]
 
 
+DONE = Event("data: [DONE]\n\n", is_last=True)
+"""How OpenAI's older dialects end a stream."""
+
+
 def sse(payload: dict[str, Any], *, name: str = "") -> str:
     """One server-sent event."""
     event = f"event: {name}\n" if name else ""
