@@ -162,7 +162,7 @@ class Gateway:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
                     raise
-            await self.changed.wait(left)
+            await self.changed.wait(min(left, self.swarm.job.lease_seconds / 2))  # Who waits here is there.
 
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` when the client holds as many live episodes as it may. A begin that is repeated may pass."""
@@ -296,6 +296,7 @@ class Gateway:
             clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
             holding=swarm.holding(),
             code_versions=inspection.code_versions(swarm),
+            task_sets=inspection.task_sets(swarm),
             last_event=self.last_event,
             uptime=now - self.began,
         )
