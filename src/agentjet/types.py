@@ -77,6 +77,10 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    """Raw text, or token ids, to be continued as they stand, without the chat template; there are no messages then."""
+    instructed: bool = False
+    """The first message is meant for this request alone: one that names its call as its past does not inherit it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,8 @@ class Ask:
     """The tools on offer when `after` is None; else they are as they were there."""
     fingerprint: str = ""
     """Digest of the whole request: the same request sent again has the same one."""
+    instructed: bool = False
+    """As the conversation was that begins here, when `after` is None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 from agentjet.errors import CheckpointError
 from agentjet.swarm import Batch
 from agentjet.swarm.rows import pack_ints
+from agentjet.timeline.allowed import EVERYTHING, encode_set, pack_sets
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_digest
 from tests.swarm.world import World
@@ -68,6 +69,22 @@ def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -
     assert forest.num_row_tokens == 4 + 6 + 3 and forest.num_sequences == 2
     found = zip(forest.tokens[forest.node].tolist(), forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
     assert sorted(found) == [(7, -0.5, 1), (7, 0.5, 0), (8, 0.5, 0), (9, 0.5, 0)]
+
+
+def test_the_sets_that_tokens_were_chosen_among_reach_the_forest_after_a_restart(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    free, bound = world.begin(), world.begin()
+    few, alone = (encode_set(np.isin(np.arange(300), members)) for members in ([7, 8, 9], [8]))
+    world.call(free, 7, 8)
+    world.call(bound, 9, 7, 8, allowed=pack_sets([EVERYTHING, few, alone]))
+    world.finish(free, 0.0)
+    world.finish(bound, 1.0)
+    batch = world.swarm.compose()
+    world.reopen()
+    forest = world.swarm.forest(batch)
+    chosen_among = [forest.sets[number] if number >= 0 else EVERYTHING for number in forest.allowed]
+    sampled = dict(zip(zip(forest.sequence, forest.tokens[forest.node], strict=True), chosen_among, strict=True))
+    assert sampled == {(0, 7): EVERYTHING, (0, 8): EVERYTHING, (1, 9): EVERYTHING, (1, 7): few, (1, 8): alone}
 
 
 def test_roles_are_compared_by_their_own_reward(make_world: Make) -> None:

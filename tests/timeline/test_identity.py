@@ -58,6 +58,12 @@ def test_reasoning_belongs_to_a_message_but_not_to_its_answer() -> None:
     assert answer_key(thought) != answer_key(Message("assistant", "5"))
 
 
+def test_a_framework_may_name_an_answer_but_not_a_question() -> None:
+    answer, question = Message("assistant", "4"), Message("user", "2+2?")
+    assert answer_key(replace(answer, name="reckoner")) == answer_key(answer)
+    assert answer_key(replace(question, name="alice")) != answer_key(question)
+
+
 def test_a_conversation_is_its_messages_in_order_and_its_tools() -> None:
     a, b = Message("user", "a"), Message("user", "b")
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": 1, "y": 2}}}

@@ -231,6 +231,10 @@ class ServerConfig(Section):
     """Names besides `host`, `localhost` and the loopback addresses that requests may have in their `Host` header (that
     of a tunnel or a proxy), comma-separated, without ports; requests for any other are refused.
     """
+    model_aliases: str = ""
+    """Names besides its own and `policy` that the model answers to, comma-separated, with `*` for anything: those that
+    agents have written down, such as `gpt-4o*, claude-*`; requests for any other are refused.
+    """
     call_timeout: float = Field(600.0, gt=0)
     """Seconds a call is held while the worker learns or restarts, before 503."""
     max_body_mb: int = Field(32, ge=1, le=4096)

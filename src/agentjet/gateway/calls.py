@@ -184,10 +184,10 @@ class CallPath:
         room = card.context_length - len(prompt.tokens)
         if room < 1:
             raise InvalidRequest(
-                f"This model's maximum context length is {card.context_length} tokens. However, your messages resulted "
-                f"in {len(prompt.tokens)} tokens, which leaves no room for an answer. Please shorten the messages.",
+                f"This model's maximum context length is {card.context_length} tokens. However, your {request.asked} "
+                f"resulted in {len(prompt.tokens)} tokens, which leaves no room for an answer. Please shorten it.",
                 code="context_length_exceeded",
-                param="messages",
+                param=request.asked,
             )
         grammar = renderer.grammar(request.conversation, request.constraint)
         params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
@@ -260,9 +260,9 @@ class CallPath:
                             )
         except OutOfCache as error:
             raise InvalidRequest(
-                f"{error}: shorten the messages or max_tokens, or raise sampler.cache_tokens.",
+                f"{error}: shorten the {order.request.asked} or max_tokens, or raise sampler.cache_tokens.",
                 code="context_length_exceeded",
-                param="messages",
+                param=order.request.asked,
             ) from error
         except Unfollowable as error:
             raise InvalidRequest(

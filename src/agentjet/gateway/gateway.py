@@ -67,13 +67,14 @@ class Gateway:
         self._clock = clock
         self.began = clock()
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
-        self.swarm = Swarm(self._journal, config.job, clock=clock)
+        self.store = CheckpointStore(data_dir)
+        # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
+        self.swarm = Swarm(self._journal, config.job, clock=clock, policy_version=self.store.newest() or 0)
         self._commits = Commits(self.swarm)
         self.changed = Broadcast()
         self.swarm.on_event = self._on_event
         self.last_event = self._journal.last_event()
         """Number of the newest event."""
-        self.store = CheckpointStore(data_dir)
         self._compute = compute
         self._gate = Gate()
         metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)

@@ -4,12 +4,15 @@ is tokenised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from agentjet.rendering import Renderer
 from agentjet.timeline import ConversationTree, forks
-from agentjet.types import Ask, Conversation, Fork
+from agentjet.timeline.identity import raw_key
+from agentjet.types import Ask, Call, Conversation, Fork, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ def prepare(
 
     Raises `InvalidRequest` when the template refuses the conversation.
     """
+    if conversation.prompt is not None:
+        return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
     asked = tree.identify(conversation)
     known = tree.recognise(asked)
     as_sampled = history == "as_sampled"
@@ -66,3 +71,78 @@ def prepare(
         ask=forks.ask(conversation, known, fingerprint),
         fork=forks.cause(tree, asked, known, match),
     )
+
+
+def _prepare_raw(
+    renderer: Renderer,
+    tree: ConversationTree,
+    conversation: Conversation,
+    prompt: str | tuple[int, ...],
+    fingerprint: str,
+) -> Prompt:
+    """A raw prompt is known as far as its text is: what begins with an earlier prompt and its answer continues those
+    tokens, however they may be tokenised in `prompt`. Token ids beyond that are fed as given.
+    """
+    encoded = renderer.raw(prompt)
+    if isinstance(prompt, str):
+        encoded = _as_said(renderer, tree, encoded)
+    match = tree.match(encoded, to_the_end=True)
+    if isinstance(prompt, str):
+        suffix = renderer.tokenize(match.suffix)
+    else:
+        suffix = _given_beyond(renderer, prompt, len(encoded) - len(match.suffix), encoded)
+    heard, end = _heard(renderer, tree, encoded, match.parent)
+    new = Message("prompt", renderer.show(encoded[end:]))
+    return Prompt(
+        tokens=tree.prompt_tokens(match, suffix),
+        parent=match.parent,
+        kept=match.kept,
+        suffix=suffix,
+        pieces=tuple(renderer.pieces(suffix)),
+        key=raw_key(prompt),
+        ask=Ask((new,), heard, fingerprint=fingerprint),
+        fork=forks.cause(tree, tree.identify(conversation), {}, match),
+    )
+
+
+def _as_said(renderer: Renderer, tree: ConversationTree, encoded: bytes) -> bytes:
+    """A prompt in which answers are written as they were sampled, where their text lost something: half a character,
+    a control token that is not shown, another Unicode form.
+    """
+    for call in tree.calls:
+        told, shown = _told(renderer, tree, call)
+        if shown and told != shown:
+            asked = tree.encoded_prompt(call.id)
+            if encoded.startswith(asked + shown):
+                encoded = asked + told + encoded[len(asked) + len(shown) :]
+    return encoded
+
+
+def _told(renderer: Renderer, tree: ConversationTree, call: Call) -> tuple[bytes, bytes]:
+    """What an agent was told, as it was sampled (but for its end token) and as its text says it. A stop string, and
+    what follows, is not told.
+    """
+    said, shown = renderer.without_end(tree.encoded_completion(call.id)), renderer.text_as_asked(call.response.content)
+    is_whole = said == shown or renderer.text(call.completion) == call.response.content
+    return (said if is_whole else shown), shown
+
+
+def _given_beyond(renderer: Renderer, ids: Sequence[int], known: int, encoded: bytes) -> tuple[int, ...]:
+    """The tokens of `ids` behind the first `known` bytes of their text; one that these cut is tokenised anew."""
+    starts = accumulate(map(len, renderer.pieces(ids)), initial=0)
+    first, start = next((i, start) for i, start in enumerate(starts) if start >= known)
+    return renderer.tokenize(encoded[known:start]) + tuple(ids[first:])
+
+
+def _heard(renderer: Renderer, tree: ConversationTree, encoded: bytes, parent: str | None) -> tuple[str | None, int]:
+    """The newest call whose prompt and answer `encoded` begins with, and the length of these in bytes. An empty answer
+    proves nothing: the same prompt again may be a vote.
+    """
+    call: Call | None = tree.call(parent) if parent is not None else None
+    while call is not None:
+        told, shown = _told(renderer, tree, call)
+        told = tree.encoded_prompt(call.id) + told
+        if shown and encoded.startswith(told):
+            return call.id, len(told)
+        call = tree.call(call.ask.after) if call.ask.after is not None else None
+    return None, 0

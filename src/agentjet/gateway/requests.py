@@ -41,6 +41,11 @@ class CallRequest:
     retry: bool = False
     """The agent's SDK says that it sends this request again, or may do so under the same `fingerprint`."""
 
+    @property
+    def asked(self) -> str:
+        """What the model is asked to continue, by the name that errors give it."""
+        return "messages" if self.conversation.prompt is None else "prompt"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

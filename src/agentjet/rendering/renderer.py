@@ -91,6 +91,34 @@ class Renderer:
                     continue
         return self._encode(self._template.render(conversation), {})
 
+    def raw(self, prompt: str | Sequence[int]) -> bytes:
+        """A raw prompt as encoded text: text with what the tokenizer puts before a text, token ids as they are.
+
+        Control tokens come from ids only; written in text they stay text. Raises `InvalidRequest`.
+        """
+        if isinstance(prompt, str):
+            encoded = self._vocabulary.opening + self.text_as_asked(prompt)
+        else:
+            unknown = next((token_id for token_id in prompt if not self._vocabulary.knows(token_id)), None)
+            if unknown is not None:
+                raise InvalidRequest(f"prompt holds {unknown}, which is no token of this model.", param="prompt")
+            encoded = self.encode_tokens(prompt)
+        if not encoded:
+            raise InvalidRequest("prompt is empty: there is nothing to continue.", param="prompt")
+        return encoded
+
+    def text_as_asked(self, text: str) -> bytes:
+        """Text of a raw prompt as encoded text. Raises `InvalidRequest`."""
+        return self._encode_text(text, param="prompt")
+
+    def without_end(self, encoded: bytes) -> bytes:
+        """A completion's encoded text without the end token that may be its last."""
+        return self._body(encoded).encoded
+
+    def show(self, encoded: bytes) -> str:
+        """Encoded text for people: control tokens by name, broken characters replaced."""
+        return self._vocabulary.show(encoded)
+
     def _placements(self, conversation: Conversation, bodies: Collection[int]) -> Iterator[tuple[set[int], set[int]]]:
         """Where the slots may go: in place of each whole message, or, for templates that count tool-call messages
         apart from answers, inside those.
@@ -151,7 +179,10 @@ class Renderer:
 
         Tool calls are looked for when the conversation offers tools, reasoning when the template knows it; text that
         is not well-formed stays content. The calls' ids are `<id_prefix>_0`, `<id_prefix>_1`, ...
+        What continues a raw prompt is content as it stands.
         """
+        if conversation.prompt is not None:
+            return Message("assistant", text)
         return parse_answer(
             text,
             reasons=self.reasons,
@@ -220,14 +251,14 @@ class Renderer:
             texts = [t.rstrip() if m in self._strips_left else t for t, m in zip(texts, afters, strict=True)]
         return texts
 
-    def _encode_text(self, text: str) -> bytes:
+    def _encode_text(self, text: str, *, param: str = "messages") -> bytes:
         try:
             return self._vocabulary.encode_text(text)
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"a message holds half a surrogate pair, which is no text: {error.object[error.start : error.end]!a}",
+                f"{param} hold half a surrogate pair, which is no text: {error.object[error.start : error.end]!a}",
                 code="invalid_text",
-                param="messages",
+                param=param,
             ) from error
 
     def _body(self, encoded: bytes) -> _Body:

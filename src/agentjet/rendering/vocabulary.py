@@ -74,6 +74,8 @@ class Vocabulary:
         self._bytes.update({id_: token.content.encode() for id_, token in spaces.items()})
         for id_ in self.control:
             self._bytes.pop(id_, None)
+        self.opening = b"".join(map(escape, _opening(full)))
+        """Encoded text that the tokenizer puts before a text: a token that begins a document, or nothing."""
         self._normalise = _normaliser(full)
         self._refuse_lossy(path)
 
@@ -103,6 +105,9 @@ class Vocabulary:
         kept = (char.encode() for char in text)
         return b"".join(char for char in kept if char.translate(None, self._missing) == char)
 
+    def knows(self, token_id: int) -> bool:
+        return token_id in self._bytes or token_id in self.control
+
     def piece(self, token_id: int) -> bytes:
         """Encoded text of one token. Ids unknown to the tokenizer (padding of the embedding) are escapes too."""
         raw = self._bytes.get(token_id)
@@ -117,6 +122,15 @@ class Vocabulary:
             return raw
         control = self.control.get(token_id)
         return control.literal.encode() if control and (literals or not control.hidden) else b""
+
+    def show(self, encoded: bytes) -> str:
+        """Encoded text for people: control tokens by name, broken characters replaced."""
+        parts = _ESCAPES.split(encoded)
+        parts[1::2] = [
+            ESCAPE if part == ESCAPED_BYTE else self.raw(int.from_bytes(part[1:], "big"), literals=True)
+            for part in parts[1::2]
+        ]
+        return b"".join(parts).decode(errors="replace")
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Token ids of encoded text; every stretch between control tokens is encoded on its own."""
@@ -175,6 +189,12 @@ def _without_added_tokens(full: Tokenizer) -> Tokenizer:
     if full.normalizer is not None and not _is_unicode_form(full.normalizer):
         plain.normalizer = full.normalizer
     return plain
+
+
+def _opening(full: Tokenizer) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    ids, bare = full.encode("a").ids, full.encode("a", add_special_tokens=False).ids
+    return next((ids[:i] for i in range(len(ids)) if ids[i : i + len(bare)] == bare), [])
 
 
 def _is_unicode_form(normalizer: Any) -> bool:

@@ -23,8 +23,9 @@ from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, messages
+from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages
 from agentjet.server.dialects.chat_bodies import ChatBody
+from agentjet.server.dialects.completions_bodies import CompletionBody
 from agentjet.server.dialects.dialect import Answer, Asked, Event, Head, role_of
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
@@ -99,6 +100,12 @@ async def chat_completions(body: ChatBody, request: Request, wired: Wired, key: 
     return await respond(chat.DIALECT, body, request, wired, key, role)
 
 
+@routes.post(completions.DIALECT.path, **route_of(completions.DIALECT))
+async def text_completions(body: CompletionBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+    """OpenAI's legacy text completions: a raw prompt, as text or token ids, is continued without the chat template."""
+    return await respond(completions.DIALECT, body, request, wired, key, role)
+
+
 @routes.post(messages.DIALECT.path, **route_of(messages.DIALECT))
 async def create_message(body: MessagesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
     """Anthropic's Messages API. The key is an episode's; what cannot be honoured is refused by name."""
@@ -109,7 +116,7 @@ async def create_message(body: MessagesBody, request: Request, wired: Wired, key
 async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole = "") -> TokenCount:
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     episode_id = wired.keys.episode(key)
-    role = role_of(body.model, wired.gateway.model_name, role)
+    role = _role_of(body.model, wired, role)
     asked = messages.to_conversation(body)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
@@ -125,7 +132,7 @@ async def list_models(wired: Wired, key: Key) -> ModelList:
 async def get_model(name: str, wired: Wired, key: Key) -> Model:
     """The model of that name."""
     wired.keys.episode(key)
-    role_of(name, wired.gateway.model_name, "")
+    _role_of(name, wired, "")
     return _model(wired)
 
 
@@ -141,13 +148,17 @@ router.include_router(routes, dependencies=[Depends(_key_in_headers)])
 router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(_key_in_path)])
 
 
+def _role_of(model: str, wired: Wiring, header: str) -> str:
+    return role_of(model, wired.gateway.model_name, header, wired.gateway.config.server.model_aliases)
+
+
 async def respond(
     dialect: Dialect[Asked, Answer], body: Asked, request: Request, wired: Wiring, key: str, role: str
 ) -> Response:
     """The answer to a request of any dialect, whole or streamed. Raises `RequestError`, or `ClientGone`."""
     gateway = wired.gateway
     episode_id = wired.keys.episode(key)
-    role = role_of(body.model, gateway.model_name, role)
+    role = _role_of(body.model, wired, role)
     head = Head(uuid.uuid4().hex, gateway.model_name, int(time.time()))
     asked = dialect.to_request(body, partial(gateway.past, episode_id, role))
     call = replace(asked, id=head.id, **await _sent(request))

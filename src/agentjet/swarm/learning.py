@@ -128,7 +128,7 @@ class Learning(Outlook):
 
         Raises `CheckpointError` when the journal does not reach back so far, or not up to it.
         """
-        if policy_version > self.policy_version and self._journal.is_empty():
+        if policy_version != self.policy_version and self._journal.is_empty():
             with self._ledger.transaction():
                 self._journal.set_base_version(policy_version)
                 self._ledger.policy_version = policy_version

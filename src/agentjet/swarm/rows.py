@@ -101,7 +101,7 @@ def _ask(value: Mapping[str, Any]) -> Ask:
     if not value:
         return Ask()
     messages, tools = tuple(map(_message, value["messages"])), tuple(value["tools"])
-    return Ask(messages, value["after"], tools, value["fingerprint"])
+    return Ask(messages, value["after"], tools, value["fingerprint"], value.get("instructed", False))
 
 
 def to_json(value: Mapping[str, Any]) -> str:

@@ -42,7 +42,8 @@ class Swarm(Learning):
     ) -> None:
         """`policy_version` is where an empty journal starts; one with history knows its own."""
         if policy_version and journal.is_empty():
-            journal.set_base_version(policy_version)
+            with journal.transaction():
+                journal.set_base_version(policy_version)
         super().__init__(journal, job, clock=clock)
 
     # ---- episodes ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ OrphanReason = Literal["retry", "undelivered"]
 def ask(conversation: Conversation, known: Mapping[int, Call], fingerprint: str = "") -> Ask:
     """What is new in a request, given the calls that `ConversationTree.recognise` found in it."""
     if not known:
-        return Ask(conversation.messages, None, conversation.tools, fingerprint)
+        return Ask(conversation.messages, None, conversation.tools, fingerprint, conversation.instructed)
     newest = max(known)
     return Ask(conversation.messages[newest + 1 :], known[newest].id, (), fingerprint)
 

@@ -1,8 +1,9 @@
 """When two messages, or two conversations, are the same *by meaning*.
 
 Agents send their history back through SDKs that rewrite it harmlessly: JSON arguments with other spacing or key order,
-null for "". None of that makes a message another one. Tool-call ids, names and the tools are part of the meaning. The
-leniency costs no exactness: what the policy is fed are the recorded tokens.
+null for "". None of that makes a message another one. Tool-call ids, names and the tools are part of the meaning, but
+for the name that a framework puts on answers to tell its agents apart: no policy ever says it. The leniency costs no
+exactness: what the policy is fed are the recorded tokens.
 """
 
 from __future__ import annotations
@@ -71,18 +72,26 @@ class Identities:
 
 def message_key(message: Message) -> str:
     """Hex digest of a message's meaning."""
-    return _digest([answer_key(message), message.reasoning])
+    return _digest([answer_key(message), message.name, message.reasoning])
 
 
 def answer_key(message: Message) -> str:
-    """Hex digest of a message's meaning without its reasoning, which most agents do not send back."""
+    """Hex digest of a message's meaning without what an answer loses or gains on its way back: its reasoning, which
+    most agents drop, and the name that some give it.
+    """
     calls = [[call.id, call.name, _arguments(call.arguments)] for call in message.tool_calls]
-    return _digest([message.role, message.content, calls, message.tool_call_id, message.name])
+    name = "" if message.role == "assistant" else message.name
+    return _digest([message.role, message.content, calls, message.tool_call_id, name])
 
 
 def conversation_key(conversation: Conversation) -> str:
     """Hex digest of a conversation's meaning, its tools included."""
     return Identities().of(conversation).key
+
+
+def raw_key(prompt: str | Sequence[int]) -> str:
+    """Hex digest of a raw prompt."""
+    return _digest(["prompt", prompt])
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:

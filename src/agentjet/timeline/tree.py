@@ -28,7 +28,7 @@ from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message
 class Match:
     """How a prompt continues the tree: the first `kept` tokens of `parent`'s prompt + completion, then `suffix`.
 
-    `suffix` is encoded text still to be tokenised, never empty. Without a parent `kept` is 0.
+    `suffix` is encoded text still to be tokenised. Without a parent `kept` is 0.
     """
 
     parent: str | None
@@ -101,6 +101,9 @@ class ConversationTree:
     def knows(self, call_id: str) -> bool:
         return call_id in self._nodes
 
+    def call(self, call_id: str) -> Call:
+        return self._nodes[call_id].call
+
     def exchange(self, call_id: str) -> tuple[Conversation, Message]:
         """What a call was asked, in full, and what it answered.
 
@@ -111,7 +114,7 @@ class ConversationTree:
         while first.ask.after is not None:
             first = self._nodes[first.ask.after].call
             messages = (*first.ask.messages, first.response, *messages)
-        return Conversation(messages, first.ask.tools), call.response
+        return Conversation(messages, first.ask.tools, instructed=first.ask.instructed), call.response
 
     def leaves(self) -> tuple[Call, ...]:
         """The calls that no later call continues from their very end: each ends a timeline."""
@@ -162,10 +165,13 @@ class ConversationTree:
             after = found[i].ask.after
         return dict(sorted(found.items()))
 
-    def match(self, encoded: bytes) -> Match:
-        """How a prompt, as encoded text, continues what is known; of equally long paths the newest."""
+    def match(self, encoded: bytes, *, to_the_end: bool = False) -> Match:
+        """How a prompt, as encoded text, continues what is known; of equally long paths the newest.
+
+        Only `to_the_end` it may be known whole: a raw prompt may be what was said before, to be continued.
+        """
         assert encoded, "a prompt has at least one token"
-        limit = len(encoded) - 1
+        limit = len(encoded) - (0 if to_the_end else 1)
         best: tuple[int, int, _Node | None, int] = (0, -1, None, 0)
         todo = [(node, 0) for node in self._roots]
         while todo:
@@ -216,6 +222,19 @@ class ConversationTree:
         """The encoded text of what a call sampled: the body that `Renderer.render` takes."""
         node = self._nodes[call_id]
         return node.encoded[node.ends[node.prompt_end] :]
+
+    def encoded_prompt(self, call_id: str) -> bytes:
+        """The encoded text of all that a call was asked with."""
+        node = self._nodes[call_id]
+        at: _Node | None = node
+        end = node.start + node.prompt_end
+        parts: list[bytes] = []
+        while at is not None:
+            if end > at.start:
+                parts.append(at.encoded[: int(at.ends[end - at.start])])
+                end = at.start
+            at = at.parent
+        return b"".join(reversed(parts))
 
     def prompt_tokens(self, match: Match, suffix_tokens: Sequence[int]) -> tuple[int, ...]:
         """The whole prompt of a call about to be sampled: what `match` keeps, then its suffix tokenised."""

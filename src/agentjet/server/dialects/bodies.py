@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Stop = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+"""One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows 4."""
 
 
 class Body(BaseModel):
@@ -20,3 +23,10 @@ class RequestBody(Body):
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
+
+
+class StreamOptions(Body):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None

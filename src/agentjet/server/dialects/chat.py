@@ -6,7 +6,7 @@ the empty string, the text parts of a content list are joined, `developer` is `s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from agentjet.errors import InvalidRequest
@@ -25,17 +25,18 @@ from agentjet.server.dialects.chat_bodies import (
     TokenLogprobBody,
     ToolBody,
     ToolCallBody,
-    UsageBody,
 )
 from agentjet.server.dialects.constraints import ANY_OBJECT, checked
-from agentjet.server.dialects.dialect import Chunks, Dialect, Event, Head, sse
+from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
+from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
+from agentjet.server.dialects.neutral import refuse_unless_neutral
 from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 
 
 def to_request(body: ChatBody) -> CallRequest:
     """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
-    _refuse_what_is_not_honoured(body)
+    refuse_unless_neutral(body, NEUTRAL)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidRequest(
             f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
@@ -61,30 +62,23 @@ def to_request(body: ChatBody) -> CallRequest:
 
 async def to_answer(chunks: Chunks, body: ChatBody, head: Head) -> ChatCompletion:
     """The whole answer, once every choice has ended."""
-    calls: dict[int, Call] = {}
-    tokens: dict[int, list[TokenLogprob]] = {}
-    num_prompt_tokens = 0
-    async for chunk in chunks:
-        tokens.setdefault(chunk.index, []).extend(chunk.tokens)
-        if chunk.call is not None:
-            calls[chunk.index] = chunk.call
-            num_prompt_tokens = chunk.num_prompt_tokens
+    gathered = await gather(chunks)
     choices = [
         ChoiceBody(
             index=index,
             message=_answer(call.response),
-            logprobs=_logprobs(tokens[index]) if body.logprobs else None,
+            logprobs=_logprobs(gathered.tokens[index]) if body.logprobs else None,
             finish_reason=_finish_reason(call),
         )
-        for index, call in sorted(calls.items())
+        for index, call in sorted(gathered.calls.items())
     ]
     return ChatCompletion(
         id=f"chatcmpl-{head.id}",
         created=head.created,
         model=head.model,
         choices=choices,
-        usage=_usage(num_prompt_tokens, calls.values()),
-        system_fingerprint=_fingerprint(calls[0]),
+        usage=gathered.usage,
+        system_fingerprint=fingerprint_of(gathered.calls[0]),
     )
 
 
@@ -100,9 +94,9 @@ async def to_events(chunks: Chunks, body: ChatBody, head: Head) -> AsyncGenerato
     if with_usage:
         common["usage"] = None
     started: set[int] = set()
-    calls: dict[int, Call] = {}
-    num_prompt_tokens = 0
+    gathered = Gathered()
     async for chunk in chunks:
+        gathered.take(chunk)
         delta: dict[str, Any] = {}
         if chunk.index not in started:
             started.add(chunk.index)
@@ -112,9 +106,7 @@ async def to_events(chunks: Chunks, body: ChatBody, head: Head) -> AsyncGenerato
         if chunk.text:
             delta["content"] = chunk.text
         if chunk.call is not None:
-            calls[chunk.index] = chunk.call
-            num_prompt_tokens = chunk.num_prompt_tokens
-            common["system_fingerprint"] = _fingerprint(chunk.call)
+            common["system_fingerprint"] = fingerprint_of(chunk.call)
             if chunk.call.response.tool_calls:
                 delta["tool_calls"] = [
                     {**call.model_dump(), "index": i} for i, call in enumerate(_tool_calls(chunk.call.response))
@@ -126,18 +118,8 @@ async def to_events(chunks: Chunks, body: ChatBody, head: Head) -> AsyncGenerato
             choice["finish_reason"] = _finish_reason(chunk.call)
         yield Event(sse({**common, "choices": [choice]}))
     if with_usage:
-        yield Event(sse({**common, "choices": [], "usage": _usage(num_prompt_tokens, calls.values()).model_dump()}))
+        yield Event(sse({**common, "choices": [], "usage": gathered.usage.model_dump()}))
     yield DONE
-
-
-def _refuse_what_is_not_honoured(body: ChatBody) -> None:
-    for name, neutral in NEUTRAL.items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
-            way_out = f"leave it out or use {' or '.join(repr(v) for v in neutral)}" if neutral else "leave it out"
-            raise InvalidRequest(
-                f"{name} = {value!r} is not supported: {way_out}.", code="unsupported_parameter", param=name
-            )
 
 
 def _message(body: MessageBody, index: int) -> Message:
@@ -251,23 +233,11 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> LogprobsBody:
     )
 
 
-def _usage(num_prompt_tokens: int, calls: Iterable[Call]) -> UsageBody:
-    completion = sum(len(call.completion) for call in calls)
-    return UsageBody(
-        prompt_tokens=num_prompt_tokens, completion_tokens=completion, total_tokens=num_prompt_tokens + completion
-    )
-
-
 def _finish_reason(call: Call) -> Any:
     assert call.finish_reason != "cancelled", "a cancelled call is never answered"
     return call.finish_reason
 
 
-def _fingerprint(call: Call) -> str:
-    return f"policy-{call.versions[-1]}" if call.versions else "policy"
-
-
-DONE = Event("data: [DONE]\n\n", is_last=True)
 DIALECT = Dialect(
     path="/v1/chat/completions",
     answer=ChatCompletion,

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from agentjet.server.dialects.bodies import Body, Finite, RequestBody
+from agentjet.server.dialects.bodies import Body, Finite, RequestBody, Seed, Stop, StreamOptions
+from agentjet.server.dialects.gathering import UsageBody
+from agentjet.server.dialects.neutral import Neutral
 
 
 class TextPart(Body):
@@ -38,9 +40,17 @@ class ToolCallBody(Body):
     function: FunctionCall
 
 
+class FunctionSentBack(FunctionCall):
+    """The function of a tool call in a history."""
+
+    parsed_arguments: Any = None
+    """What OpenAI's SDK read in `arguments`, which its `stream` and `parse` send back; it says nothing else."""
+
+
 class ToolCallSentBack(ToolCallBody):
     """A tool call in a history."""
 
+    function: FunctionSentBack
     index: int | None = None
     """Left over by agents that send back what they joined from a stream; the order of the list says the same."""
 
@@ -60,6 +70,10 @@ class MessageBody(Body):
     annotations: list[Any] | None = None
     audio: Any = None
     function_call: Any = None
+    parsed: Any = None
+    """What OpenAI's SDK read in `content`, which its `stream` and `parse` send back; it says nothing else."""
+    provider_specific_fields: Any = None
+    """What LiteLLM notes of the answer it was given; the policy never saw it."""
 
 
 class FunctionBody(Body):
@@ -76,13 +90,6 @@ class ToolBody(Body):
 
     type: Literal["function"]
     function: FunctionBody
-
-
-class StreamOptions(Body):
-    """What a stream carries besides the answer."""
-
-    include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
 
 
 class NamedSchema(Body):
@@ -111,14 +118,8 @@ class ChatBody(RequestBody):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
-        | None
-    ) = None
-    """One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows
-    4."""
+    seed: Seed | None = None
+    stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -153,7 +154,7 @@ class ChatBody(RequestBody):
     web_search_options: Any = None
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "top_logprobs": (0,),
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
@@ -172,7 +173,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""The values of a key that ask for nothing; null always does. Any other value is refused."""
 
 
 class TokenLogprobBody(BaseModel):
@@ -208,14 +208,6 @@ class ChoiceBody(BaseModel):
     message: AnswerBody
     logprobs: LogprobsBody | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class UsageBody(BaseModel):
-    """Tokens as the policy saw and sampled them."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
 
 
 class ChatCompletion(BaseModel):

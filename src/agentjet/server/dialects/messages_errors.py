@@ -20,11 +20,18 @@ TYPES = {
 """By status; the rest are `invalid_request_error` or, from 500 on, `api_error`."""
 
 
+class AnthropicErrorDetails(BaseModel):
+    """What Anthropic's SDKs act upon."""
+
+    error_code: str
+
+
 class AnthropicErrorBody(BaseModel):
     """What Anthropic's SDKs read. There is no place for the offending key: the message names it."""
 
     type: str
     message: str
+    details: AnthropicErrorDetails
 
 
 class AnthropicError(BaseModel):
@@ -40,7 +47,8 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
     kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     is_named = error.param is None or error.param in error.message
     message = error.message if is_named else f"{error.param}: {error.message}"
-    return AnthropicError(error=AnthropicErrorBody(type=kind, message=message)).model_dump()
+    details = AnthropicErrorDetails(error_code=error.code)
+    return AnthropicError(error=AnthropicErrorBody(type=kind, message=message, details=details)).model_dump()
 
 
 ANTHROPIC = ErrorShape(

@@ -1,0 +1,63 @@
+"""`python -m conformance [CLIENT ...]`: run the exercises, write `docs/compatibility.md`, print what was found.
+
+The page is written by a run of all clients only. The last line of the output is JSON; the exit code is 0 when all
+clients are green.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from conformance import page
+from conformance.audit import problems
+from conformance.child import HERE, command
+from conformance.episode import Exercise, play
+from conformance.exercises import EXERCISES
+from conformance.page import Result
+
+PAGE = HERE.parent / "docs" / "compatibility.md"
+
+
+async def check(exercise: Exercise, room: asyncio.Semaphore) -> Result:
+    """Run an exercise and print how it went."""
+    async with room:
+        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+            evidence = await play(exercise, command(*exercise.command), Path(folder))
+    result = Result(exercise, tuple(problems(exercise, evidence)), evidence.num_timelines)
+    print(
+        f"{'red  ' if result.problems else 'green'} {exercise.client}: {exercise.dialect}, {exercise.name}", flush=True
+    )
+    for problem in result.problems:
+        print(f"      {problem}", flush=True)
+    return result
+
+
+async def check_all(exercises: list[Exercise]) -> list[Result]:
+    """As many side by side as there are cores: a client's time goes into its imports."""
+    room = asyncio.Semaphore(os.cpu_count() or 1)
+    return await asyncio.gather(*(check(exercise, room) for exercise in exercises))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(dict.fromkeys(exercise.client for exercise in EXERCISES))
+    parser.add_argument("client", nargs="*", help=f"all of them when none is named: {', '.join(names)}")
+    wanted = parser.parse_args().client
+    if unknown := set(wanted) - set(names):
+        parser.error(f"there is no client {unknown.pop()!r}; there are {', '.join(names)}")
+    results = asyncio.run(check_all([one for one in EXERCISES if not wanted or one.client in wanted]))
+    if not wanted:
+        PAGE.write_text(page.page(results, page.versions()), encoding="utf-8")
+    clients = page.green(results)
+    print(json.dumps({"green": sum(clients.values()), "total": len(clients), "clients": clients}))
+    return 0 if all(clients.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

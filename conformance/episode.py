@@ -1,0 +1,90 @@
+"""One exercise on a real server: a client works through an episode, another episode is the one it is compared with.
+
+The two are a group and the group is a batch, so the worker learns exactly what the client did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentjet.timeline import Forest
+from conformance.child import Ended, run
+from conformance.conversation import Turn
+from conformance.policy import Policy, Said
+from tests.server.serving import Served, serving
+from tests.timeline.models import make_model
+
+REWARD, OTHER_REWARD = 0.75, 0.25
+ADVANTAGE = (REWARD - OTHER_REWARD) / 2
+"""Of the client's episode under `dr_grpo`, its reward minus the group's mean; the other one's is the negative."""
+OTHER_TURN = Turn("Nothing to add.")
+JOB = {"batch_size": 1, "group_size": 2, "max_tokens": 10_000, "algorithm": {"advantage": "dr_grpo"}}
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One thing that a client is asked to do, as a process, and how it must go."""
+
+    client: str
+    name: str
+    """What is exercised, for the table."""
+    dialect: str
+    command: tuple[str, ...]
+    """A script of `clients/` or `node/`, and its arguments."""
+    turns: tuple[Turn, ...]
+    answer: str
+    """The last line that the client must print."""
+    remark: str = ""
+    template: str = "smollm2"
+    """The model's, by its name in `tests.timeline.models`."""
+    history: str = "template"
+    """`job.history`."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of an exercise afterwards, from the three sides: client, sampler and learner."""
+
+    ended: Ended
+    said: tuple[Said, ...]
+    other: tuple[Said, ...]
+    tree: dict[str, Any]
+    """`GET /swarm/v1/episodes/{id}` of the client's episode."""
+    forest: Forest | None
+    text: Callable[[tuple[int, ...]], str]
+
+    @property
+    def num_timelines(self) -> int:
+        """Samples that no other one continues."""
+        prompts = [one.prompt for one in self.said]
+        return sum(all(prompt[: len(one.tokens)] != one.tokens for prompt in prompts) for one in self.said)
+
+
+async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
+    """Run the client with `argv` on a fresh server that keeps everything in `folder`."""
+    model = make_model(folder, exercise.template)
+    policy = Policy(model, list(exercise.turns))
+    job = {**JOB, "history": exercise.history}
+    async with serving(folder / "data", policy, card=model.card, job=job, prepare=policy.attach) as served:
+        episode, other = await served.begin(group="g"), await served.begin(group="g")
+        ended = await run(argv, episode, folder / "home")
+        said = tuple(policy.said)
+        tree = (await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")).json()
+        forest = None
+        if said:
+            policy.turns[len(said) :] = [OTHER_TURN]
+            client = served.openai(other)
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "And you?"}])
+            await _finish(served, episode, REWARD)
+            await _finish(served, other, OTHER_REWARD)
+            await served.run.until(lambda: bool(policy.learned))
+            [forest] = policy.learned
+    return Evidence(ended, said, tuple(policy.said[len(said) :]), tree, forest, policy.text)
+
+
+async def _finish(served: Served, episode: dict[str, Any], reward: float) -> None:
+    answer = await served.http.post(f"/swarm/v1/episodes/{episode['episode_id']}/finish", json={"reward": reward})
+    assert answer.status_code == 200, answer.text

@@ -1,0 +1,60 @@
+"""The policy of an exercise: a sampler that says its turns one after another and remembers what it was fed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentjet.config import JobConfig
+from agentjet.errors import ComputeError
+from agentjet.timeline import Forest
+from agentjet.types import SamplingParams
+from conformance.conversation import Turn
+from tests.fakes import ScriptedCompute
+from tests.timeline.models import Model
+
+
+@dataclass(frozen=True)
+class Said:
+    """One sample as the sampler knows it, whatever the gateway makes of it."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.completion
+
+
+@dataclass
+class Policy:
+    """A script of `tests.fakes.ScriptedCompute`, and the forest that the worker gets to learn."""
+
+    model: Model
+    turns: list[Turn]
+    said: list[Said] = field(default_factory=list)
+    learned: list[Forest] = field(default_factory=list)
+
+    def __call__(self, prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        """Raises `ComputeError` when it is asked more often than it has turns."""
+        if len(self.said) == len(self.turns):
+            raise ComputeError("the policy was asked once more than the exercise has turns")
+        turn = self.turns[len(self.said)]
+        completion = (*self.model.ids(turn.says), *([] if turn.stopped else [self.model.end]))
+        self.said.append(Said(tuple(prompt), completion))
+        return completion
+
+    def attach(self, compute: ScriptedCompute) -> None:
+        """Keep what `compute` learns."""
+        learn = compute.learn
+
+        async def learn_and_keep(batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+            self.learned.append(forest)
+            return await learn(batch_id, forest, job)
+
+        compute.learn = learn_and_keep  # type: ignore[method-assign]
+        compute.piece = 3
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What tokens say, control tokens by name."""
+        return str(self.model.tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -1,0 +1,146 @@
+"""The judge of `make conformance` is itself judged. Pinned here:
+
+1. an agent on OpenAI's SDK, as a process, is green, whether it streams or not;
+2. every kind of loss makes it red, by the words that name it: in what the client heard, in the prompts, in the record,
+   in the forest;
+3. a client that asks too often, or reaches for another machine, is told on;
+4. the page says what was found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conformance.audit import problems
+from conformance.child import HERE, run
+from conformance.episode import Evidence, Exercise, play
+from conformance.exercises import EXERCISES
+from conformance.page import Result, green, page
+from conformance.policy import Said
+
+pytestmark = pytest.mark.e2e
+
+CHAT = EXERCISES[0]
+SCRIPT = str(HERE / "clients" / "openai_sdk.py")
+
+
+def played(exercise: Exercise, folder: Path, way: str) -> Evidence:
+    """An exercise with the SDK of this environment."""
+    return asyncio.run(play(exercise, [sys.executable, SCRIPT, way], folder))
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    return played(CHAT, tmp_path_factory.mktemp("chat"), "chat")
+
+
+def test_openais_sdk_is_green(evidence: Evidence) -> None:
+    assert problems(CHAT, evidence) == []
+    assert evidence.num_timelines == 1
+    assert evidence.forest is not None
+    sampled = sum(len(said.completion) for said in (*evidence.said, *evidence.other))
+    assert evidence.forest.num_targets == sampled
+
+
+def test_streaming_and_votes_are_green(tmp_path: Path) -> None:
+    streaming, votes = (next(one for one in EXERCISES if one.command[1:] == (way,)) for way in ("streaming", "votes"))
+    assert problems(streaming, played(streaming, tmp_path / "s", "streaming")) == []
+    two = played(votes, tmp_path / "v", "votes")
+    assert problems(votes, two) == []
+    assert two.num_timelines == 2
+
+
+def of_client(**changes: Any) -> Callable[[Evidence], Evidence]:
+    return lambda evidence: replace(evidence, ended=replace(evidence.ended, **changes))
+
+
+def of_forest(**changes: Callable[[Any], Any]) -> Callable[[Evidence], Evidence]:
+    def change(evidence: Evidence) -> Evidence:
+        assert evidence.forest is not None
+        made = {name: how(getattr(evidence.forest, name).copy()) for name, how in changes.items()}
+        return replace(evidence, forest=replace(evidence.forest, **made))
+
+    return change
+
+
+def of_call(number: int, how: Callable[[dict[str, Any]], object]) -> Callable[[Evidence], Evidence]:
+    def change(evidence: Evidence) -> Evidence:
+        tree = deepcopy(evidence.tree)
+        how(tree["calls"][number])
+        return replace(evidence, tree=tree)
+
+    return change
+
+
+def of_prompt(number: int, how: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Callable[[Evidence], Evidence]:
+    def change(evidence: Evidence) -> Evidence:
+        said = list(evidence.said)
+        said[number] = Said(how(said[number].prompt), said[number].completion)
+        return replace(evidence, said=tuple(said))
+
+    return change
+
+
+def first_changed(values: Any) -> Any:
+    values[0] += 1
+    return values
+
+
+LOSSES: dict[str, tuple[Callable[[Evidence], Evidence], str]] = {
+    "the client crashed": (of_client(code=1, errors="boom"), "exit code 1: boom"),
+    "another answer arrived": (of_client(output="85 and 43.\n"), "heard '85 and 43.'"),
+    "it phoned home": (of_client(reached=("telemetry.example",)), "reach telemetry.example"),
+    "a call is missing": (lambda evidence: replace(evidence, said=evidence.said[:-1]), "asked 3 times, not 4"),
+    "a tool result is missing": (of_prompt(1, lambda prompt: prompt[:-9]), "call 2 adds"),
+    "the tools are missing": (of_prompt(0, lambda prompt: prompt[-60:]), "call 1 was not told '<tools>'"),
+    "a recorded token is another": (of_call(2, lambda call: first_changed(call["tokens"])), "other tokens"),
+    "context is masked in": (of_call(3, lambda call: first_changed(call["mask"])), "mask does not cover"),
+    "a sampled token is masked out": (of_call(1, lambda call: call["mask"].__setitem__(-1, 0)), "mask does not"),
+    "a false fork": (of_call(1, lambda call: call.update(fork="edit")), "counted as 'edit'"),
+    "a false retry": (of_call(1, lambda call: call.update(retry_of="x")), "retry or an orphan"),
+    "a token trained in another context": (of_forest(tokens=first_changed), "not trained in their context"),
+    "a token trained elsewhere": (of_forest(node=first_changed), "nobody sampled"),
+    "another reward": (of_forest(advantage=lambda values: -values), "by the reward"),
+    "a node twice": (
+        of_forest(tokens=lambda v: np.append(v, v[-1]), parent=lambda v: np.append(v, v[-1])),
+        "exactly once",
+    ),
+    "nothing learned": (lambda evidence: replace(evidence, forest=None), "nothing was learned"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_is_seen(loss: str, evidence: Evidence) -> None:
+    lose, words = LOSSES[loss]
+    assert any(words in problem for problem in problems(CHAT, lose(evidence)))
+
+
+def test_a_client_that_asks_too_often_is_red(tmp_path: Path) -> None:
+    short = replace(CHAT, turns=CHAT.turns[:3])
+    found = problems(short, played(short, tmp_path, "chat"))
+    assert any("exit code 1" in problem and "asked once more" in problem for problem in found)
+
+
+def test_the_guard_refuses_other_machines_and_tells(tmp_path: Path) -> None:
+    program = "import socket; socket.create_connection(('203.0.113.7', 80), 1)"
+    episode = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k"}
+    ended = asyncio.run(run([sys.executable, "-c", program], episode, tmp_path))
+    assert ended.code == 1 and "is not this machine" in ended.errors
+    assert set(ended.reached) == {"203.0.113.7"}
+
+
+def test_the_page_says_what_was_found(evidence: Evidence) -> None:
+    good, bad = Result(CHAT, (), 1), Result(replace(CHAT, client="other"), ("one | two",), 1)
+    assert green([good, bad, replace(good, problems=("x",))]) == {"openai": False, "other": False}
+    written = page([good, bad], {"openai": "9.9"})
+    assert "1 of 2 clients are green" in written
+    assert "| openai | 9.9 | chat |" in written and "| red | one   two |" in written

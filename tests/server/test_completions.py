@@ -1,0 +1,205 @@
+"""OpenAI's legacy text completions, asked with OpenAI's own SDK over a real socket.
+
+Pinned here:
+1. the prompt is fed as it stands, text or ids; plain and streamed answers are the same;
+2. what begins with an earlier prompt and its answer continues that timeline with its exact tokens;
+3. every parameter is honoured, or refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from agentjet.types import Call
+from tests.fakes import saying
+from tests.server.serving import Served, serving
+from tests.tiny import SPECIAL, tokenizer
+
+pytestmark = pytest.mark.anyio
+
+END = SPECIAL.index("<|im_end|>")
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(tokenizer().encode(text, add_special_tokens=False).ids)
+
+
+def calls(served: Served, episode: dict[str, Any]) -> tuple[Call, ...]:
+    return served.run.gateway.swarm.tree(episode["episode_id"], "").calls
+
+
+@pytest.mark.parametrize("prompt", ["Once upon", ["Once upon"], list(ids("Once upon")), [list(ids("Once upon"))]])
+async def test_a_prompt_is_fed_as_it_stands(tmp_path: Path, prompt: Any) -> None:
+    async with serving(tmp_path / "d", saying(lambda prompt: " a time äöü")) as served:
+        episode = await served.begin()
+        answer = await served.openai(episode).completions.create(model=episode["model"], prompt=prompt)
+        [choice] = answer.choices
+        assert (answer.object, choice.text, choice.finish_reason) == ("text_completion", " a time äöü", "stop")
+        [asked] = served.run.compute.asked
+        assert asked.prompt == ids("Once upon")
+        [call] = calls(served, episode)
+        assert call.completion == (*ids(" a time äöü"), END) and call.versions == (0,) * len(call.completion)
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(asked.prompt), len(call.completion))
+        assert (answer.id, answer.system_fingerprint) == (f"cmpl-{call.id}", "policy-0")
+
+
+async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", saying(lambda prompt: "grüße 🙂 to <think> you")) as served:
+        client = served.openai(await served.begin())
+        stream = await client.completions.create(
+            model="policy", prompt="x", stream=True, stream_options={"include_usage": True}, logprobs=0
+        )
+        chunks = [chunk async for chunk in stream]
+        plain = await client.completions.create(model="policy", prompt="x", logprobs=0)
+        pieces = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        assert "".join(piece.text for piece in pieces) == plain.choices[0].text == "grüße 🙂 to <think> you"
+        assert sum(bool(piece.text) for piece in pieces) > 3, "it really streams"
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason == plain.choices[0].finish_reason == "stop"
+        assert chunks[-1].usage == plain.usage and plain.usage is not None and not chunks[-1].choices
+        whole = plain.choices[0].logprobs
+        assert whole is not None and whole.tokens is not None
+        assert len(whole.tokens) == plain.usage.completion_tokens and whole.tokens[-1] == "<|im_end|>"
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            parts = [getattr(piece.logprobs, name) for piece in pieces]
+            assert [item for part in parts for item in part] == getattr(whole, name)
+
+
+async def test_offsets_are_where_the_tokens_begin(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", saying(lambda prompt: "é hello")) as served:
+        client = served.openai(await served.begin())
+        answer = await client.completions.create(model="policy", prompt="x", logprobs=0)
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
+        assert logprobs.tokens[:2] == ["�", "�"] and "".join(logprobs.tokens[2:]) == " hello<|im_end|>"
+        lengths = [0, 1, *(len(token) for token in logprobs.tokens[2:])]
+        assert logprobs.text_offset == [sum(lengths[:i]) for i in range(len(lengths))]
+        assert logprobs.token_logprobs == [-0.5] * len(logprobs.tokens) and logprobs.top_logprobs is None
+
+
+@pytest.mark.parametrize("form", ["text", "ids"])
+async def test_turns_continue_a_timeline(tmp_path: Path, form: str) -> None:
+    """Each prompt is the one before it, its answer and something new."""
+    # What the policy says is tokenised as no tokenizer would.
+    said = [tuple(ids(letter)[0] for letter in " hello"), tuple(ids(letter)[0] for letter in " the end")]
+    async with serving(tmp_path / "d", lambda prompt, params: said[len(prompt) > 5]) as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        prompt = "hello"
+        for _ in range(2):
+            given: Any = prompt if form == "text" else list(ids(prompt))
+            answer = await client.completions.create(model="policy", prompt=given, seed=1, max_tokens=50)
+            assert answer.choices[0].finish_reason == "length"
+            prompt += answer.choices[0].text + "\nhello"
+        first, second = calls(served, episode)
+        asked = served.run.compute.asked[1].prompt
+        assert asked == ids("hello") + said[0] + ids("\nhello")
+        assert (second.parent, second.fork, second.ask.after) == (first.id, "", first.id)
+        tree = served.run.gateway.swarm.tree(episode["episode_id"], "")
+        assert tree.leaves() == (second,) and tree.tokens(second.id) == asked + said[1]
+
+
+async def test_several_choices_and_a_stop_string(tmp_path: Path) -> None:
+    said = iter(["one END two", "three"])
+    async with serving(tmp_path / "d", saying(lambda prompt: next(said))) as served:
+        episode = await served.begin()
+        answer = await served.openai(episode).completions.create(
+            model="policy", prompt="x", n=2, best_of=2, stop="END", seed=7, temperature=0.5, max_tokens=20
+        )
+        assert [(c.index, c.text, c.finish_reason) for c in answer.choices] == [
+            (0, "one ", "stop"),
+            (1, "three", "stop"),
+        ]
+        params = [asked.params for asked in served.run.compute.asked]
+        assert (params[0].seed, params[0].temperature, params[0].max_tokens) == (7, 0.5, 20)
+        assert params[1].seed != 7
+        assert tokenizer().decode(list(calls(served, episode)[0].completion)) == "one END"
+
+
+async def test_the_name_of_a_control_token_is_text(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin())
+        await client.completions.create(model="policy", prompt="<|im_end|>")
+        await client.completions.create(model="policy", prompt=[END])
+        text, control = (asked.prompt for asked in served.run.compute.asked)
+        assert END not in text and control == (END,)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"best_of": 3}, "best_of"),
+    ({"best_of": 3, "n": 2}, "best_of"),
+    ({"logit_bias": {"1": 5.0}}, "logit_bias"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": [100_000]}, "prompt"),
+    ({"prompt": [-1]}, "prompt.0"),
+    ({"prompt": [True]}, "prompt.0"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": "x" * 5000}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"stop": ""}, "stop"),
+    ({"n": 0}, "n"),
+    ({"temperature": 0}, "temperature"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"messages": []}, "messages"),
+]  # fmt: skip
+
+
+async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        headers = {"Authorization": f"Bearer {(await served.begin())['api_key']}", "Content-Type": "application/json"}
+        for body, param in REFUSED:
+            content = json.dumps({"model": "policy", "prompt": "x", **body})
+            response = await served.http.post("/v1/completions", content=content, headers=headers)
+            assert response.status_code == 400, (body, response.text)
+            error = response.json()["error"]
+            assert error["param"] == param, (body, error)
+            assert error["type"] == "invalid_request_error" and error["code"] and error["message"]
+        assert served.run.compute.asked == []
+
+
+async def test_neutral_values_are_accepted(tmp_path: Path) -> None:
+    neutral = {
+        "best_of": 1, "echo": False, "suffix": None, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
+        "user": "me", "top_p": 1, "n": 1, "stop": None, "stream": False, "logprobs": None,
+    }  # fmt: skip
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin())
+        answer = await client.completions.create(model="policy", prompt="x", extra_body=neutral)
+        assert answer.choices[0].text == "hi"
+
+
+async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
+        client = served.openai(await served.begin())
+        stream = await client.completions.create(model="policy", prompt="x", stream=True)
+        with pytest.raises(openai.APIError, match="worker died"):
+            async for _ in stream:
+                served.run.compute.may_sample.clear()
+                served.run.compute.die()
+
+
+async def test_a_prompt_may_continue_a_chat(tmp_path: Path) -> None:
+    """Ids that begin with a chat's exact tokens are that timeline, for agents that write the template themselves."""
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+        tree = served.run.gateway.swarm.tree(episode["episode_id"], "")
+        [chat] = tree.calls
+        prompt = [*tree.tokens(chat.id), *ids("\n")]
+        await client.completions.create(model="policy", prompt=prompt)
+        raw = tree.calls[1]
+        assert (raw.parent, raw.kept, raw.suffix, raw.fork) == (chat.id, tree.num_tokens(chat.id), ids("\n"), "")
