@@ -355,7 +355,8 @@ async def test_openapi_is_complete(tmp_path: Path) -> None:
             continue
         assert {"401", "403"} <= responses.keys(), name
         assert operation.get("security") or "{key}" in name, f"{name} does not say what it wants for a key"
-        shape = "Problem" if "/swarm/" in name or name == "GET /metrics" else "OpenAIError"
+        own = "AnthropicError" if "/v1/messages" in name else "OpenAIError"
+        shape = "Problem" if "/swarm/" in name or name == "GET /metrics" else own
         for status, response in responses.items():
             if int(status) >= 400:
                 assert shape in json.dumps(response["content"]), (name, status)
