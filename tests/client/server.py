@@ -139,6 +139,7 @@ class FakeServer:
             group=group,
             client_id=request.client_id,
             policy_version=self.version,
+            code_version=request.code_version,
         )
         self.episodes[view.episode_id] = view
         self.most_live = max(self.most_live, self.by_status()["live"])

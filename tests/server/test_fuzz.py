@@ -13,10 +13,9 @@ hour of one core.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import pytest
@@ -34,14 +33,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from agentjet.client.threads import LoopThread
-from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
+from tests.server.target import TOKENS, Role, Target, serving_target
 
 pytestmark = pytest.mark.slow
 load_all_checks()
 
-Role = Literal["nobody", "viewer", "client", "admin", "agent"]
-TOKENS: dict[Role, str] = {"viewer": VIEWER, "client": TOKEN, "admin": ADMIN}
 CASES = max(400, 10 * settings.default.max_examples)
 """Of each role."""
 ENDLESS = "GET /swarm/v1/events"
@@ -56,59 +52,14 @@ OWN_ERRORS = (503, 507)
 HEALTH = list(HealthCheck)
 
 
-class Target:
-    """The real application over a scripted worker, asked in its own event loop, without a network in between."""
-
-    def __init__(self, served: Served, loop: LoopThread) -> None:
-        self.served = served
-        self._loop = loop
-        self.app = served.app
-        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app, raise_app_exceptions=False))
-        self.schema = schemathesis.openapi.from_dict(self.app.openapi())
-        self.episode: dict[str, Any] = {}
-        self.seen: Counter[tuple[str, int]] = Counter()
-
-    def refresh(self) -> None:
-        """Bring up what an earlier request stopped, and have an episode that lives."""
-        gateway = self.served.run.gateway
-
-        async def wake() -> None:
-            await gateway.start_engine()
-            await gateway.ready()
-            known = self.episode.get("episode_id")
-            if known is None or gateway.swarm.episode(known).status != "live":
-                self.episode = await self.served.begin(mode="eval", client_id="refreshed")
-
-        self._loop.run(wake())
-
-    def send(self, prepared: requests.PreparedRequest, role: Role) -> httpx.Response:
-        """What `role` gets for it."""
-        headers = {name: value for name, value in prepared.headers.items() if name.lower() != "authorization"}
-        token = self.episode.get("api_key", "") if role == "agent" else TOKENS.get(role, "")
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
-        assert prepared.method is not None and prepared.url is not None
-        content = prepared.body.encode() if isinstance(prepared.body, str) else prepared.body
-        return self.post(prepared.url, headers, content, method=prepared.method)
-
-    def post(self, url: str, headers: Any, content: bytes | None, *, method: str = "POST") -> httpx.Response:
-        request = httpx.Request(method, url, headers=headers, content=content)
-        return self._loop.run(self._http.send(request))
-
-    def inference_routes(self) -> list[str]:
-        """The routes that take a conversation, those with a key in the path filled in."""
-        paths = self.app.openapi()["paths"]
-        found = [path for path, ways in paths.items() if "post" in ways and not path.startswith("/swarm/")]
-        return [path.replace("{key}", self.episode["api_key"]) for path in found]
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    loop = LoopThread()
-    context = serving(tmp_path_factory.mktemp("fuzz") / "data")
-    yield Target(loop.run(context.__aenter__()), loop)
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with serving_target(tmp_path_factory.mktemp("fuzz") / "data") as target:
+        yield target
+
+
+def schema_of(target: Target) -> Any:
+    return schemathesis.openapi.from_dict(target.app.openapi())
 
 
 def meant(case: schemathesis.Case, target: Target, draw: st.DataObject) -> None:
@@ -129,7 +80,7 @@ def meant(case: schemathesis.Case, target: Target, draw: st.DataObject) -> None:
 
 @pytest.mark.parametrize("role", ["nobody", "viewer", "client", "admin", "agent"])
 def test_every_route_answers_as_documented(target: Target, role: Role) -> None:
-    operations = [found.ok() for found in target.schema.get_all_operations()]
+    operations = [found.ok() for found in schema_of(target).get_all_operations()]
     if role in TOKENS:
         operations = [operation for operation in operations if operation.label != ENDLESS]
     kinds = [operation.as_strategy(generation_mode=mode) for operation in operations for mode in GenerationMode]
@@ -235,7 +186,7 @@ def test_no_mutated_key_gets_in(target: Target, data: st.DataObject) -> None:
 
 def test_the_checks_notice(target: Target) -> None:
     """An undocumented status and an undocumented shape are found, so their absence above means something."""
-    [operation] = [f.ok() for f in target.schema.get_all_operations() if f.ok().label == "GET /swarm/v1/status"]
+    [operation] = [f.ok() for f in schema_of(target).get_all_operations() if f.ok().label == "GET /swarm/v1/status"]
     case = operation.Case()
     request = httpx.Request("GET", "http://127.0.0.1/swarm/v1/status")
     for wrong in (

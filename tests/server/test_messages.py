@@ -4,14 +4,12 @@ Pinned here:
 1. plain and streamed answers are the same message, with real usage;
 2. what was sampled is recognised when it comes back (text, thinking, tool uses, in parallel, with odd JSON): its exact
    tokens are kept, and the next call continues its timeline, whichever dialect asks;
-3. every parameter is honoured, or refused by name;
-4. errors have Anthropic's shape, and a status that says whether to come again;
-5. tokens are counted exactly, and counting leaves no trace.
+3. every parameter is honoured;
+4. tokens are counted exactly, and counting leaves no trace.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -19,18 +17,15 @@ from typing import Any
 import anthropic
 import pytest
 
-from agentjet.protocol import AbortRequest
-from agentjet.server.dialects.messages import SIGNATURE
+from agentjet.server.dialects.messages_answers import SIGNATURE
 from agentjet.types import Call, ModelCard
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
+from tests.server.asking import HELLO, SCHEMA, TOOLS, ask
+from tests.server.serving import Served, serving
 from tests.tiny import make_card, tokenizer
 
 pytestmark = pytest.mark.anyio
 
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
-TOOLS: list[Any] = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
 TWO_CALLS = (
     "<think>\nhm\n</think>\n\nLet me see."
     '\n<tool_call>\n{"name": "add", "arguments": {"a":  1.0, "b": "é"}}\n</tool_call>'
@@ -43,14 +38,9 @@ def tool_card(tmp_path: Path) -> ModelCard:
     return make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
-async def ask(client: anthropic.AsyncAnthropic, *, stream: bool = False, **body: Any) -> anthropic.types.Message:
-    """One message, plain or put together from its events by the SDK."""
-    asked: dict[str, Any] = {"model": "policy", "max_tokens": 300, "messages": HELLO, **body}
-    if not stream:
-        answer: anthropic.types.Message = await client.messages.create(**asked)
-        return answer
-    async with client.messages.stream(**asked) as events:
-        return await events.get_final_message()
+def _function(parameters: dict[str, Any], **more: Any) -> Any:
+    """The tool as OpenAI's dialects write it."""
+    return {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": parameters, **more}}
 
 
 def calls_of(served: Served, episode: dict[str, Any]) -> tuple[Call, ...]:
@@ -198,10 +188,9 @@ async def test_another_dialect_continues_the_same_timeline(tmp_path: Path, tool_
         episode = await served.begin()
         answer = await ask(served.anthropic(episode), tools=TOOLS, system="s")
         [use] = [block for block in answer.content if block.type == "tool_use"]
-        function = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
         await served.openai(episode).chat.completions.create(
             model="policy",
-            tools=[{"type": "function", "function": function}],  # type: ignore[typeddict-item]
+            tools=[_function(SCHEMA)],
             messages=[
                 {"role": "system", "content": "s"},
                 *HELLO,
@@ -289,6 +278,48 @@ async def test_what_is_asked_for_reaches_the_sampler(tmp_path: Path) -> None:
     assert (default.temperature, default.top_p, default.top_k) == (0.7, 1.0, 0)
 
 
+STRICT = {**SCHEMA, "additionalProperties": False, "required": ["a"]}
+CONSTRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "any tool": ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
+    "one tool": (
+        {"tool_choice": {"type": "tool", "name": "add"}},
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+    ),
+    "one call": (
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+    ),
+    "at most one call": (
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"parallel_tool_calls": False},
+    ),
+    "strict": (
+        {"tools": [{"name": "add", "description": "Adds.", "input_schema": STRICT, "strict": True}]},
+        {"tools": [_function(STRICT, strict=True)]},
+    ),
+    "schema": (
+        {"output_config": {"format": {"type": "json_schema", "schema": STRICT}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": STRICT}}},
+    ),
+}
+"""What Anthropic's and OpenAI's requests for the same form of answer look like."""
+
+
+@pytest.mark.parametrize(("anthropics", "openais"), CONSTRAINED.values(), ids=CONSTRAINED)
+async def test_the_same_form_of_answer_as_chats(
+    tmp_path: Path, tool_card: ModelCard, anthropics: dict[str, Any], openais: dict[str, Any]
+) -> None:
+    async with serving(tmp_path / "d", card=tool_card) as served:
+        episode = await served.begin()
+        await ask(served.anthropic(episode), extra_body={"tools": TOOLS, **anthropics})
+        await served.openai(episode).chat.completions.create(
+            model="policy", messages=HELLO, extra_body={"tools": [_function(SCHEMA)], **openais}
+        )
+    first, second = served.run.compute.asked
+    assert first.params.grammar and first.params.grammar == second.params.grammar
+    assert first.prompt == second.prompt
+
+
 async def test_tokens_are_counted_exactly(tmp_path: Path, tool_card: ModelCard) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: TWO_CALLS), card=tool_card) as served:
         episode = await served.begin()
@@ -314,166 +345,6 @@ async def test_a_model_that_reasons_cannot_be_told_not_to(tmp_path: Path, tool_c
                     await ask(client, thinking={"type": "disabled"})
             else:
                 await ask(client, thinking={"type": "disabled"})
-
-
-def one(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": [block]}, *HELLO]}
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
-    ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages.1"),
-    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-    (one({"type": "image", "source": {"type": "url", "url": "x"}}), "messages.0.content.0"),
-    (one({"type": "document", "source": {}}), "messages.0.content.0"),
-    (one({"type": "tool_use", "id": "x", "name": "f", "input": {}}), "messages.0.content.0"),
-    (one({"type": "tool_result", "tool_use_id": "x"}, "assistant"), "messages.0.content.0"),
-    (one({"type": "redacted_thinking", "data": "x"}, "assistant"), "messages.0.content.0"),
-    (one({"type": "text"}), "messages.0.content.0.text"),
-    (one({"type": "text", "text": 3}), "messages.0.content.0.text"),
-    (one({"text": "x"}), "messages.0.content.0.type"),
-    (one({"type": "text", "text": "x", "txt": "y"}), "messages.0.content.0.txt"),
-    (one({"type": "text", "text": "x", "citations": [{}]}), "messages.0.content.0.citations"),
-    (one({"type": "tool_result", "content": "x"}), "messages.0.content.0.tool_use_id"),
-    (one(result("x", [{"type": "image"}])), "messages.0.content.0.content.0"),
-    (one({"type": "tool_use", "id": "x", "name": "f"}, "assistant"), "messages.0.content.0.input"),
-    (one({"type": "tool_use", "id": "x", "name": "f", "input": []}, "assistant"), "messages.0.content.0.input"),
-    (
-        one({"type": "tool_use", "id": "x", "name": "f", "input": {"a": float("nan")}}, "assistant"),
-        "messages.0.content.0.input",
-    ),
-    ({"system": [{"type": "image"}]}, "system.0"),
-    ({"system": 3}, "system"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
-    ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
-    ({"tools": [{"name": "f", "input_schema": {}, "strict": True}]}, "tools.0.strict"),
-    ({"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools.0.defer_loading"),
-    ({"tools": [{"name": "f", "input_schema": {}, "inputSchema": {}}]}, "tools.0.inputSchema"),
-    ({"tools": TOOLS}, "tools"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
-    ({"output_config": {"effort": "low"}}, "output_config"),
-    ({"context_management": {"edits": [{}]}}, "context_management"),
-    ({"mcp_servers": [{}]}, "mcp_servers"),
-    ({"container": "x"}, "container"),
-    ({"speed": "fast"}, "speed"),
-    ({"service_tier": "priority"}, "service_tier"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": None}, "max_tokens"),
-    ({"temperature": 1.5}, "temperature"),
-    ({"temperature": 0}, "temperature"),
-    ({"top_p": 0.9}, "top_p"),
-    ({"top_k": 40}, "top_k"),
-    ({"stop_sequences": [""]}, "stop_sequences.0"),
-    ({"stop_sequences": "x"}, "stop_sequences"),
-    ({"max_token": 1}, "max_token"),
-]  # fmt: skip
-
-
-async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        headers = {"x-api-key": (await served.begin())["api_key"], "Content-Type": "application/json"}
-        del served.http.headers["Authorization"]
-        for body, param in REFUSED:
-            content = json.dumps({"model": "policy", "messages": HELLO, "max_tokens": 9, **body})
-            response = await served.http.post("/v1/messages", content=content, headers=headers)
-            assert response.status_code == 400, (body, response.text)
-            answer = response.json()
-            assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error"), answer
-            assert param in answer["error"]["message"], (body, answer)
-            assert response.headers["x-should-retry"] == "false"
-        assert served.run.compute.asked == []
-
-
-async def test_what_asks_nothing_of_the_model_is_accepted(tmp_path: Path, tool_card: ModelCard) -> None:
-    text = {"type": "text", "text": "hello", "citations": None, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}, "caller": {"type": "direct"}, "toolset_name": None}
-    neutral = {
-        "messages": [{"role": "user", "content": [text]}, {"role": "assistant", "content": [use]}, *HELLO],
-        "tools": [{**TOOLS[0], "type": "custom", "strict": False, "cache_control": None, "defer_loading": False}],
-        "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
-        "metadata": {"user_id": "me"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"},
-        "top_k": 0, "top_p": 1, "temperature": 1, "stop_sequences": [], "system": None, "output_config": {},
-        "context_management": None, "speed": "standard",
-    }  # fmt: skip
-    async with serving(tmp_path / "d", card=tool_card) as served:
-        client = served.anthropic(await served.begin())
-        beta = {"anthropic-beta": "fine-grained-tool-streaming-2025-05-14"}
-        answer = await ask(client, extra_body=neutral, extra_headers=beta, extra_query={"beta": "true"})
-        assert answer.content[0].text == "hi"  # type: ignore[union-attr]
-
-
-async def test_keys(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        mine, other = await served.begin(), await served.begin(mode="eval")
-        del served.http.headers["Authorization"]
-
-        async def status(headers: dict[str, str], path: str = "") -> tuple[int, str]:
-            body = {"model": "policy", "messages": HELLO, "max_tokens": 9}
-            response = await served.http.post(f"{path}/v1/messages", json=body, headers=headers)
-            answer = response.json()
-            assert answer["type"] == ("message" if response.status_code == 200 else "error")
-            return response.status_code, answer.get("error", {}).get("type", "")
-
-        key = mine["api_key"]
-        assert await status({"x-api-key": key}) == (200, "")
-        assert await status({"Authorization": f"Bearer {key}"}) == (200, "")
-        assert await status({}, f"/k/{key}") == (200, "")
-        assert await status({}) == (401, "authentication_error")
-        assert await status({"x-api-key": "sk-ant-something"}) == (401, "authentication_error")
-        assert await status({"x-api-key": TOKEN}) == (403, "permission_error")
-        await served.run.gateway.abort(other["episode_id"], AbortRequest())
-        assert await status({"x-api-key": other["api_key"]}) == (409, "invalid_request_error")
-        served.run.clock.advance(1800)
-        assert await status({"x-api-key": key}) == (401, "authentication_error")
-
-
-async def test_errors_are_anthropics(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d", server={"max_calls_per_episode": 1, "max_body_mb": 1}) as served:
-        client = served.anthropic(await served.begin())
-        with pytest.raises(anthropic.NotFoundError, match="'tiny'") as missing:
-            await ask(client, model="claude-opus")
-        assert _kind(missing.value) == "not_found_error"
-        with pytest.raises(anthropic.NotFoundError) as no_route:
-            await client.messages.batches.list()
-        assert _kind(no_route.value) == "not_found_error"
-        with pytest.raises(anthropic.APIStatusError) as large:
-            await ask(client, system="x" * 2**21)
-        assert (large.value.status_code, _kind(large.value)) == (413, "request_too_large")
-        with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
-            await ask(client, messages=[{"role": "user", "content": "x" * 5000}])
-        served.run.compute.may_sample.clear()
-        stream = await _busy(served, client)
-        with pytest.raises(anthropic.RateLimitError) as busy:
-            await ask(client)
-        assert _kind(busy.value) == "rate_limit_error" and int(busy.value.response.headers["Retry-After"]) > 0
-        served.run.compute.may_sample.set()
-        await stream
-        await served.run.gateway.stop_engine()
-        with pytest.raises(anthropic.APIStatusError) as stopped:
-            await ask(client)
-        assert (stopped.value.status_code, _kind(stopped.value)) == (503, "overloaded_error")
-        assert int(stopped.value.response.headers["Retry-After"]) > 0
-
-
-async def _busy(served: Served, client: anthropic.AsyncAnthropic) -> Any:
-    """A call that is being sampled."""
-    task = asyncio.create_task(ask(client))
-    await served.run.until(lambda: len(served.run.compute.asked) == 1)
-    return task
-
-
-def _kind(error: anthropic.APIStatusError) -> str:
-    body: Any = error.body
-    assert body["type"] == "error" and body["error"]["message"]
-    return str(body["error"]["type"])
 
 
 async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:

@@ -97,8 +97,11 @@ class ModuleCode:
                 "give a function that is"
             )
 
+        self._files = _own_files(module)
+        """As they were imported when the present version was loaded."""
+
     def stamp(self) -> Stamp:
-        return stamp_of(_own_files(sys.modules[self._module]).values())
+        return stamp_of(self._files.values())
 
     def load(self) -> Version:
         """Import the agent's module and those beside it anew; what is in use of the old ones stays as it is.
@@ -122,8 +125,10 @@ class ModuleCode:
             raise
         finally:
             sys.meta_path.remove(finder)
-        now = _own_files(module)
-        contents = {str(file): sources[name] if name in sources else file.read_bytes() for name, file in now.items()}
+        self._files = _own_files(module)
+        contents = {
+            str(file): sources[name] if name in sources else file.read_bytes() for name, file in self._files.items()
+        }
         return Version(hash_of(_relative(contents)), agent)
 
 

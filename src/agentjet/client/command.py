@@ -16,6 +16,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -118,25 +119,25 @@ class Command:
         # Files, not pipes: a process that outlives the program would hold a pipe open, and nothing is read meanwhile.
         with stdout.open("wb") as out, stderr.open("wb") as err:
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *arguments,
+                process = subprocess.Popen(
+                    arguments,
                     cwd=folder,
                     env=environment(task, episode),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
                     start_new_session=True,
                 )
             except OSError as error:
                 raise CommandFailed(f"{arguments[0]} could not be started: {error.strerror or error}") from error
+        exited = asyncio.ensure_future(in_thread(process.wait))
         try:
-            async with asyncio.timeout(self.timeout):
-                code = await process.wait()
-        except TimeoutError:
-            raise CommandFailed(f"it ran longer than {self.timeout:g} s{_tail(stderr)}") from None
+            await asyncio.wait([exited], timeout=self.timeout)
+            if not exited.done():
+                raise CommandFailed(f"it ran longer than {self.timeout:g} s{_tail(stderr)}")
         finally:
-            await _end(process)
-        return Result(_text(stdout), _text(stderr), code, time.monotonic() - started, folder)
+            await _end(process, exited)
+        return Result(_text(stdout), _text(stderr), exited.result(), time.monotonic() - started, folder)
 
     def _check(self, result: Result) -> None:
         """Raises `CommandFailed` for a program that crashed."""
@@ -171,20 +172,18 @@ def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] 
     }
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: subprocess.Popen[bytes], exited: asyncio.Future[int]) -> None:
     """End the program, and whatever it left running in its process group."""
     try:
-        if process.returncode is None:
+        if not exited.done():
             _signal_group(process, signal.SIGTERM)
-            async with asyncio.timeout(GRACE_SECONDS):
-                await process.wait()
-    except TimeoutError:
-        pass
+            await asyncio.wait([exited], timeout=GRACE_SECONDS)
     finally:
         _signal_group(process, signal.SIGKILL)
+    await asyncio.wait([exited], timeout=GRACE_SECONDS)
 
 
-def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:

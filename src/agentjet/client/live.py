@@ -1,24 +1,28 @@
 """Live code: which version of the agent an episode gets while its source is being edited.
 
-The unit is the group. Those that have begun are completed by the version they began with, so that no group mixes
-versions and no finished episode is lost; new ones begin with the newest version. A version whose first episodes all
-fail is rolled back to the one before it, until the files change again. One that cannot be loaded is not taken up.
+When the files change, no group begins with the old version any more; those that have begun are completed by it, so that
+no group mixes versions and no finished episode is lost. Then the files are loaded and groups begin again. What cannot
+be loaded is not taken up. A version whose first episodes all fail is rolled back to the one before it, until the files
+change again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentjet.client.code import Code, Version
-from agentjet.client.episode import AsyncEpisode
+from agentjet.client.code import Code, Stamp, Version
+from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
-from agentjet.client.rollout import Agent
+from agentjet.client.rollout import Agent, Slot
 from agentjet.client.threads import in_thread
+from agentjet.errors import AgentJetError
 
-Ask = Callable[["Loaded"], Coroutine[Any, Any, AsyncEpisode]]
+Ask = Callable[[str], Coroutine[Any, Any, AsyncEpisode]]
+"""Asks the server for an episode of a code version."""
 REPLACED = "not needed: the agent's code was replaced before the group began"
 LOOK_SECONDS = 0.5
 """Between two looks at the files."""
@@ -33,13 +37,11 @@ class Loaded:
     """A version, and how its episodes fared."""
 
     version: Version
-    number: int
-    """0 for the first; tells the groups of two versions of one task apart."""
     num_finished: int = 0
     num_failed: int = 0
     is_rolled_back: bool = False
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while another version is in its place."""
+    """Set while no group may begin with it."""
 
     @property
     def code_version(self) -> str:
@@ -52,113 +54,92 @@ class LiveCode:
     def __init__(
         self,
         first: Version,
-        code: Code | None,
+        code: Code | None = None,
         *,
         group_size: int = 1,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`group_size` members of a group, spare ones not among them, complete it."""
         self._code = code
+        self._group_size = group_size
         self._sleep = sleep
         self._say = say
-        self._trial = max(MIN_TRIAL, group_size)
-        self._versions = [Loaded(first, 0)]
-        self._of_group: dict[str, Loaded] = {}
+        self._versions = [Loaded(first)]
+        self._begun: dict[str, Loaded] = {}
+        """Groups that are not complete, and the version they began with."""
+        self._num_done: dict[str, int] = {}
+        """Members that are not tried again, by group."""
+        self._over: set[str] = set()
+        """Groups that are complete, or not needed: whoever still joins one is not waited for."""
+        self._none_begun = asyncio.Event()
+        self._none_begun.set()
         self._stamp = code.stamp() if code is not None else ()
         self._looking = asyncio.Lock()
         self.current = self._versions[0]
         self.changes: list[CodeChange] = []
 
-    def of(self, group: str) -> Loaded:
-        """The version that episodes of a group get: the one it began with, the newest when it has not begun."""
-        begun_with = self._of_group.get(group)
-        return self.current if begun_with is None or begun_with.is_rolled_back else begun_with
-
-    def name_of(self, group: str, loaded: Loaded) -> str:
-        """The group as the server is to know it: another one with each version that it is begun with."""
-        return f"{group}/{loaded.number}" if loaded.number else group
+    # ---- episodes --------------------------------------------------------------------------------------------------
 
     async def begin(
-        self, group: str, ask: Ask, given_back: Callable[[AsyncEpisode], None]
+        self, slot: Slot, ask: Ask, given_back: Callable[[AsyncEpisode], None]
     ) -> tuple[AsyncEpisode, Agent]:
-        """Begin an episode with the version its group gets, also when that becomes another while there is no room."""
-        await self.look()
+        """Begin an episode with the version its group began with. One that opens its group gets the newest, also when
+        that becomes another while there is no room.
+        """
+        if self._code is None:
+            return await ask(self.current.code_version), self.current.version.agent
         while True:
-            loaded = self.of(group)
-            if self._code is None:
-                return await ask(loaded), loaded.version.agent
-            asking = asyncio.create_task(ask(loaded))
+            if slot.group not in self._begun:
+                await self.look()
+            loaded = self._begun.get(slot.group, self.current)
+            asking = asyncio.create_task(ask(loaded.code_version))
             try:
-                await self._answered_or_replaced(asking, group, loaded)
-            finally:
-                if not asking.done():
-                    asking.cancel()
-                    await asyncio.wait([asking])
-            if asking.cancelled():
-                continue
-            episode = asking.result()
-            if self.of(group) is loaded:
-                self._of_group[group] = loaded
+                await self._answered_or_left(asking, slot.group, loaded)
+            except asyncio.CancelledError:
+                await _give_back(asking, STOPPED, given_back)
+                raise
+            if asking.done() and (self._begun.get(slot.group) is loaded or not loaded.left.is_set()):
+                episode = asking.result()
+                if not slot.spare and slot.group not in self._over:
+                    self._begun[slot.group] = loaded
+                    self._none_begun.clear()
                 return episode, loaded.version.agent
-            await episode.abort(REPLACED)
-            given_back(episode)
+            await _give_back(asking, REPLACED, given_back)
 
-    async def _answered_or_replaced(self, asking: asyncio.Task[AsyncEpisode], group: str, loaded: Loaded) -> None:
+    async def _answered_or_left(self, asking: asyncio.Task[AsyncEpisode], group: str, loaded: Loaded) -> None:
         leaving = asyncio.create_task(loaded.left.wait())
         try:
             either: set[asyncio.Task[Any]] = {asking, leaving}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             leaving.cancel()
-        if not asking.done() and self.of(group) is loaded:  # it has begun with this version, which completes it
+        if not asking.done() and self._begun.get(group) is loaded:  # the version completes it
             await asyncio.wait([asking])
 
-    def ended(self, result: EpisodeResult) -> None:
-        """Take an episode's end into account; rolls back a version that only fails."""
+    def ended(self, slot: Slot, result: EpisodeResult, last: bool) -> None:
+        """Take an episode's end into account; `last`: it is not tried again. Rolls back a version that only fails."""
+        if self._code is None:
+            return
         loaded = next(it for it in reversed(self._versions) if it.code_version == result.code_version)
         loaded.num_finished += result.outcome == "finished"
         loaded.num_failed += result.outcome in ("aborted", "expired")
-        is_bad = not loaded.num_finished and loaded.num_failed >= self._trial
-        if loaded.number and is_bad and not loaded.is_rolled_back:
+        if slot.group in self._begun:
+            self._num_done[slot.group] = self._num_done.get(slot.group, 0) + (last and not slot.spare)
+            if result.outcome == "not_needed" or self._num_done[slot.group] >= self._group_size:
+                self._over.add(slot.group)
+                self._forget([slot.group])
+        is_bad = not loaded.num_finished and loaded.num_failed >= max(MIN_TRIAL, self._group_size)
+        if loaded is not self._versions[0] and is_bad and not loaded.is_rolled_back:
             self._roll_back(loaded, f"its first {loaded.num_failed} episodes all failed, the last with {result.error}")
 
-    def _roll_back(self, bad: Loaded, why: str) -> None:
-        bad.is_rolled_back = True
-        good = [loaded for loaded in self._versions if not loaded.is_rolled_back][-1]
-        self.changes.append(CodeChange("rolled back", good.code_version, bad.code_version, why))
-        self._say(f"ROLLED BACK to code {good.code_version}: of code {bad.code_version}, {why}")
-        if self.current is bad:
-            self._take(good)
+    def _forget(self, groups: list[str]) -> None:
+        for group in groups:
+            self._begun.pop(group, None)
+        if not self._begun:
+            self._none_begun.set()
 
-    async def look(self) -> None:
-        """Take up the files if they changed since the last look and can be loaded."""
-        if self._code is None:
-            return
-        async with self._looking:
-            stamp = self._code.stamp()
-            if stamp == self._stamp:
-                return
-            while True:
-                await self._sleep(SETTLE_SECONDS)
-                if (now := self._code.stamp()) == stamp:
-                    break
-                stamp = now
-            self._stamp = stamp
-            before = self.current.code_version
-            try:
-                version = await in_thread(self._code.load)
-            except Exception as error:  # the boundary: whatever is wrong with an edit ends no run
-                why = f"{type(error).__name__}: {error}"
-                self.changes.append(CodeChange("not loaded", before, "", why))
-                self._say(f"the edited code could not be loaded, code {before} stays: {why}")
-                return
-            if version.code_version == before and not self.current.is_rolled_back:
-                return
-            loaded = Loaded(version, len(self._versions))
-            self._versions.append(loaded)
-            self.changes.append(CodeChange("loaded", version.code_version, before))
-            self._say(f"code {version.code_version} takes the place of {before}")
-            self._take(loaded)
+    # ---- versions --------------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
         """Without end: look."""
@@ -166,7 +147,69 @@ class LiveCode:
             await self._sleep(LOOK_SECONDS)
             await self.look()
 
-    def _take(self, loaded: Loaded) -> None:
-        left, self.current = self.current, loaded
-        left.left.set()
-        loaded.left.clear()
+    async def look(self) -> None:
+        """Take up the files if they changed since the last look: when the groups that have begun are complete."""
+        assert self._code is not None
+        async with self._looking:
+            if self._code.stamp() == self._stamp:
+                return
+            before = self.current
+            before.left.set()
+            if self._begun:
+                self._say(f"the agent's files changed; code {before.code_version} completes the groups it has begun")
+            await self._none_begun.wait()
+            try:
+                await self._load(await self._settled(self._code), self._code)
+            finally:
+                self.current.left.clear()
+
+    async def _settled(self, code: Code) -> Stamp:
+        """The files' stamp once it stays what it is."""
+        stamp = code.stamp()
+        while True:
+            await self._sleep(SETTLE_SECONDS)
+            before, stamp = stamp, code.stamp()
+            if stamp == before:
+                return stamp
+
+    async def _load(self, stamp: Stamp, code: Code) -> None:
+        self._stamp = stamp
+        before = self.current
+        try:
+            version = await in_thread(code.load)
+        except Exception as error:  # the boundary: whatever is wrong with an edit, it ends no run
+            why = f"{type(error).__name__}: {error}"
+            self.changes.append(CodeChange("not loaded", before=before.code_version, to="", why=why))
+            self._say(f"the edited code could not be loaded, code {before.code_version} stays: {why}")
+            return
+        if version.code_version == before.code_version:
+            return
+        self.current = Loaded(version)
+        self._versions.append(self.current)
+        self.changes.append(CodeChange("loaded", before=before.code_version, to=version.code_version))
+        self._say(f"code {version.code_version} takes the place of {before.code_version}")
+
+    def _roll_back(self, bad: Loaded, why: str) -> None:
+        bad.is_rolled_back = True
+        bad.left.set()
+        self._forget([group for group, loaded in self._begun.items() if loaded is bad])
+        good = [loaded for loaded in self._versions if not loaded.is_rolled_back][-1]
+        self.changes.append(CodeChange("rolled back", before=bad.code_version, to=good.code_version, why=why))
+        self._say(f"ROLLED BACK to code {good.code_version}: of code {bad.code_version}, {why}")
+        if self.current is bad:
+            self.current = good
+            if not self._looking.locked():  # else the look that goes on decides
+                good.left.clear()
+
+
+async def _give_back(asking: asyncio.Task[AsyncEpisode], why: str, given_back: Callable[[AsyncEpisode], None]) -> None:
+    """End a request that nobody waits for any more; an episode that it has brought is aborted."""
+    asking.cancel()
+    await asyncio.wait([asking])
+    if asking.cancelled() or asking.exception() is not None:
+        return
+    episode = asking.result()
+    with suppress(AgentJetError, TimeoutError):
+        async with asyncio.timeout(GOODBYE_SECONDS / 2):
+            await episode.abort(why, patience=0.0)
+    given_back(episode)

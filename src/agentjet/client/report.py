@@ -38,8 +38,8 @@ class CodeChange:
     """
 
     kind: Literal["loaded", "not loaded", "rolled back"]
-    to: str
     before: str
+    to: str
     why: str = ""
 
 

@@ -19,7 +19,7 @@ from agentjet.client.beginning import begin
 from agentjet.client.code import Code, Version
 from agentjet.client.connection import Connection
 from agentjet.client.episode import AsyncEpisode
-from agentjet.client.live import LiveCode, Loaded
+from agentjet.client.live import LiveCode
 from agentjet.client.progress import Progress, progress_for
 from agentjet.client.report import EpisodeResult, Step, TrainReport
 from agentjet.client.rollout import Begun, Runner, Slot, first_to_end, not_needed, training_slots
@@ -62,7 +62,7 @@ class Training:
 
             def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
                 self.results.append(result)
-                live.ended(result)
+                live.ended(slot, result, last)
                 shown.episode(result)
 
             opened: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -74,18 +74,18 @@ class Training:
                 def give_back(episode: AsyncEpisode) -> None:
                     note(slot, not_needed(slot.task, episode), True)
 
-                def ask(loaded: Loaded) -> Coroutine[Any, Any, AsyncEpisode]:
+                def ask(code_version: str) -> Coroutine[Any, Any, AsyncEpisode]:
                     request = BeginRequest(
                         task_id=slot.task.id,
                         task_set=slot.task.task_set,
-                        group=live.name_of(slot.group, loaded),
+                        group=slot.group,
                         client_id=self.client_id,
                         join_only=slot.spare,
-                        code_version=loaded.code_version,
+                        code_version=code_version,
                     )
                     return begin(self.connection, request, wait=math.inf, given_back=give_back)
 
-                episode, agent = await live.begin(slot.group, ask, give_back)
+                episode, agent = await live.begin(slot, ask, give_back)
                 if status.spare_episodes:
                     opened[slot.group].set()
                 return Begun(episode, agent)

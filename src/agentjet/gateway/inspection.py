@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from agentjet.protocol import CallView, EpisodeTree, EpisodeView
+from agentjet.protocol import CallView, CodeVersionStatus, EpisodeTree, EpisodeView, TaskSetStatus
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
 from agentjet.types import Call, Message
@@ -14,6 +14,21 @@ from agentjet.types import Call, Message
 def view(episode: Episode) -> EpisodeView:
     """An episode as the server sees it."""
     return EpisodeView(**_facts(episode))
+
+
+def code_versions(swarm: Swarm) -> dict[str, CodeVersionStatus]:
+    """What became of the episodes of each version of the agents' code."""
+    return {
+        version: CodeVersionStatus(
+            episodes=tally.episodes, finished=tally.finished, aborted=tally.aborted, reward_mean=tally.reward_mean
+        )
+        for version, tally in swarm.code_versions().items()
+    }
+
+
+def task_sets(swarm: Swarm) -> dict[str, TaskSetStatus]:
+    """The task sets that share the batches."""
+    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.task_sets().items()}
 
 
 def tree(swarm: Swarm, renderer: Renderer | None, episode_id: str) -> EpisodeTree:

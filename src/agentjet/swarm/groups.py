@@ -1,4 +1,4 @@
-"""The rules of groups: who joins, when a group is complete, when it is dropped and why.
+"""The rules of groups: when a group is complete, when it is dropped and why. Who joins is `admission`'s.
 
 A group is open until all its `group_size` members finished; a prepared one keeps it open. A lost member frees its
 place. One that stays short,
@@ -13,55 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentjet.config import JobConfig
-from agentjet.errors import Conflict, Later
-from agentjet.protocol import BeginRequest
 from agentjet.swarm.ledger import Ledger
 from agentjet.swarm.records import Episode, Group
-
-RETRY_SECONDS = 1.0
-NO_END_RETRY_SECONDS = 60.0
-
-
-def group_name(request: BeginRequest) -> str:
-    """The group as the client knows it; by default its task, told apart from equal ids in other task sets."""
-    if request.group:
-        return request.group
-    return f"{request.task_set}/{request.task_id}" if request.task_set else request.task_id
-
-
-def trained_out(ledger: Ledger, job: JobConfig) -> bool:
-    return 0 < job.max_steps <= ledger.policy_version
-
-
-def admit(ledger: Ledger, job: JobConfig, request: BeginRequest, now: float) -> Group:
-    """The group a new training episode joins, perhaps a new one.
-
-    Raises `Later` when the present batch needs none, `Conflict` (`group_closed`) when there is none to join.
-    """
-    if ledger.pending is not None and not job.max_staleness:
-        raise Later("The worker is learning a batch.", code="not_rolling", retry_after=RETRY_SECONDS)
-    if trained_out(ledger, job):
-        raise Later(
-            f"Training is over: job.max_steps = {job.max_steps} is reached.",
-            code="not_rolling",
-            retry_after=NO_END_RETRY_SECONDS,
-        )
-    name = group_name(request)
-    for group in ledger.groups.values():
-        if group.state == "open" and (group.client_id, group.name) == (request.client_id, name):
-            if len(group.members) < job.group_size + job.spare_episodes:
-                return group
-            raise Later(
-                f"Group {name!r} has its {job.group_size} episodes.", code="group_full", retry_after=RETRY_SECONDS
-            )
-    if request.join_only:
-        raise Conflict(f"There is no open group {name!r} to join.", code="group_closed")
-    # A group that waits behind whole batches grows older by one version with each: so many may wait that none gets
-    # too old.
-    batches_ahead = job.max_staleness + 1 - (ledger.pending is not None)
-    if len(ledger.groups) >= job.batch_size * batches_ahead + job.spare_groups:
-        raise Later(f"The batch has its {job.batch_size} groups.", code="batch_full", retry_after=RETRY_SECONDS)
-    return Group(ledger.journal.next_group_id(), request.client_id, name, opened=now, touched=now)
 
 
 def join(ledger: Ledger, group: Group, episode: Episode) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.protocol import Event
 from agentjet.swarm.journal_file import JournalFile
-from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.records import Batch, Episode, Group, Tally
 from agentjet.swarm.rows import (
     EPISODES_FROM,
     SELECT_CALLS,
@@ -151,6 +151,23 @@ class Journal(JournalFile):
             "dropped": dropped,
         }
 
+    def code_versions(self, limit: int) -> dict[str, Tally]:
+        """What became of the training episodes of the versions last begun, the newest last."""
+        return self._tallies("e.code_version != ''", (limit,))
+
+    def code_version(self, version: str) -> Tally:
+        """The same of one that has episodes."""
+        return self._tallies("e.code_version = ? AND e.code_version != ''", (version, 1))[version]
+
+    def _tallies(self, condition: str, values: tuple[Any, ...]) -> dict[str, Tally]:
+        rows = self._db.execute(
+            "SELECT e.code_version, COUNT(*), COUNT(f.episode_id), COUNT(a.episode_id), TOTAL(f.reward) "
+            "FROM episodes e LEFT JOIN finishes f ON f.episode_id = e.id LEFT JOIN aborts a ON a.episode_id = e.id "
+            f"WHERE {condition} AND e.mode = 'train' GROUP BY e.code_version ORDER BY MAX(e.seq) DESC LIMIT ?",
+            values,
+        ).fetchall()
+        return {version: Tally(*counts) for version, *counts in reversed(rows)}
+
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
         """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale` or
         `in_doubt`.
@@ -275,6 +292,11 @@ class Journal(JournalFile):
             for row in rows
         ]
 
+    def carry(self) -> dict[str, float]:
+        """What each task set is owed since the newest batch."""
+        row = self._db.execute("SELECT carry FROM batches ORDER BY id DESC LIMIT 1").fetchone()
+        return {} if row is None else dict(json.loads(row[0]))
+
     def _batch_groups(self, batch_id: int) -> tuple[tuple[str, ...], ...]:
         groups: dict[int, list[str]] = {}
         rows = self._db.execute(
@@ -292,6 +314,11 @@ class Journal(JournalFile):
         """The metrics of a learned batch; empty when it was not learned here."""
         row = self._db.execute("SELECT metrics FROM steps WHERE batch_id = ?", (batch_id,)).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
+
+    def recent_steps(self, limit: int) -> list[dict[str, float]]:
+        """The metrics of the newest learned batches, the newest last."""
+        rows = self._db.execute("SELECT metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)).fetchall()
+        return [json.loads(row[0]) for row in reversed(rows)]
 
     # ---- keys, events, pruning -----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ else is looked up in the journal, so memory does not grow with the length of a r
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +18,12 @@ from agentjet.protocol import Event
 from agentjet.protocol.bodies import Request
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.tallies import CodeVersions
 from agentjet.timeline.tree import ConversationTree
 
 COUNTED = ("live", "prepared", "finished", "aborted", "expired", "trained", "waiting", "dropped")
+RECENT = 50
+"""Batches that shares and rewards of task sets are shown over."""
 
 
 class Ledger:
@@ -43,11 +46,16 @@ class Ledger:
         self.policy_version: int = journal.policy_version()
         batches = journal.batches(self.policy_version)
         self.pending: Batch | None = batches[0] if batches else None
+        self.carry: Mapping[str, float] = journal.carry()
+        """What each task set is owed, in groups, since the newest batch."""
         self.last_step: dict[str, float] = journal.step(self.policy_version - 1)
+        self.recent_steps: deque[dict[str, float]] = deque(journal.recent_steps(RECENT), RECENT)
+        """Metrics of the newest learned batches, the newest last."""
         self.oldest: dict[str, int] = journal.oldest_versions()
         """The policy version of the oldest token of each episode held here."""
         self.trees: dict[tuple[str, str], ConversationTree] = {}
         self._counts: Counter[str] = Counter(journal.counts())
+        self.code_versions = CodeVersions(journal)
 
     @property
     def next_batch(self) -> int:
@@ -104,6 +112,7 @@ class Ledger:
         if before is not None:
             self._counts.subtract(_categories(before))
         self._counts.update(_categories(episode))
+        self.code_versions.put(before, episode)
         if {"live", "prepared", "waiting"} & set(_categories(episode)):
             self.episodes[episode.id] = episode
         else:

@@ -6,7 +6,7 @@ Times are Unix seconds of the swarm's clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agentjet.config import JobConfig
@@ -55,6 +55,28 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
+class Tally:
+    """What became of the training episodes of one code version. `aborted` includes expired ones."""
+
+    episodes: int
+    finished: int
+    aborted: int
+    reward_sum: float
+
+    def begun(self) -> Tally:
+        return replace(self, episodes=self.episodes + 1)
+
+    def ended(self, reward: float | None) -> Tally:
+        if reward is None:
+            return replace(self, aborted=self.aborted + 1)
+        return replace(self, finished=self.finished + 1, reward_sum=self.reward_sum + reward)
+
+    @property
+    def reward_mean(self) -> float | None:
+        return self.reward_sum / self.finished if self.finished else None
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """An instance of a group.
 
@@ -80,6 +102,17 @@ class Group:
     task_set: str = ""
     code_version: str = ""
     """Of the episode that opened it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSetShare:
+    """A task set's part in the training; see `protocol.TaskSetStatus`."""
+
+    weight: float | None
+    share: float
+    groups_open: int
+    groups_complete: int
+    reward_mean: float | None
 
 
 @dataclass(frozen=True, slots=True)

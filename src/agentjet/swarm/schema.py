@@ -45,6 +45,7 @@ CREATE TABLE episodes (
 );
 CREATE INDEX episodes_of_group ON episodes (group_id);
 CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
+CREATE INDEX episodes_of_code ON episodes (code_version) WHERE code_version != '';
 
 CREATE TABLE calls (
     seq INTEGER PRIMARY KEY,
@@ -160,6 +161,7 @@ MIGRATIONS = {
     ALTER TABLE episodes ADD COLUMN team TEXT NOT NULL DEFAULT '';
     ALTER TABLE episodes ADD COLUMN at_version INTEGER;
     CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
+    CREATE INDEX episodes_of_code ON episodes (code_version) WHERE code_version != '';
     ALTER TABLE groups ADD COLUMN task_set TEXT NOT NULL DEFAULT '';
     ALTER TABLE groups ADD COLUMN code_version TEXT NOT NULL DEFAULT '';
     UPDATE groups SET task_set = COALESCE((SELECT task_set FROM episodes WHERE group_id = groups.id LIMIT 1), '');

@@ -22,8 +22,8 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
-from agentjet.swarm import groups
-from agentjet.swarm.endings import announce
+from agentjet.swarm import admission, groups
+from agentjet.swarm.endings import STALLED, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
 from agentjet.swarm.records import Episode
@@ -42,7 +42,8 @@ class Swarm(Learning):
     ) -> None:
         """`policy_version` is where an empty journal starts; one with history knows its own."""
         if policy_version and journal.is_empty():
-            journal.set_base_version(policy_version)
+            with journal.transaction():
+                journal.set_base_version(policy_version)
         super().__init__(journal, job, clock=clock)
 
     # ---- episodes ------------------------------------------------------------------------------------------
@@ -50,16 +51,22 @@ class Swarm(Learning):
     def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
         """Start an episode.
 
-        Raises `Later` (`not_rolling`, `batch_full`, `group_full`) when the present batch needs none, `Conflict`
-        (`group_closed`) when it was to join a group and there is none.
+        Raises `Later` (`not_rolling`, `batch_full`, `task_set_full`, `group_full`) when the present batch needs none,
+        `Conflict` when it was to join a group and there is none (`group_closed`), when `job.task_weights` has no place
+        for its task set (`task_set_unknown`), or the version it is pinned to is not the present one (`version_gone`).
         """
         scope = f"begin/{request.client_id}"
         known = self._ledger.recall(scope, idempotency_key, request)
         if known is not None:
             return self.episode(known)
         self.reap()
+        self._close_outdated(request)
         now = self._clock()
-        group = groups.admit(self._ledger, self.job, request, now) if request.mode == "train" else None
+        if request.at_version is not None:
+            admission.check_pin(self._ledger, self._mixing, self.job, request.at_version, now)
+        joined = None
+        if request.mode == "train":
+            joined = admission.admit(self._ledger, self._mixing, self.job, request, now)
         seq = self._journal.next_episode_seq()
         with self.transaction():
             episode = Episode(
@@ -68,8 +75,8 @@ class Swarm(Learning):
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
-                group=groups.group_name(request),
-                group_id=None if group is None else group.id,
+                group=admission.group_name(request),
+                group_id=None if joined is None else joined.id,
                 mode=request.mode,
                 policy_version=self.policy_version,
                 begun=now,
@@ -77,10 +84,11 @@ class Swarm(Learning):
                 team=request.team,
                 at_version=request.at_version,
             )
-            if group is not None:
-                groups.join(self._ledger, group, episode)
+            if joined is not None:
+                groups.join(self._ledger, joined, episode)
             self._journal.add_episode(episode)
             self._ledger.put(episode)
+            self._announce_code(episode)
             self._ledger.remember(scope, idempotency_key, request, episode.id)
             announce(self._ledger, episode)
         self._leases.touch(episode)
@@ -144,6 +152,7 @@ class Swarm(Learning):
             groups.member_scored(self._ledger, episode, now)
             self._endings.ended(episode)
             self._endings.settle(episode, self.job, now)
+            self._mixing.ended(episode)
         return self.episode(episode_id)
 
     def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
@@ -163,6 +172,7 @@ class Swarm(Learning):
             self._ledger.remember(scope, idempotency_key, request, episode_id)
             episode = self._endings.lose(replace(episode, status="aborted", ended=now, reason=request.reason))
             self._endings.settle(episode, self.job, now)
+            self._mixing.ended(episode)
         return episode
 
     # ---- calls ---------------------------------------------------------------------------------------------
@@ -234,6 +244,7 @@ class Swarm(Learning):
                 deadline = groups.patience_ends(self._ledger, self.job, group, self._leases.opened)
                 if deadline is not None and deadline <= now:
                     groups.close(self._ledger, self.job, group, now)
+            self._endings.clear(self._mixing.reap(self.job), "stalled", STALLED, now)
         return expired
 
     # ---- what others may know ------------------------------------------------------------------------------
@@ -276,6 +287,19 @@ class Swarm(Learning):
         self._ledger.commit()
 
     # ---- inside --------------------------------------------------------------------------------------------
+
+    def _close_outdated(self, request: BeginRequest) -> None:
+        """A client that begins with new code leaves short groups of the old behind: they wait for nobody any more."""
+        if outdated := admission.outdated(self._ledger, self.job, request):
+            with self.transaction():
+                for group in outdated:
+                    groups.close(self._ledger, self.job, group, self._clock())
+
+    def _announce_code(self, episode: Episode) -> None:
+        """The event that a code version came into use, with its first training episode."""
+        tally = self.code_versions().get(episode.code_version)
+        if tally is not None and tally.episodes == 1 and episode.mode == "train":
+            self.emit("code_version", {"code_version": episode.code_version, "client_id": episode.client_id})
 
     def _up_to_date(self, episode_id: str) -> Episode:
         """The episode, expired when its time is over, whether or not anybody reaped."""

@@ -43,6 +43,7 @@ class Tool(Open):
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,8 @@ BLOCKS: dict[str, Keys] = {
 
 TOOL = Keys(
     required=("name", "input_schema"),
-    optional=("description", "eager_input_streaming"),
+    optional=("description", "eager_input_streaming", "strict"),
     neutral={
-        "strict": (False,),
         "defer_loading": (False,),
         "input_examples": ([],),
         "allowed_callers": (["direct"],),
@@ -109,6 +109,20 @@ class Thinking(Body):
     display: Literal["summarized"] | None = None
 
 
+class OutputFormat(Body):
+    """The JSON schema that the answer follows."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """The form of the answer."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
 class CountBody(Body):
     """What a prompt is made of: the body of `POST /v1/messages/count_tokens`, and part of a request's."""
 
@@ -118,11 +132,11 @@ class CountBody(Body):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
     """Asks nothing of the model: what was heard before is kept anyway."""
 
     # Known, and honoured in their neutral form only: see `NEUTRAL`.
-    output_config: Any = None
     context_management: Any = None
     mcp_servers: Any = None
     speed: str | None = None
@@ -148,7 +162,6 @@ class MessagesBody(CountBody, RequestBody):
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "output_config": ({}, {"format": None}),
     "context_management": ({"edits": []},),
     "mcp_servers": ([],),
     "speed": ("standard",),

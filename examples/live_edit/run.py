@@ -1,0 +1,134 @@
+"""Trains an agent whose prompt is mended while training goes on; result.json and reward.png show what came of it.
+
+    python -m examples.live_edit.run --out live-edit
+
+The server is a child of this process, on a free loopback port, and ends with it. What a person does in an editor a
+thread does here: after some batches it writes the mended prompt into the agent's file, a copy in the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentjet import Swarm, Task, TrainReport
+from agentjet.cli.arithmetic import SETTINGS, training_tasks
+from agentjet.cli.child import ChildServer, signals_unwind
+
+AGENT = Path(__file__).with_name("adder.py")
+BROKEN = "Write a poem about {a} + {b}."
+MENDED = "What is {a} + {b}? Reply with only the equation."
+CONCURRENCY = 96
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """The whole run; returns what it wrote to `result.json`."""
+    options = _parser().parse_args(arguments)
+    server_dir = options.out / "server"
+    if server_dir.exists():
+        raise SystemExit(f"{server_dir} is there already: give another folder with --out, or remove it")
+    overrides = [f"job.max_steps={options.steps}", f"job.seed={options.seed}", *options.set]
+    with signals_unwind(), ChildServer(SETTINGS, overrides, server_dir) as server, server.connect() as swarm:
+        print(f"the server is ready; its log is {server.log}", flush=True)
+        result = edit_live(swarm, training_tasks(), options.out, steps=options.steps, edit_after=options.edit_after)
+    (options.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw(options.out / "reward.png", result)
+    print(json.dumps({key: value for key, value in result.items() if key != "rewards"}))
+    return result
+
+
+def edit_live(
+    swarm: Swarm, tasks: Sequence[Task], folder: Path, *, steps: int, edit_after: int, concurrency: int = CONCURRENCY
+) -> dict[str, Any]:
+    """Train for `steps` batches, with the edit after `edit_after` of them; the figures."""
+    file = Path(shutil.copy(AGENT, folder))
+    sys.path.insert(0, str(folder))
+    try:
+        agent = importlib.import_module(AGENT.stem).agent
+        editor = threading.Thread(target=_edit, args=(swarm, file, swarm.status().policy_version + edit_after))
+        editor.daemon = True
+        editor.start()
+        before = swarm.status()
+        report = swarm.train(agent, tasks, steps=steps, concurrency=concurrency, reload=True)
+        after = swarm.status()
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop(AGENT.stem, None)
+    print(report, flush=True)
+    return figures(report) | {
+        "server_restarts": _restarts(swarm, before.last_event, after.last_event),
+        "lost_finished_episodes": after.episodes["dropped"] - before.episodes["dropped"],
+    }
+
+
+def figures(report: TrainReport) -> dict[str, Any]:
+    """What the report says of the two prompts, in the order they were used."""
+    versions = list(report.by_code_version.items())
+    [change] = report.code_changes
+    return {
+        "batches": len(report.steps),
+        "seconds": round(report.seconds, 1),
+        "edit": change.kind,
+        "versions": [
+            {"code_version": name, "episodes": v.num_finished, "reward": v.mean_reward} for name, v in versions
+        ],
+        "failed_episodes": report.num_aborted + report.num_expired,
+        "rewards": [round(reward, 4) for reward in report.rewards],
+    }
+
+
+def _restarts(swarm: Swarm, first: int, last: int) -> int:
+    """How often the server, or its worker, was started anew between two events."""
+    num_restarts = 0
+    for event in swarm.events(after=first) if last > first else ():
+        num_restarts += event.kind == "state" and event.body["state"] == "loading"
+        if event.seq >= last:
+            break
+    return num_restarts
+
+
+def _edit(swarm: Swarm, file: Path, version: int) -> None:
+    """Mend the prompt once the policy is at `version`."""
+    for event in swarm.events():
+        if event.kind == "step" and event.body["policy_version"] >= version:
+            file.write_text(file.read_text().replace(BROKEN, MENDED))
+            return
+
+
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """The mean reward of each batch, and where the new code came into use."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rewards = result["rewards"]
+    axes.plot(range(1, len(rewards) + 1), rewards, marker="o", markersize=3, label="mean reward of a batch")
+    share = result["versions"][0]["episodes"] / sum(version["episodes"] for version in result["versions"])
+    axes.axvline(share * len(rewards) + 0.5, linestyle="--", color="grey", label="the prompt was mended")
+    axes.set_xlabel("batch")
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Mend an agent's prompt while it is trained.")
+    parser.add_argument("--out", type=Path, default=Path("live-edit"), help="folder of the results")
+    parser.add_argument("--steps", type=int, default=40, help="batches to learn")
+    parser.add_argument("--edit-after", type=int, default=8, help="batches learned with the broken prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], help="override a setting of the server")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""`agentjet run`: programs as agents over a real server, where their rewards and tasks come from, and edits of a
+program while it is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentjet.cli.main import app
+from agentjet.cli.run.rewards import NoReward, reward_source
+from agentjet.cli.run.source import CommandCode, CommandSource, check_source
+from agentjet.cli.run.tasks import read_tasks
+from agentjet.client import Command, Result
+from agentjet.errors import ConfigError
+from agentjet.types import Reward
+from tests.fakes import saying
+from tests.server.serving import TOKEN, Served, serving
+
+AGENT = """
+import json, os, sys, urllib.request
+question = {"role": "user", "content": "What is %s + %s?" % (sys.argv[1], sys.argv[2])}
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [question]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+REWARD = """
+def score(task, result):
+    return float(result.stdout.strip() == f"{task['a']} + {task['b']} = {task['a'] + task['b']}")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an agent, a reward and tasks, which commands are run in."""
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"id": f"t{number}", "a": number, "b": 200} for number in range(6)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(served: Served, *arguments: str, command: tuple[str, ...] = ()) -> Any:
+    """The document that `agentjet run` prints."""
+    options = ["--url", served.url, "--token", TOKEN, "--task-file", "tasks.jsonl", "--json", *arguments]
+    words = command or (sys.executable, "agent.py", "{task.a}", "{task.b}")
+    result = CliRunner().invoke(app, ["run", *options, "--", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_a_program_is_trained_and_evaluated(served: Served, folder: Path) -> None:
+    trained = run(served, "--reward", "reward.py:score", "--steps", "2", "--concurrency", "3")
+    assert (trained["steps"], trained["rewards"], trained["aborted"]) == (2, [1.0, 1.0], 0)
+    [version] = trained["code_versions"]
+    episodes = served.run.gateway.swarm.recent_episodes(100)
+    assert {episode.code_version for episode in episodes} == {version}
+    assert all(episode.num_calls == 1 for episode in episodes if episode.trained_in is not None)
+    evaluated = run(served, "--reward", "reward.py:score", "--eval", "--repeats", "2")
+    assert (evaluated["finished"], evaluated["mean_reward"]) == (12, 1.0)
+    assert list(evaluated["code_versions"]) == [version]
+    (folder / "agent.py").write_text(AGENT + "# edited\n")
+    assert list(run(served, "--reward", "reward.py:score", "--eval")["code_versions"]) != [version]
+    named = run(served, "--reward", "reward.py:score", "--eval", "--code-version", "v7")
+    assert list(named["code_versions"]) == ["v7"]
+
+
+def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Served, folder: Path) -> None:
+    def refused(match: str, *arguments: str, command: tuple[str, ...] = ()) -> None:
+        with pytest.raises(ConfigError, match=match):
+            run(served, *arguments, command=command)
+
+    refused(
+        r"\{task.c\}: the task has no 'c'; its keys are: a, b, id", "--reward", "stdout", command=("echo", "{task.c}")
+    )
+    refused("the command 'no-such-program' was not found", "--reward", "stdout", command=("no-such-program",))
+    refused("expected FILE.py:FUNCTION, stdout, exit-code or file:NAME", "--reward", "magic")
+    refused(r"reward.py:sore: there is no function 'sore'", "--reward", "reward.py:sore")
+    refused(r"missing.py: No such file", "--reward", "missing.py:score")
+    refused("--source nowhere: there is no such", "--reward", "stdout", "--source", "nowhere")
+    refused("--watch: the command names no file of its own", "--reward", "stdout", "--watch", command=("true",))
+    refused("--watch and --eval exclude", "--reward", "stdout", "--watch", "--eval")
+    (folder / "reward.py").write_text("def score(task result): ...")
+    refused(r"reward.py: SyntaxError: .*line 1", "--reward", "reward.py:score")
+    result = CliRunner().invoke(app, ["run", "--task-file", "tasks.jsonl", "--reward", "stdout"])
+    assert result.exit_code == 2 and "COMMAND" in result.output
+    assert served.run.gateway.swarm.recent_episodes(1) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"id": "a"}\n{"id": "b" "c"}\n', r"tasks.jsonl line 2, column 12: Expecting ',' delimiter"),
+        ('{"id": "a"}\n\n["b"]\n', r"line 3: a task is a JSON object .*, not \[\"b\"\]"),
+        ('{"id": "a"}\n{"id": "a"}\n', r"line 2: the id 'a' is that of line 1, too"),
+        ('{"id": ""}', "line 1: id = '': it must be text"),
+        ('{"id": true}', "line 1: id = True"),
+        ('{"task_set": 3}', "line 1: task_set = 3"),
+        ("\n \n", "there is no task in it"),
+        (json.dumps({"text": "x" * 200_000}), "line 1: the row has 200012 bytes"),
+    ],
+)
+def test_bad_tasks_are_named_by_line(tmp_path: Path, text: str, error: str) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=error):
+        read_tasks(file)
+
+
+def test_tasks_that_are_no_text_or_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--task-file .*none: No such file"):
+        read_tasks(tmp_path / "none")
+    (tmp_path / "latin").write_bytes('{"name": "Zoë"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match="byte 12 is no UTF-8"):
+        read_tasks(tmp_path / "latin")
+
+
+def test_ids_of_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('\ufeff{"q": "ü\\u2028"}\r\n\n{"id": 7, "task_set": "s"}')
+    first, second = read_tasks(file)
+    assert (first.id, first.task_set, first.payload) == ("line-1", "", {"q": "ü\u2028"})
+    assert (second.id, second.task_set) == ("7", "s")
+
+
+def judge(source: str, folder: Path, stdout: str = "", code: int = 0) -> float | Reward:
+    made = reward_source(source).score({}, Result(stdout, "", code, 1.0, folder))
+    assert isinstance(made, float | Reward)
+    return made
+
+
+def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
+    assert judge("stdout", tmp_path, "thinking\n0.5\n\n") == Reward(0.5)
+    whole = '{"reward": -1, "by_role": {"critic": 2}, "metrics": {"turns": 3}}'
+    assert judge("stdout", tmp_path, whole) == Reward(-1.0, {"critic": 2}, {"turns": 3})
+    (tmp_path / "reward.json").write_text('{\n "reward": 1\n}\n')
+    assert judge("file:reward.json", tmp_path) == Reward(1.0)
+    assert [judge("exit-code", tmp_path, code=code) for code in (0, 1)] == [1.0, 0.0]
+    assert reward_source("exit-code").any_exit_code and not reward_source("stdout").any_exit_code
+
+
+@pytest.mark.parametrize(
+    ("stdout", "error"),
+    [
+        ("", "stdout is empty"),
+        ("done\n", "the last line of stdout is 'done': expected a number"),
+        ("true", "expected a number"),
+        ('{"reward": "1"}', "expected a number"),
+        ('{"reward": 1, "rewards": {}}', "has the key 'rewards': there are reward, by_role and metrics"),
+        ('{"reward": 1, "metrics": {"turns": "many"}}', "expected an object of numbers"),
+    ],
+)
+def test_a_reward_that_cannot_be_read_is_not_zero(tmp_path: Path, stdout: str, error: str) -> None:
+    with pytest.raises(NoReward, match=error):
+        judge("stdout", tmp_path, stdout)
+
+
+def test_the_file_of_a_reward_lies_in_the_working_directory(tmp_path: Path) -> None:
+    with pytest.raises(NoReward, match=r"the file reward\.json of the reward: No such file"):
+        judge("file:reward.json", tmp_path)
+    for outside in ("file:/etc/passwd", "file:../reward"):
+        with pytest.raises(ConfigError, match="must lie in the command's working directory"):
+            reward_source(outside)
+
+
+def test_paths_of_a_command_hold_in_another_folder(folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "interpreter").symlink_to(sys.executable)
+    words = (
+        "./interpreter",
+        "agent.py",
+        "--with=data/../reward.py",
+        "data",
+        "./data",
+        "word",
+        "-m",
+        "{here}/x",
+        "{task}",
+    )
+    source = CommandSource(words, folder, check_source([Path("data")], folder))
+    here = str(folder)
+    assert source.resolved() == [
+        *(f"{here}/interpreter", f"{here}/agent.py", f"--with={here}/reward.py"),
+        *("data", f"{here}/data", "word", "-m", f"{here}/x", "{task}"),
+    ]
+    (folder / "data" / "words.txt").write_text("a")
+    (folder / "data" / ".hidden").write_text("a")
+    assert source.files() == [folder / "agent.py", folder / "reward.py", folder / "data" / "words.txt"]
+    version = source.version("")
+    (folder / "data" / "words.txt").write_text("b")
+    assert source.version("") != version != source.version("another reward")
+
+
+def test_a_version_runs_from_a_copy_in_which_everything_else_is_found(folder: Path, tmp_path: Path) -> None:
+    (folder / "lib").mkdir()
+    (folder / "lib" / "words.py").write_text("WORD = 'first'")
+    (folder / "lib" / "other.py").write_text("OTHER = 'other'")
+    (folder / "plain.txt").write_text("plain")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "settings").write_text("one")
+    (folder / "agent.py").write_text("import lib.words, lib.other; print(lib.words.WORD, lib.other.OTHER)")
+    arguments = ("python", "agent.py", "../outside/settings", "plain.txt")
+    source = CommandSource(arguments, folder, check_source([Path("lib/words.py")], folder))
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    code = CommandCode(source, Command(source.resolved(), lambda task, result: 0.0), None, copies)
+    first = code.load()
+    stamp = code.stamp()
+    (folder / "lib" / "words.py").write_text("WORD = 'second'")
+    (outside / "settings").write_text("two")
+    assert code.stamp() != stamp
+    second = code.load()
+    assert first.code_version != second.code_version == source.version("")
+    for version, word, setting in ((first, "first", "one"), (second, "second", "two")):
+        assert isinstance(version.agent, Command)
+        _, script, settings, plain = version.agent.arguments
+        assert Path(settings).read_text() == setting and Path(plain).read_text() == "plain"
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd="/")
+        assert done.stdout.strip() == f"{word} other", done.stderr
+
+
+def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Path, folder: Path) -> None:
+    """Real time, real files: the program edits itself in its first episode, then somebody breaks it."""
+    agent = folder / "agent.py"
+
+    def text(reward: str, edit: str = "") -> str:
+        return f"{edit}\n{AGENT}\nprint({reward})\n"
+
+    broken = text("crash")
+    fixed = text("0.75")
+    edit = f"open({str(agent)!r}, 'w').write({fixed!r})"
+    agent.write_text(text("0.25", edit))
+
+    async def scenario() -> dict[str, Any]:
+        reply = saying(lambda prompt: "hi")
+        job = {"batch_size": 1, "group_size": 2}
+        async with serving(tmp_path / "data", reply, job=job) as served:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "agentjet.cli", "run", "--url", served.url, "--token", TOKEN),
+                *("--task-file", "tasks.jsonl", "--reward", "stdout", "--steps", "8", "--concurrency", "2"),
+                *("--watch", "--json", "--", sys.executable, "agent.py", "{task.a}", "{task.b}"),
+                cwd=folder,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+            )
+            rewards: list[float] = []
+            async with asyncio.timeout(120):
+                while process.returncode is None and 0.75 not in rewards:
+                    rewards = [e.reward for e in served.run.gateway.swarm.recent_episodes(100) if e.reward is not None]
+                    await asyncio.sleep(0.01)
+                agent.write_text(broken)
+                out, err = await process.communicate()
+            assert process.returncode == 0, err.decode()
+            counts = served.run.gateway.swarm.status_counts()
+            assert counts["live"] == 0
+            assert counts["trained"] == 16
+        document: dict[str, Any] = json.loads(out)
+        return document
+
+    document = asyncio.run(scenario())
+    assert [change["kind"] for change in document["code_changes"]] == ["loaded", "loaded", "rolled back"]
+    assert "NameError: name 'crash' is not defined" in document["code_changes"][2]["why"]
+    first, second, third = document["code_versions"].values()
+    assert (first["mean_reward"], second["mean_reward"], third["mean_reward"]) == (0.25, 0.75, None)
+    assert third["num_failed"] >= 4 and document["rewards"][-1] == 0.75
+    assert set(document["rewards"]) == {0.25, 0.75}, "no batch mixes the two"
+
+
+def test_a_run_that_is_ended_ends_its_programs(tmp_path: Path, folder: Path) -> None:
+    pids = folder / "pids"
+    pids.mkdir()
+    (folder / "agent.py").write_text(
+        f"import os, time; open({str(pids)!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(3600)"
+    )
+
+    async def scenario() -> None:
+        async with serving(tmp_path / "data") as served:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "agentjet.cli", "run", "--url", served.url, "--token", TOKEN),
+                *("--task-file", "tasks.jsonl", "--reward", "stdout", "--concurrency", "2"),
+                *("--", sys.executable, "agent.py"),
+                cwd=folder,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+                start_new_session=True,
+            )
+            async with asyncio.timeout(60):
+                while len(list(pids.iterdir())) < 2:
+                    await asyncio.sleep(0.01)
+                process.send_signal(signal.SIGTERM)
+                await process.communicate()
+            counts = served.run.gateway.swarm.status_counts()
+            assert (counts["live"], counts["aborted"]) == (0, 2)
+        for pid in pids.iterdir():
+            assert not Path(f"/proc/{pid.name}").exists()
+
+    asyncio.run(scenario())

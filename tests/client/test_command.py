@@ -1,0 +1,262 @@
+"""1. A program gets the model, its episode and its task, and nothing that opens more. 2. Crashes, time-outs and lost
+rewards abort, with the end of stderr. 3. No process outlives its episode, however that ended. 4. Placeholders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.client import AsyncEpisode, AsyncSwarm, Command, CommandFailed, Result
+from agentjet.client.command import environment
+from agentjet.client.placeholders import filled
+from agentjet.errors import ConfigError
+from agentjet.protocol import BeginRequest, BeginResponse
+from agentjet.types import Task
+from tests.fakes import saying
+from tests.server.serving import TOKEN, serving
+
+ROW = {"id": "t1", "question": "two words", "answer": 7, "deep": {"list": [1]}}
+TASK = Task("t1", payload=ROW)
+
+
+def episode(base_url: str = "http://127.0.0.1:8400/v1") -> AsyncEpisode:
+    begun = BeginResponse(
+        episode_id="ep1",
+        base_url=base_url,
+        api_key="ajk-key",
+        model="tiny",
+        policy_version=0,
+        lease_seconds=60,
+        expires_at=0,
+    )
+    return AsyncEpisode(None, begun, BeginRequest(task_id="t1"))  # type: ignore[arg-type]
+
+
+def python(program: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", program, *arguments]
+
+
+def judged(payload: Any, result: Result) -> float:
+    assert payload is ROW
+    return float(result.stdout or "0") + result.exit_code
+
+
+def run(command: Command) -> Any:
+    return asyncio.run(command(TASK, episode()))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs: not when it waits to be reaped by whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ends; a signal that was sent may take a moment to arrive."""
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+def test_a_program_is_given_the_model_its_episode_and_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTJET_TOKEN", "opens everything")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "goes before the key")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    given = environment(TASK, episode())
+    assert given["OPENAI_BASE_URL"] == "http://127.0.0.1:8400/v1"
+    assert given["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8400"
+    assert given["OPENAI_API_KEY"] == given["ANTHROPIC_API_KEY"] == "ajk-key"
+    assert given["OPENAI_MODEL"] == given["ANTHROPIC_MODEL"] == "tiny"
+    assert given["AGENTJET_EPISODE"] == "ep1"
+    assert json.loads(given["AGENTJET_TASK"]) == ROW
+    assert given["NO_PROXY"] == given["no_proxy"] == "example.org,127.0.0.1"
+    assert given["PATH"] == os.environ["PATH"]
+    assert not {"AGENTJET_TOKEN", "ANTHROPIC_AUTH_TOKEN"} & set(given)
+    assert environment(TASK, episode("https://box.example/v1"))["NO_PROXY"] == "example.org"
+
+
+def test_it_runs_in_an_empty_folder_that_is_removed_after_it_is_judged() -> None:
+    folders: list[Path] = []
+
+    def judge(payload: Any, result: Result) -> float:
+        folders.append(result.folder)
+        assert [path.name for path in result.folder.iterdir()] == ["made"]
+        assert (result.folder / "made").read_text() == "two words"
+        assert (result.stdout, result.stderr, result.exit_code) == ("0\n", "note\n", 0)
+        return result.seconds
+
+    program = (
+        "import os,sys; print(len(os.listdir())); print('note', file=sys.stderr); open('made','w').write(sys.argv[1])"
+    )
+    assert run(Command(python(program, "{task.question}"), judge)) > 0
+    assert not folders[0].parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "failure"),
+    [
+        ("import sys; sys.exit('no such tool')", r"exit code 1; its stderr ends with: no such tool"),
+        ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL; there is nothing on its stderr"),
+        ("import sys; sys.stderr.write('x' * 9000 + 'the end'); sys.exit(3)", r"exit code 3; .*x{1400}the end"),
+    ],
+)
+def test_a_crash_is_never_scored(program: str, failure: str) -> None:
+    def never(payload: Any, result: Result) -> float:
+        raise AssertionError("judged")
+
+    with pytest.raises(CommandFailed, match=failure):
+        run(Command(python(program), never))
+
+
+@pytest.mark.parametrize("code", [0, 1, 124, 125, 127, 137])
+def test_exit_codes_that_are_judged(code: int) -> None:
+    command = Command(python(f"raise SystemExit({code})"), judged, any_exit_code=True)
+    if code < 125:
+        assert run(command) == code
+    else:
+        with pytest.raises(CommandFailed, match=f"exit code {code}"):
+            run(command)
+
+
+def test_a_program_that_is_not_there_aborts() -> None:
+    with pytest.raises(CommandFailed, match="no-such-program could not be started: No such file"):
+        run(Command(["no-such-program"], judged))
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_too_slow_a_program_is_ended_with_its_children(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    with pytest.raises(CommandFailed, match=r"it ran longer than 1 s"):
+        run(Command(python(STUBBORN, str(pids), "3600"), judged, timeout=1.0))
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_what_a_program_leaves_running_is_ended_before_it_is_judged(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    def judge(payload: Any, result: Result) -> float:
+        return float(gone(int(pids.read_text().split()[1])))
+
+    assert run(Command(python(STUBBORN, str(pids), "0"), judge)) == 1.0
+
+
+def test_a_cancelled_program_is_ended_with_its_children(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    async def scenario() -> None:
+        running = asyncio.create_task(Command(python(STUBBORN, str(pids), "3600"), judged)(TASK, episode()))  # type: ignore[arg-type]
+        while not pids.exists():
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_placeholders() -> None:
+    assert filled("{task.question}", ROW) == "two words"
+    assert filled("a={task.answer},{task.deep.list}", ROW) == "a=7,[1]"
+    assert json.loads(filled("{task}", ROW)) == ROW
+    assert filled("{task}", "text") == "text"
+    assert filled("{print $1} {} {other} {'a': 1}", ROW) == "{print $1} {} {other} {'a': 1}"
+    with pytest.raises(ConfigError, match=r"\{task.qestion\}: .* 'qestion'; its keys are: answer, deep, id, question"):
+        filled("{task.qestion}", ROW)
+    with pytest.raises(ConfigError, match=r"\{question\} is no placeholder: write \{task.question\}"):
+        filled("ask {question}", ROW)
+    with pytest.raises(ConfigError, match="nothing below 7"):
+        filled("{task.answer.digit}", ROW)
+    assert filled("{task.question}", {"question": "{task.answer}"}) == "{task.answer}"  # filled once
+
+
+ASKS = """
+import json, os, urllib.request
+question = {"role": "user", "content": "number " + os.environ["AGENTJET_TASK"]}
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [question]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+
+
+def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path) -> None:
+    """Of three tasks one crashes: its episodes are aborted with the reason, and the others make the batch."""
+
+    def judge(payload: Any, result: Result) -> float:
+        return float(result.stdout.strip() == "2")
+
+    async def scenario() -> None:
+        script = tmp_path / "agent.py"
+        script.write_text(ASKS + "assert os.environ['AGENTJET_TASK'] != '3', 'three is too much'\n")
+        tasks = [Task(f"t{number}", payload=number) for number in (1, 2, 3)]
+        reply = saying(lambda prompt: prompt.rpartition("number ")[2][0])
+        async with (
+            serving(tmp_path / "data", reply) as served,
+            AsyncSwarm(served.url, TOKEN) as swarm,
+        ):
+            report = await swarm.train(
+                Command([sys.executable, str(script)], judge), tasks, steps=1, concurrency=3, progress=False
+            )
+            ended = served.run.gateway.swarm.recent_episodes(100)
+        trained = [one for one in ended if one.trained_in == 0]
+        assert sorted((one.task_id, one.reward, one.num_calls) for one in trained) == [
+            ("t1", 0.0, 1),
+            ("t1", 0.0, 1),
+            ("t2", 1.0, 1),
+            ("t2", 1.0, 1),
+        ]
+        failed = [one for one in ended if one.task_id == "t3" and one.reason.startswith("CommandFailed")]
+        assert failed and all("AssertionError: three is too much" in one.reason for one in failed)
+        assert all(one.reward is None for one in ended if one.task_id == "t3")
+        assert report.num_aborted == len(failed)
+
+    asyncio.run(scenario())
+
+
+def test_a_program_whose_episode_the_server_ended_is_ended(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    async def scenario() -> None:
+        job = {"batch_size": 1, "group_size": 2, "lease_seconds": 0.3}
+        async with (
+            serving(tmp_path / "data", job=job) as served,
+            AsyncSwarm(served.url, TOKEN) as swarm,
+        ):
+            command = Command(python(STUBBORN, str(pids), "3600"), judged)
+            training = asyncio.create_task(swarm.train(command, [TASK], steps=1, concurrency=1, progress=False))
+            while not pids.exists():
+                await asyncio.sleep(0.01)
+            first = [int(pid) for pid in pids.read_text().split()]
+            pids.unlink()
+            served.run.clock.advance(10)
+            while not pids.exists():  # its place was given to the next one
+                await asyncio.sleep(0.01)
+            assert all(gone(pid) for pid in first)
+            training.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await training
+
+    asyncio.run(scenario())
+    assert all(gone(int(pid)) for pid in pids.read_text().split())

@@ -1,0 +1,162 @@
+"""1. The split. 2. The tool and the reward. 3. The shipped settings load. 4. Against a real server: what the model said
+is trained; the question, the examples and what the tool said are not. 5. The whole run, shortened, on a tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agentjet import Swarm
+from agentjet.client.threads import LoopThread
+from agentjet.config import load_config
+from agentjet.types import Task
+from examples.calculator_tool.agent import (
+    EXAMPLES,
+    Agent,
+    calculator,
+    held_out_tasks,
+    is_right,
+    training_tasks,
+)
+from examples.calculator_tool.train import SETTINGS, main
+from tests.fakes import saying
+from tests.server.serving import TOKEN, Served, serving
+from tests.tiny import make_card, make_model
+
+
+def test_held_out_questions_are_neither_trained_on_nor_shown() -> None:
+    held_out, trained = ({task.payload for task in tasks} for tasks in (held_out_tasks(), training_tasks()))
+    assert (len(held_out), len(trained)) == (500, 2000)
+    assert held_out.isdisjoint(trained)
+    assert all(100 <= a < 1000 and 10 <= b < 100 for a, b in held_out | trained)
+    shown = {tuple(map(int, pair)) for pair in re.findall(r"What is (\d+) \* (\d+)", json.dumps(EXAMPLES))}
+    assert len(shown) == 2 and shown.isdisjoint(held_out | trained)
+    assert held_out_tasks(10) == held_out_tasks()[:10]
+
+
+@pytest.mark.parametrize("count", [0, 501])
+def test_there_are_500_held_out_questions(count: int) -> None:
+    with pytest.raises(ValueError, match="between 1 and 500"):
+        held_out_tasks(count)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ('{"expression": "347 * 28"}', "9716"),
+        ('{"expression": "347*28 "}', "9716"),
+        ('{"expression": "__import__(\'os\')"}', "error: give a product such as 3 * 4"),
+        ('{"expression": 12}', "error: give a product such as 3 * 4"),
+        ('{"expr": "3 * 4"}', 'error: give {"expression": "..."}'),
+        ("[]", 'error: give {"expression": "..."}'),
+        ("nonsense", 'error: give {"expression": "..."}'),
+    ],
+)
+def test_the_calculator_multiplies_and_says_what_it_cannot_read(arguments: str, result: str) -> None:
+    assert calculator(arguments) == result
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("347 * 28 = 9716", True),
+        ("It is 9,716.", True),
+        ("9716", True),
+        ("9716 = 347 * 28", False),
+        ("19716", False),
+        ("347 * 28", False),
+        ("", False),
+    ],
+)
+def test_the_last_number_of_an_answer_counts(answer: str, right: bool) -> None:
+    assert is_right(answer, 9716) == right
+
+
+def test_the_shipped_settings_load() -> None:
+    job = load_config(SETTINGS, environ={}).job
+    assert job.max_steps > 0 and job.group_size > 1
+
+
+TASK = Task("347*28", task_set="products", payload=(347, 28))
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "347 * 28"}}\n</tool_call>'
+ANSWER = "347 * 28 = 9716"
+
+
+def uses_the_tool(prompt: str) -> str:
+    """A model that has learned it: a call where a question stands last, an answer where a result does."""
+    return CALL if prompt.rfind("What is") > prompt.rfind("<tool_response>") else ANSWER
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    loop = LoopThread()
+    card = make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes")
+    job = {"batch_size": 1, "group_size": 2, "max_tokens": 512}
+    context = serving(tmp_path / "data", saying(uses_the_tool), card=card, job=job)
+    yield loop.run(context.__aenter__())
+    loop.run(context.__aexit__(None, None, None))
+    loop.stop()
+
+
+def test_what_the_model_said_is_trained_and_what_the_tool_said_is_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("examples.calculator_tool.agent.MAX_TOKENS", 512)  # the tiny vocabulary spells everything out
+    with Swarm(served.url, TOKEN) as swarm:
+        with swarm.episode(TASK.id) as episode:
+            reward = Agent()(TASK, episode)
+            episode.finish(reward)
+        assert (reward.value, reward.metrics) == (1.0, {"called": 1.0, "expression": 1.0})
+        first, second = swarm.episode_tree(episode.id).calls
+
+    def said(call: object, *, trained: bool) -> str:
+        pairs = zip(call.texts, call.mask, strict=True)  # type: ignore[attr-defined]
+        return "".join(text for text, mask in pairs if bool(mask) == trained)
+
+    assert said(first, trained=True) == CALL + "<|im_end|>"
+    assert said(second, trained=True) == ANSWER + "<|im_end|>"
+    assert (second.parent, second.kept, second.fork) == (first.call_id, len(first.tokens), "")
+    added = said(second, trained=False)
+    assert "<tool_response>\n9716\n</tool_response>" in added and "347" not in added
+    assert "482 * 71 = 34222" in said(first, trained=False)
+    assert first.orphan == second.orphan == ""
+
+
+def test_a_model_that_does_not_call_earns_nothing_and_is_not_asked_again(served: Served) -> None:
+    served.run.compute.script = saying(lambda prompt: ANSWER)
+    with Swarm(served.url, TOKEN) as swarm, swarm.episode(TASK.id) as episode:
+        reward = Agent()(TASK, episode)
+        assert (reward.value, reward.metrics["called"]) == (0.0, 0.0)
+        assert len(swarm.episode_tree(episode.id).calls) == 1
+
+
+@pytest.mark.e2e
+def test_the_run_shortened(tmp_path: Path) -> None:
+    settings = {
+        "model.name": str(make_model(tmp_path / "model", template="qwen3")),
+        "model.device": "cpu",
+        "model.dtype": "float32",
+        "model.threads": 1,
+        "sampler.cache_tokens": 16384,
+        "job.max_steps": 2,
+        "job.batch_size": 2,
+        "job.group_size": 2,
+    }
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    out = tmp_path / "out"
+    result = main(["--out", str(out), "--tasks", "6", "--seed", "3", *sets])
+    assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))
+    assert (result["batches"], result["aborted"], result["before"]["tasks"]) == (2, 0, 6)
+    assert result["episodes"] >= 8 and all(map(math.isfinite, result["rewards"]))
+    for score in (result["before"], result["after"]):
+        low, high = score["success_interval"]
+        assert 0 <= low <= score["success"] <= high <= 1
+    assert list((out / "model").glob("*.safetensors"))
+    with pytest.raises(SystemExit, match="give another folder"):
+        main(["--out", str(out)])

@@ -1,0 +1,75 @@
+"""The application as a target for fuzzers: the real one over a scripted worker, asked in its own event loop, without a
+network in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import requests
+
+from agentjet.client.threads import LoopThread
+from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
+
+Role = Literal["nobody", "viewer", "client", "admin", "agent"]
+TOKENS: dict[Role, str] = {"viewer": VIEWER, "client": TOKEN, "admin": ADMIN}
+
+
+class Target:
+    """An application, and an episode whose key opens it."""
+
+    def __init__(self, served: Served, loop: LoopThread) -> None:
+        self.served = served
+        self._loop = loop
+        self.app = served.app
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app, raise_app_exceptions=False))
+        self.episode: dict[str, Any] = {}
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def refresh(self) -> None:
+        """Bring up what an earlier request stopped, and have an episode that lives."""
+        gateway = self.served.run.gateway
+
+        async def wake() -> None:
+            await gateway.start_engine()
+            await gateway.ready()
+            known = self.episode.get("episode_id")
+            if known is None or gateway.swarm.episode(known).status != "live":
+                self.episode = await self.served.begin(mode="eval", client_id="refreshed")
+
+        self._loop.run(wake())
+
+    def send(self, prepared: requests.PreparedRequest, role: Role) -> httpx.Response:
+        """What `role` gets for it."""
+        headers = {name: value for name, value in prepared.headers.items() if name.lower() != "authorization"}
+        token = self.episode.get("api_key", "") if role == "agent" else TOKENS.get(role, "")
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        assert prepared.method is not None and prepared.url is not None
+        content = prepared.body.encode() if isinstance(prepared.body, str) else prepared.body
+        return self.post(prepared.url, headers, content, method=prepared.method)
+
+    def post(self, url: str, headers: Any, content: bytes | None, *, method: str = "POST") -> httpx.Response:
+        request = httpx.Request(method, url, headers=headers, content=content)
+        return self._loop.run(self._http.send(request))
+
+    def inference_routes(self) -> list[str]:
+        """The routes that take a conversation, those with a key in the path filled in."""
+        paths = self.app.openapi()["paths"]
+        found = [path for path, ways in paths.items() if "post" in ways and not path.startswith("/swarm/")]
+        return [path.replace("{key}", self.episode["api_key"]) for path in found]
+
+
+@contextmanager
+def serving_target(data_dir: Path, **options: Any) -> Iterator[Target]:
+    """See `tests.fakes.running` for the options."""
+    loop = LoopThread()
+    context = serving(data_dir, **options)
+    yield Target(loop.run(context.__aenter__()), loop)
+    loop.run(context.__aexit__(None, None, None))
+    loop.stop()
