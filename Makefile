@@ -58,7 +58,7 @@ bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the libr
 # Agents of every kind, each with dependencies of its own: they live apart from the server's.
 $(CLIENTS_INSTALLED): conformance/requirements.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r conformance/requirements.txt
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile -r conformance/requirements.txt
 	touch $@
 
 $(NODE_INSTALLED): conformance/node/package-lock.json

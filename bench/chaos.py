@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import random
-import shutil
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from rich.table import Table
 
 from bench.breaking import reference
 from bench.breaking.audit import Audit, Stuck, audit, stuck
-from bench.breaking.inject import first_steps, inject
+from bench.breaking.inject import inject
 from bench.breaking.plan import Fault, plan
 from bench.breaking.records import read
 from bench.breaking.scene import Scene, Tally, make_clients
@@ -123,31 +122,27 @@ async def run(folder: Path, num_faults: int, seed: int, num_calm: int, console: 
     model = {"name": str(folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
     settings = {"model": model, "sampler": {"max_concurrent": 4, "cache_tokens": 8192}, "job": JOB}
     faults = plan(num_faults, seed)
-    first = [fault for fault in faults if fault.at == "set_base_version"]
-    base = None
-    if first:
-        checkpoint = await reference.make_base(settings, folder / "data")
-        base = checkpoint.rename(folder / "base")
-        shutil.copytree(base, checkpoint)
     server = Server(folder, settings)
     wire = Wire(server.port)
     await wire.open()
     scene = Scene(folder, server, wire, random.Random(seed), [])
     try:
-        await first_steps(scene, first)
+        await server.start()
+        await server.up()
+        await server.rolling()
         scene.clients += make_clients(
             folder, NUM_CLIENTS, wire, server.token, seed=seed, group_size=GROUP_SIZE, lease=LEASE_SECONDS
         )
         for client in scene.clients:
             await client.start()
-        await break_things(scene, [fault for fault in faults if fault not in first], console)
+        await break_things(scene, faults, console)
         measured_from, offset = await calm(scene, num_calm)
         exported = await finish(scene)
         books = read(folder / "books")
         journal = server.data_dir / "journal.sqlite"
         found = audit(journal, books, folder / "forests", wire.answers)
         console.print("an undisturbed worker learns the same batches ...")
-        truth = await reference.undisturbed(settings, base, folder / "forests", folder / "undisturbed", found.batches)
+        truth = await reference.undisturbed(settings, folder / "forests", folder / "undisturbed", found.batches)
         return Outcome(
             tally=scene.tally,
             audit=found,

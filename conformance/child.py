@@ -92,7 +92,6 @@ def _environment(episode: dict[str, Any], folder: Path, reached: Path) -> dict[s
         "LANG": "C.UTF-8",
         "PYTHONPATH": str(HERE / "guard"),
         "PYTHONUTF8": "1",
-        "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
         "CONFORMANCE_REACHED": str(reached),
         "OPENAI_BASE_URL": url,
         "OPENAI_API_KEY": key,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from conformance.conversation import (
     ADD,
     ANSWERS,
     FIRST,
+    FORGETTING,
     OPENING,
     SECOND,
+    THINKING,
     TWO_QUESTIONS,
     Turn,
     asked,
@@ -16,7 +20,7 @@ from conformance.conversation import (
 )
 from conformance.episode import Exercise
 
-CHAT, RESPONSES, MESSAGES = "chat", "responses", "messages"
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat", "completions", "responses", "messages"
 OPENAI, ANTHROPIC, AGENTS = "openai", "anthropic", "openai-agents"
 LANGCHAIN, PYDANTIC_AI, SMOLAGENTS = "langchain", "pydantic-ai", "smolagents"
 LITELLM, AGENTSCOPE, DSPY, NODE_OPENAI, NODE_AI = "litellm", "agentscope", "dspy", "npm openai", "npm ai"
@@ -37,6 +41,13 @@ def faithful(client: str, name: str, dialect: str, *command: str, remark: str = 
     return Exercise(client, name, dialect, command, TWO_QUESTIONS, ANSWERS[1], remark)
 
 
+def thinks(exercise: Exercise, remark: str, *, history: str = "as_sampled") -> Exercise:
+    """The same conversation with a model that thinks."""
+    turns = THINKING if history == "as_sampled" else FORGETTING
+    name = f'a model that thinks, `history = "{history}"`'
+    return replace(exercise, name=name, turns=turns, remark=remark, template="qwen3", history=history)
+
+
 VOTES = (
     ASKS_TO_ADD,
     Turn(calling(("add", '{"a": 40, "b": 3}')), sees=(FIRST,)),
@@ -47,6 +58,10 @@ STRUCTURED = (
     ASKS_TO_ADD,
     Turn(JSON_ANSWER, adds=told("42")),
     Turn('{"total": 85, "currency": "€"}', adds=asked(SECOND)),
+)
+ACTING_IN_TEXT = (
+    Turn("Action: add(17,  25)\nObservation:", sees=(FIRST,), stopped=True),
+    Turn(f"Answer: {ANSWERS[0]}", adds=" 42\n"),
 )
 HANDOFF = (
     Turn(calling(("transfer_to_reckoner", "{}")), sees=("You pass questions on.", '"transfer_to_reckoner"', FIRST)),
@@ -115,11 +130,27 @@ EXERCISES = (
         STRUCTURED,
         "42 85",
     ),
+    thinks(
+        faithful(OPENAI, "", CHAT, "openai_sdk.py", "chat"),
+        "the template strips what was thought before the last question",
+        history="template",
+    ),
+    Exercise(
+        OPENAI,
+        "actions in plain text, a stop string",
+        COMPLETIONS,
+        ("openai_sdk.py", "completions"),
+        ACTING_IN_TEXT,
+        ANSWERS[0],
+    ),
     faithful(OPENAI, "tools, parallel calls", RESPONSES, "openai_sdk.py", "responses"),
     faithful(OPENAI, "the same, streamed", RESPONSES, "openai_sdk.py", "responses-streaming"),
     faithful(ANTHROPIC, "tools, parallel calls", MESSAGES, "anthropic_sdk.py", "plain"),
     faithful(ANTHROPIC, "the same, streamed", MESSAGES, "anthropic_sdk.py", "streaming"),
     faithful(ANTHROPIC, "the SDK's tool runner", MESSAGES, "anthropic_sdk.py", "runner"),
+    thinks(
+        faithful(ANTHROPIC, "", MESSAGES, "anthropic_sdk.py", "streaming"), "the thoughts come back as thinking blocks"
+    ),
     faithful(AGENTS, "strict tools, a session", RESPONSES, "openai_agents.py", "responses"),
     faithful(AGENTS, "the same, streamed", RESPONSES, "openai_agents.py", "responses-streaming"),
     faithful(AGENTS, "the same", CHAT, "openai_agents.py", "chat"),
@@ -135,6 +166,10 @@ EXERCISES = (
     faithful(LANGCHAIN, "a graph with a checkpointer", CHAT, "langgraph_agent.py", "chat"),
     faithful(LANGCHAIN, "the same, streamed", CHAT, "langgraph_agent.py", "streaming"),
     faithful(LANGCHAIN, "the same", RESPONSES, "langgraph_agent.py", "responses"),
+    thinks(
+        faithful(LANGCHAIN, "", CHAT, "langgraph_agent.py", "chat"),
+        "the client forgets the thoughts, the policy is fed them all the same",
+    ),
     faithful(PYDANTIC_AI, "tools, a message history", CHAT, "pydantic_ai_agent.py", "chat"),
     faithful(PYDANTIC_AI, "the same, streamed as events", CHAT, "pydantic_ai_agent.py", "streaming"),
     faithful(PYDANTIC_AI, "the same", RESPONSES, "pydantic_ai_agent.py", "responses"),

@@ -89,28 +89,6 @@ async def _sprung(scene: Scene, fault: Fault) -> bool:
     return False
 
 
-async def first_steps(scene: Scene, faults: list[Fault]) -> None:
-    """Start the server for the first time, on a checkpoint and an empty journal, and kill it while it finds its base
-    version.
-
-    No client is there yet: an episode that begins before that is refused by nobody, and the journal empty no longer.
-    """
-    server = scene.server
-    for fault in faults:
-        await server.start()
-        if await server.order("trap", at=fault.at, when=fault.when):
-            await server.dead(2 * MOMENT_SECONDS)
-        if server.is_running:
-            scene.tally.missed.append(fault)
-            await server.kill()
-        else:
-            scene.tally.moments.add((fault.at, fault.when))
-            scene.tally.faults[fault.kind] += 1
-    await server.start()
-    await server.up()
-    await server.rolling()
-
-
 async def _gateway(scene: Scene, fault: Fault) -> bool:
     await asyncio.sleep(fault.amount)
     await scene.server.kill()

@@ -90,6 +90,29 @@ def test_in_pieces_or_whole_it_is_the_same(
     assert message == renderer(tool_format).parse_text(text, conversation)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    fragments=st.lists(FRAGMENTS, max_size=12),
+    tool_format=st.sampled_from(["hermes", "mistral", "llama3"]),
+    tools=st.booleans(),
+    stop=st.lists(st.sampled_from(["END", "\n\n", "🙂"]), max_size=2),
+)
+def test_what_is_certain_token_by_token_is_what_is_certain_at_once(
+    fragments: list[str], tool_format: str, tools: bool, stop: list[str]
+) -> None:
+    tokens = tokenizer().encode("".join(fragments), add_special_tokens=False).ids
+    grown, reasoning, content = answer(tool_format, tools=tools, stop=stop), "", ""
+    for length in range(1, len(tokens) + 1):
+        grown.push(Sampled((tokens[length - 1],), (-0.5,), 0))
+        whole = answer(tool_format, tools=tools, stop=stop)
+        whole.push(Sampled(tuple(tokens[:length]), (-0.5,) * length, 0))
+        if grown.stopped:
+            break
+        more = grown.certain()
+        reasoning, content = reasoning + more[0], content + more[1]
+        assert (reasoning, content) == whole.certain()
+
+
 CALLS = {
     "hermes": ['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', '<tool_call>{"name": 1}</tool_call>'],
     "mistral": ['[TOOL_CALLS][{"name": "add", "arguments": {}}]', "[TOOL_CALLS]nonsense"],

@@ -82,7 +82,11 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
         try:
             async with (
                 httpx.AsyncClient(
-                    base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10, verify=False
+                    base_url=url,
+                    headers={"Authorization": f"Bearer {TOKEN}"},
+                    timeout=10,
+                    verify=False,
+                    trust_env=False,
                 ) as http,
                 AsyncExitStack() as agents,
             ):

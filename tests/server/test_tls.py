@@ -4,7 +4,8 @@ Pinned here:
 1. with a certificate the server speaks HTTPS, and the address it gives its agents is an https one; so it is behind a
    proxy that ends TLS;
 2. an address that is no loopback one takes a certificate or an explicit word, and the refusal names both;
-3. a certificate that is missing, or another key's, is refused before the server begins.
+3. our client trusts the certificate of `SSL_CERT_FILE`, and asks no proxy about a server on its own machine;
+4. a certificate that is missing, or another key's, is refused before the server begins.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agentjet.client import AsyncSwarm, Retry
 from agentjet.config import ServerConfig, load_config
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, Unreachable
 from agentjet.server.tls import check_certificate
 from tests.server.serving import TOKEN, serving
 
@@ -46,19 +48,35 @@ async def test_https(tmp_path: Path) -> None:
     check_certificate(ServerConfig(tls_cert=str(cert), tls_key=str(key)))
     async with serving(tmp_path / "d", server={"tls_cert": str(cert), "tls_key": str(key)}) as served:
         trusting = ssl.create_default_context(cafile=str(cert))
-        async with httpx.AsyncClient(base_url=served.url, verify=trusting, headers=HEADERS) as http:
+        async with httpx.AsyncClient(base_url=served.url, verify=trusting, headers=HEADERS, trust_env=False) as http:
             begun = (await http.post("/swarm/v1/episodes", json={"task_id": "t"})).json()
             assert begun["base_url"] == f"{served.url}/v1" and begun["base_url"].startswith("https://")
             models = await http.get(
                 f"{begun['base_url']}/models", headers={"Authorization": f"Bearer {begun['api_key']}"}
             )
             assert models.status_code == 200
-        async with httpx.AsyncClient(verify=ssl.create_default_context()) as distrusting:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(), trust_env=False) as distrusting:
             with pytest.raises(httpx.ConnectError, match="certificate"):
                 await distrusting.get(f"{served.url}/healthz")
-        async with httpx.AsyncClient(verify=False) as plain:
+        async with httpx.AsyncClient(verify=False, trust_env=False) as plain:
             with pytest.raises(httpx.HTTPError):
                 await plain.get(served.url.replace("https", "http") + "/healthz")
+
+
+@pytest.mark.anyio
+async def test_our_client_trusts_the_certificate_it_is_told_and_asks_no_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = make_certificate(tmp_path / "tls")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with serving(tmp_path / "d", server={"tls_cert": str(cert), "tls_key": str(key)}) as served:
+        async with AsyncSwarm(served.url, TOKEN, retry=Retry(first_patience=0.0)) as distrusting:
+            with pytest.raises(Unreachable, match="certificate"):
+                await distrusting.status()
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        async with AsyncSwarm(served.url, TOKEN) as trusting:
+            assert (await trusting.status()).state == "rolling"
 
 
 @pytest.mark.anyio

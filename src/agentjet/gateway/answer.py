@@ -42,8 +42,16 @@ class Answer:
         self._id_prefix = id_prefix
         self._stream = renderer.stream()
         self._text = ""
+        self._beginnings = _beginnings((*MARKERS, *self._stop))
+        self._longest = max(map(len, self._beginnings))
         self._sent_reasoning = 0
         self._sent_content = 0
+        self._reasoning_at = 0
+        """Where the reasoning begins in the text, or before that, once some of it was sent."""
+        self._content_at = 0
+        """Where the content begins, once some of it was sent."""
+        self._nothing_more = False
+        """All that follows may belong to a tool call: the message tells, when it is whole."""
         self._shown_tokens = 0
         self._worker_reason: FinishReason | None = None
 
@@ -64,12 +72,36 @@ class Answer:
                 return
 
     def certain(self) -> tuple[str, str]:
-        """Reasoning and content that no later token can change, beyond what was returned before."""
-        text = self._text[: len(self._text) - _partial(self._text, (*MARKERS, *self._stop))]
+        """Reasoning and content that no later token can change, beyond what was returned before.
+
+        The work goes by what is new: what was sent is settled.
+        """
+        if self._nothing_more:
+            return "", ""
+        end = len(self._text) - _partial(self._text, self._beginnings, self._longest)
+        if self._sent_content:
+            fresh = self._before_calls(self._text[self._content_at + self._sent_content : end])
+            self._sent_content += len(fresh)
+            return "", fresh
+        if self._sent_reasoning:
+            fresh = self._text[self._reasoning_at + self._sent_reasoning : end]
+            if "</think>" not in fresh:
+                fresh = fresh.rstrip("\n")
+                self._sent_reasoning += len(fresh)
+                return fresh, ""
+        return self._begin(self._text[:end])
+
+    def _begin(self, text: str) -> tuple[str, str]:
+        """What is certain while nothing of the content was sent: whether there is reasoning, and where it ends, is
+        found out here.
+        """
         if not text.strip():
             return "", ""
         # Without tools: a call that looks whole now may turn out to be text, white space around it and all.
         message = self._renderer.parse_text(text, replace(self._conversation, tools=()))
+        self._content_at = len(text) - len(message.content)
+        if not self._sent_reasoning:
+            self._reasoning_at = 0 if "</think>" in text else len(text.rstrip("\n")) - len(message.reasoning)
         return self._unsent(message.reasoning, self._certain_content(message.content))
 
     def message(self) -> tuple[Message, str, str]:
@@ -107,16 +139,23 @@ class Answer:
         return self.stopped
 
     def _certain_content(self, content: str) -> str:
+        """The beginning of the content, unless it may turn out to belong to a tool call."""
+        if self._tool_format and (
+            content[:1].isspace() or (self._tool_format == "llama3" and content.startswith(("{", "[")))
+        ):
+            self._nothing_more = True
+            return ""
+        return self._before_calls(content)
+
+    def _before_calls(self, content: str) -> str:
         """Content before anything that may turn out to be a tool call, which would also strip the white space
         around it.
         """
         if not self._tool_format:
             return content
-        starts = [at for at in (content.find(marker) for marker in MARKERS) if at >= 0]
-        content = content[: min(starts, default=len(content))].rstrip()
-        if content[:1].isspace() or (self._tool_format == "llama3" and content.startswith(("{", "["))):
-            return ""
-        return content
+        starts = [at for at in map(content.find, MARKERS) if at >= 0]
+        self._nothing_more = bool(starts)
+        return content[: min(starts, default=len(content))].rstrip()
 
     def _unsent(self, reasoning: str, content: str) -> tuple[str, str]:
         fresh = reasoning[self._sent_reasoning :], content[self._sent_content :]
@@ -125,11 +164,11 @@ class Answer:
         return fresh
 
 
-def _partial(text: str, literals: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of `literals` without completing it."""
-    longest = max(map(len, literals)) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        tail = text[-length:]
-        if any(len(literal) > length and literal.startswith(tail) for literal in literals):
-            return length
-    return 0
+def _beginnings(literals: Sequence[str]) -> frozenset[str]:
+    """Every beginning of a literal but the whole of it."""
+    return frozenset(literal[:length] for literal in literals for length in range(1, len(literal)))
+
+
+def _partial(text: str, beginnings: frozenset[str], longest: int) -> int:
+    """Length of the longest end of `text` that is one of `beginnings`, none of which is longer than `longest`."""
+    return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in beginnings), 0)

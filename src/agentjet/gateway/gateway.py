@@ -67,13 +67,14 @@ class Gateway:
         self._clock = clock
         self.began = clock()
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
-        self.swarm = Swarm(self._journal, config.job, clock=clock)
+        self.store = CheckpointStore(data_dir)
+        # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
+        self.swarm = Swarm(self._journal, config.job, clock=clock, policy_version=self.store.newest() or 0)
         self._commits = Commits(self.swarm)
         self.changed = Broadcast()
         self.swarm.on_event = self._on_event
         self.last_event = self._journal.last_event()
         """Number of the newest event."""
-        self.store = CheckpointStore(data_dir)
         self._compute = compute
         self._gate = Gate()
         metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
@@ -162,7 +163,7 @@ class Gateway:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
                     raise
-            await self.changed.wait(left)
+            await self.changed.wait(min(left, self.swarm.job.lease_seconds / 2))  # Who waits here is there.
 
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` when the client holds as many live episodes as it may. A begin that is repeated may pass."""
@@ -296,6 +297,7 @@ class Gateway:
             clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
             holding=swarm.holding(),
             code_versions=inspection.code_versions(swarm),
+            task_sets=inspection.task_sets(swarm),
             last_event=self.last_event,
             uptime=now - self.began,
         )

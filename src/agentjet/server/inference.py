@@ -116,7 +116,7 @@ async def create_message(body: MessagesBody, request: Request, wired: Wired, key
 async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole = "") -> TokenCount:
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     episode_id = wired.keys.episode(key)
-    role = role_of(body.model, wired.gateway.model_name, role)
+    role = _role_of(body.model, wired, role)
     asked = messages.to_conversation(body)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
@@ -132,7 +132,7 @@ async def list_models(wired: Wired, key: Key) -> ModelList:
 async def get_model(name: str, wired: Wired, key: Key) -> Model:
     """The model of that name."""
     wired.keys.episode(key)
-    role_of(name, wired.gateway.model_name, "")
+    _role_of(name, wired, "")
     return _model(wired)
 
 
@@ -148,13 +148,17 @@ router.include_router(routes, dependencies=[Depends(_key_in_headers)])
 router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(_key_in_path)])
 
 
+def _role_of(model: str, wired: Wiring, header: str) -> str:
+    return role_of(model, wired.gateway.model_name, header, wired.gateway.config.server.model_aliases)
+
+
 async def respond(
     dialect: Dialect[Asked, Answer], body: Asked, request: Request, wired: Wiring, key: str, role: str
 ) -> Response:
     """The answer to a request of any dialect, whole or streamed. Raises `RequestError`, or `ClientGone`."""
     gateway = wired.gateway
     episode_id = wired.keys.episode(key)
-    role = role_of(body.model, gateway.model_name, role)
+    role = _role_of(body.model, wired, role)
     head = Head(uuid.uuid4().hex, gateway.model_name, int(time.time()))
     asked = dialect.to_request(body, partial(gateway.past, episode_id, role))
     call = replace(asked, id=head.id, **await _sent(request))
