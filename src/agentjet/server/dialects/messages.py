@@ -53,7 +53,7 @@ def to_request(body: MessagesBody) -> CallRequest:
         stop=tuple(body.stop_sequences or ()),
         constraint=_constraint(body),
         stream=bool(body.stream),
-        reasoning=body.thinking is None or body.thinking.type != "disabled",
+        unreasoned="thinking" if body.thinking is not None and body.thinking.type == "disabled" else "",
     )
 
 
