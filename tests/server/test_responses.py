@@ -352,6 +352,30 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, card: 
         assert served.run.compute.asked == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_no_answer_could_repeat_is_refused(tmp_path: Path, stream: bool) -> None:
+    """The response repeats much of its request, so all of that must be text and JSON."""
+    deep = "[" * 500 + "]" * 500
+    async with serving(tmp_path / "d") as served:
+        headers = {"Authorization": f"Bearer {(await served.begin())['api_key']}", "Content-Type": "application/json"}
+        for spoiled, param in (
+            (r'"metadata": {"a": "\ud800"}', "metadata.a"),
+            (r'"user": "\ud800"', "user"),
+            (r'"previous_response_id": "\ud800"', "previous_response_id"),
+            (
+                '"tool_choice": "none", "tools": [{"type": "function", "name": "f", "parameters": {"x": NaN}}]',
+                "tools.0",
+            ),
+            (f'"tools": [{{"type": "function", "name": "f", "parameters": {{"x": {deep}}}}}]', "tools.0.parameters"),
+            (r'"text": {"format": {"type": "text", "schema": {"a": "\udc00"}}}', "text.format"),
+            (r'"tool_choice": {"type": "\udc00"}', "tool_choice"),
+        ):
+            content = f'{{"model": "policy", "input": "x", "stream": {str(stream).lower()}, {spoiled}}}'
+            response = await served.http.post("/v1/responses", content=content, headers=headers)
+            assert response.status_code == 400, (spoiled, response.text)
+            assert response.json()["error"]["param"].startswith(param), (spoiled, response.text)
+
+
 async def test_neutral_values_are_accepted(tmp_path: Path) -> None:
     neutral = {
         "background": False, "truncation": "disabled", "top_logprobs": 0, "service_tier": "auto", "store": True,

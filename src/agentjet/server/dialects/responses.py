@@ -15,6 +15,7 @@ from agentjet.gateway.requests import CallRequest
 from agentjet.server.dialects.constraints import ANY_OBJECT, checked
 from agentjet.server.dialects.dialect import Dialect, ErrorShape, Past, sse
 from agentjet.server.dialects.errors import OpenAIError, openai_error
+from agentjet.server.dialects.gathering import refuse_other_tokens
 from agentjet.server.dialects.neutral import refuse_unless_neutral
 from agentjet.server.dialects.responses_answers import to_answer, to_events
 from agentjet.server.dialects.responses_bodies import NEUTRAL, Format, FunctionTool, ResponsesBody
@@ -29,6 +30,7 @@ PARAMS = {"messages": "input", "thinking": "reasoning"}
 def to_request(body: ResponsesBody, past: Past) -> CallRequest:
     """The canonical request. Raises `RequestError` naming the first thing that cannot be honoured."""
     refuse_unless_neutral(body, NEUTRAL)
+    refuse_other_tokens(body.top_logprobs, "top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options need stream = true.", param="stream_options")
     instructions = (Message("system", body.instructions),) if body.instructions else ()

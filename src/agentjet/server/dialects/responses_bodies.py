@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from agentjet.server.dialects.bodies import Body, Finite, RequestBody
+from agentjet.server.dialects.bodies import Body, Finite, JsonObject, RequestBody, Text
 from agentjet.server.dialects.neutral import Neutral
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -115,10 +115,10 @@ Item = Annotated[
 class FunctionTool(Body):
     """A tool definition; `parameters` is a JSON schema. Tools that a provider runs are not known here."""
 
-    type: str
-    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    type: Text
+    name: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
+    description: Text | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
 
@@ -129,9 +129,9 @@ class Format(Body):
     """
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -162,12 +162,12 @@ class ResponsesBody(RequestBody):
     """A request. Everything of OpenAI's that is not honoured is refused, never ignored."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
-    instructions: str | None = None
+    instructions: Text | None = None
     """The system message of this request alone: one that continues it does not inherit it."""
-    previous_response_id: str | None = None
+    previous_response_id: Text | None = None
     """An earlier answer of this episode and role, whose conversation is continued."""
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -177,18 +177,19 @@ class ResponsesBody(RequestBody):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     store: bool | None = None
     """Either way: an episode remembers its answers as long as it lives."""
+    top_logprobs: int | None = None
+    """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""
     stream_options: StreamShape | None = None
 
     # Names for the caller's own use, which ask nothing of the model.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Text | None = None
+    metadata: dict[Text, Text] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
     # Known, and honoured in their neutral form only: see `NEUTRAL`.
     background: bool | None = None
     truncation: str | None = None
-    top_logprobs: int | None = None
     service_tier: str | None = None
     access_programs: Any = None
     context_management: Any = None
@@ -204,7 +205,6 @@ class ResponsesBody(RequestBody):
 NEUTRAL: Neutral = {
     "background": (False,),
     "truncation": ("disabled",),
-    "top_logprobs": (0,),
     "service_tier": ("auto", "default"),
     "access_programs": (),
     "context_management": (),
