@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,7 @@ def command(script: str, *arguments: str) -> list[str]:
     """How a script of `clients/` or `node/` is run. The guard comes first."""
     if script.endswith(".mjs"):
         return ["node", "--require", str(NODE / "guard.cjs"), str(NODE / script), *arguments]
-    python = PYTHON if PYTHON.exists() else Path(sys.executable)
-    return [str(python), str(HERE / "clients" / script), *arguments]
+    return [str(PYTHON), str(HERE / "clients" / script), *arguments]
 
 
 async def run(argv: list[str], episode: dict[str, Any], folder: Path) -> Ended:

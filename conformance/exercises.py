@@ -222,5 +222,6 @@ EXERCISES = (
     faithful(NODE_AI, "`generateText`", CHAT, "ai.mjs", "chat"),
     faithful(NODE_AI, "`streamText`", CHAT, "ai.mjs", "streaming"),
     faithful(NODE_AI, "`generateText`", RESPONSES, "ai.mjs", "responses"),
+    faithful(NODE_AI, "`streamText`, items by reference", RESPONSES, "ai.mjs", "references"),
     Exercise(NODE_AI, "`Output.object` after a tool", CHAT, ("ai.mjs", "object"), JSON_AFTER_TOOL, "42 €"),
 )

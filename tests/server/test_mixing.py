@@ -51,7 +51,7 @@ async def test_who_is_refused_and_how(tmp_path: Path) -> None:
         await play(served, "math")
         assert await refused(served, task_set="math", task_id="u") == (429, "task_set_full")
         assert await refused(served, mode="eval", at_version=3) == (409, "version_gone")
-        assert await refused(served, at_version=0) == (422, "invalid_request")
+        assert await refused(served, at_version=0) == (422, "invalid_value")
 
 
 async def test_new_weights_let_in_who_waits(tmp_path: Path) -> None:

@@ -69,6 +69,14 @@ class AsyncEpisode(_Attempt):
         self.reason = ""
         """Why it ended without a reward, as the server has it."""
 
+    async def prepare(self, reward: float | Reward) -> EpisodeView:
+        """Promise the reward: `finish` with the same one will be granted, after any crash. See docs/reliability.md.
+
+        From here on the episode makes no calls, and leaving its context neither finishes nor aborts it. Raises as
+        `finish` does.
+        """
+        return await self._post("prepare", finish_body(checked_reward(reward)))
+
     async def finish(self, reward: float | Reward) -> EpisodeView:
         """End the episode with its reward.
 
@@ -152,6 +160,10 @@ class Episode(_Attempt):
     def reward(self) -> Reward | None:
         """What it was finished with."""
         return self._episode.reward
+
+    def prepare(self, reward: float | Reward) -> EpisodeView:
+        """See `AsyncEpisode.prepare`."""
+        return self._drive(self._episode.prepare(reward))
 
     def finish(self, reward: float | Reward) -> EpisodeView:
         """See `AsyncEpisode.finish`."""

@@ -211,9 +211,12 @@ class Gateway:
         self._calls.undelivered(episode_id, role, request, call_ids)
 
     def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
-        """What a call of a live episode and role was asked, and what it answered; None when there is no such call."""
+        """What a call of a live episode and role was asked, and what it answered; None when there is no such call, or
+        it continued a raw prompt.
+        """
         tree = self.swarm.tree(episode_id, role)
-        return tree.exchange(call_id) if tree.knows(call_id) else None
+        exchange = tree.exchange(call_id) if tree.knows(call_id) else None
+        return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
 
     def episode_tree(self, episode_id: str) -> EpisodeTree:
         """An episode opened up. Raises `NotFound`."""

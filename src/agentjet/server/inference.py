@@ -23,12 +23,13 @@ from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages
+from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages, responses
 from agentjet.server.dialects.chat_bodies import ChatBody
 from agentjet.server.dialects.completions_bodies import CompletionBody
 from agentjet.server.dialects.dialect import Answer, Asked, Event, Head, role_of
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
+from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, until_disconnect
 from agentjet.server.wiring import Token, Wired, Wiring
 
@@ -104,6 +105,12 @@ async def chat_completions(body: ChatBody, request: Request, wired: Wired, key: 
 async def text_completions(body: CompletionBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
     """OpenAI's legacy text completions: a raw prompt, as text or token ids, is continued without the chat template."""
     return await respond(completions.DIALECT, body, request, wired, key, role)
+
+
+@routes.post(responses.DIALECT.path, **route_of(responses.DIALECT))
+async def create_response(body: ResponsesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+    """OpenAI's Responses API. The key is an episode's; what cannot be honoured is refused by name."""
+    return await respond(responses.DIALECT, body, request, wired, key, role)
 
 
 @routes.post(messages.DIALECT.path, **route_of(messages.DIALECT))
@@ -233,7 +240,7 @@ async def _stream(
 
     Whoever leaves at the last event has read the answer.
     """
-    last = ""
+    last, num_sent = "", 0
     async with aclosing(chunks):
         try:
             with delivery:
@@ -242,12 +249,14 @@ async def _stream(
                         last = event.text
                     else:
                         yield event.text
+                        num_sent += 1
             yield last
         except RequestError as error:
-            yield errors.event(error)
+            yield errors.event(error, num_sent)
         except Exception as error:  # The boundary of a stream, whose status is sent already: recorded here, once.
             log.error("a stream broke", exc_info=error)
-            yield errors.event(RequestError("The server failed; its log says why.", code="internal_error", status=500))
+            broken = RequestError("The server failed; its log says why.", code="internal_error", status=500)
+            yield errors.event(broken, num_sent)
 
 
 def _model(wired: Wiring) -> Model:

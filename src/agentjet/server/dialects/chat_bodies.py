@@ -123,6 +123,8 @@ class ChatBody(RequestBody):
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -135,7 +137,6 @@ class ChatBody(RequestBody):
     prompt_cache_key: str | None = None
 
     # Known, and honoured in their neutral form only: see `NEUTRAL`.
-    top_logprobs: int | None = None
     frequency_penalty: Finite | None = None
     presence_penalty: Finite | None = None
     logit_bias: dict[str, float] | None = None
@@ -155,7 +156,6 @@ class ChatBody(RequestBody):
 
 
 NEUTRAL: Neutral = {
-    "top_logprobs": (0,),
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
     "logit_bias": ({},),

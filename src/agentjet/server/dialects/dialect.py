@@ -48,11 +48,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ErrorShape:
-    """How errors look: `body` is the answer to a request, `event` the end of a stream that broke."""
+    """How errors look: `body` is the answer to a request, `event` the end of a stream that broke behind n events."""
 
     model: type[BaseModel]
     body: Callable[[RequestError], dict[str, Any]]
-    event: Callable[[RequestError], str]
+    event: Callable[[RequestError, int], str]
 
 
 @dataclass(frozen=True, slots=True)
