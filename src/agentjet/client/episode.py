@@ -88,10 +88,6 @@ class AsyncEpisode(_Attempt):
         self.reward = reward
         return view
 
-    async def prepare(self, reward: Reward) -> EpisodeView:
-        """Promise to finish with this reward, or to abort: the first phase of a team's finish. Raises as `finish`."""
-        return await self._post("prepare", finish_body(reward))
-
     async def abort(self, reason: str = "", *, patience: float | None = None) -> EpisodeView:
         """End the episode without a score; it will not be trained on. `patience`: seconds to keep trying."""
         return await self._post("abort", AbortRequest(reason=reason[:2000]), patience=patience)

@@ -15,7 +15,7 @@ from agentjet.client.asynchronous import AsyncSwarm
 from agentjet.client.beginning import begin
 from agentjet.client.code import Version, code_version_of
 from agentjet.client.connection import Connection
-from agentjet.client.episode import AsyncEpisode
+from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
 from agentjet.client.evaluating import EVAL_WAIT, evaluated
 from agentjet.client.following import Server, say_what_it_waits_for
 from agentjet.client.progress import progress_for
@@ -55,8 +55,8 @@ class AsyncTeam:
         self._connections = {member: swarm.connection for member, swarm in self._swarms.items()}
         self.anchor = next(iter(self._swarms))
         """The member whose server decides."""
-        self._at_work: set[str] = set()
-        """Ids of the teams' episodes of this client that are not through: not to be recovered."""
+        self._deciding: set[str] = set()
+        """Ids of the team episodes that this client is just finishing: not to be recovered."""
 
     # ---- episodes -------------------------------------------------------------------------------------------------
 
@@ -92,15 +92,14 @@ class AsyncTeam:
                     request = asking(swarm).model_copy(update={"team": team})
                     parts[member] = await begin(swarm.connection, request, wait=max(0.0, patience))
             except BaseException as error:
-                await _given_back(parts)
+                await _given_back(parts, INCOMPLETE if isinstance(error, Later) else STOPPED)
                 left = deadline - retry.clock()
                 if not (isinstance(error, Later) and parts) or left <= 0:
                     raise
                 await retry.sleep(min(left, retry.delay(attempt)))
                 attempt += 1
                 continue
-            self._at_work.add(team)
-            return _Watched(team, parts, self._at_work)
+            return AsyncTeamEpisode(team, parts, self._deciding)
 
     # ---- running agents -------------------------------------------------------------------------------------------
 
@@ -208,19 +207,19 @@ class AsyncTeam:
     async def recover(self) -> int:
         """Settle what clients that died left in doubt: parts that promised a reward and heard no more. Where the
         anchor finished its part they are finished, where it did not they are aborted; where it still lives, its client
-        may, too, and they are left alone. Returns how many were settled. Any client of these servers may do this.
+        may, too, and they are left alone. Returns how many were settled. Any client of these servers may do this that
+        gives the members the same names.
         """
         settled = 0
         for member, connection in self._connections.items():
-            if member == self.anchor:
-                continue
             for part in await _episodes(connection, f"status=prepared&limit={PREPARED_LISTED}"):
-                if part.team not in self._at_work and part.team.startswith(f"{self.anchor}/"):
-                    settled += await self._settle(connection, part)
+                anchor = part.team.partition("/")[0]
+                if anchor in self._connections and anchor != member and part.team not in self._deciding:
+                    settled += await self._settle(connection, part, self._connections[anchor])
         return settled
 
-    async def _settle(self, connection: Connection, part: EpisodeView) -> bool:
-        anchored = await _episodes(self._connections[self.anchor], f"team={quote(part.team, safe='')}")
+    async def _settle(self, connection: Connection, part: EpisodeView, anchor: Connection) -> bool:
+        anchored = await _episodes(anchor, f"team={quote(part.team, safe='')}")
         decisions = {episode.status for episode in anchored}
         body: FinishRequest | AbortRequest
         if "finished" in decisions:
@@ -230,8 +229,10 @@ class AsyncTeam:
             verb, body = "abort", AbortRequest(reason="the team's anchor was not finished")
         else:
             return False
-        with suppress(Conflict, NotFound):  # Somebody else settled it meanwhile.
+        try:
             await connection.request("POST", f"/episodes/{quote(part.episode_id, safe='')}/{verb}", body=body)
+        except (Conflict, NotFound):  # Somebody else settled it meanwhile.
+            return False
         return True
 
     async def _recover_now_and_then(self) -> None:
@@ -254,32 +255,11 @@ class AsyncTeam:
         await self.close()
 
 
-class _Watched(AsyncTeamEpisode):
-    """One that its team does not recover while it is being finished or aborted here."""
-
-    def __init__(self, team: str, parts: Mapping[str, AsyncEpisode], at_work: set[str]) -> None:
-        super().__init__(team, parts)
-        self._at_work = at_work
-
-    async def finish(self, reward: object) -> None:
-        """See `AsyncTeamEpisode.finish`."""
-        try:
-            await super().finish(reward)  # type: ignore[arg-type]
-        finally:
-            self._at_work.discard(self.team)
-
-    async def abort(self, reason: str = "", *, patience: float | None = None) -> None:
-        """See `AsyncTeamEpisode.abort`."""
-        try:
-            await super().abort(reason, patience=patience)
-        finally:
-            self._at_work.discard(self.team)
-
-
-async def _given_back(parts: Mapping[str, AsyncEpisode]) -> None:
-    for part in parts.values():
-        with suppress(AgentJetError):
-            await part.abort(INCOMPLETE, patience=1.0)
+async def _given_back(parts: Mapping[str, AsyncEpisode], reason: str) -> None:
+    """Abort what was begun in vain. A server that is away is not waited for: the lease ends its part."""
+    with suppress(AgentJetError, TimeoutError):
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            await asyncio.gather(*[part.abort(reason) for part in parts.values()], return_exceptions=True)
 
 
 async def _episodes(connection: Connection, query: str) -> tuple[EpisodeView, ...]:

@@ -8,8 +8,7 @@ names the anchor's member, so that whoever recovers knows whom to ask.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,10 +31,15 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
     As a context manager it aborts unless `finish` was called inside.
     """
 
-    def __init__(self, team: str, parts: Mapping[str, AsyncEpisode]) -> None:
+    def __init__(self, team: str, parts: Mapping[str, AsyncEpisode], deciding: set[str] | None = None) -> None:
         self.team = team
         self._parts = dict(parts)
         self._anchor = next(iter(self._parts.values()))
+        self._deciding = set() if deciding is None else deciding
+        self._asked_anchor = False
+        """A finish was sent to the anchor: from then on only the anchor knows whether the decision fell."""
+        self._said: set[str] = set()
+        """Reasons of aborts that are not where the end came from."""
         self.reward: Reward | None = None
         """What it was finished with, by member in `by_role`."""
         self.unsettled: dict[str, str] = {}
@@ -85,17 +89,24 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
         """As far as this client knows. A team's episode lives while all its parts do."""
         if self.reward is not None:
             return "finished"
-        ended: list[EpisodeStatus] = [part.status for part in self.values() if part.status in ("aborted", "expired")]
-        return ended[0] if ended else "live"
+        cause = self._cause()
+        return "live" if cause is None else cause.status
 
     @property
     def reason(self) -> str:
         """Why it ended without a reward, as the server has it that ended it."""
-        return next((part.reason for part in self.values() if part.reason), "")
+        cause = self._cause()
+        return "" if cause is None else cause.reason
+
+    def _cause(self) -> AsyncEpisode | None:
+        """The part that ended unscored, before those that were aborted because of it."""
+        ended = [part for part in self.values() if part.status in ("aborted", "expired")]
+        return min(ended, key=lambda part: part.reason in self._said, default=None)
 
     def checked(self, returned: object) -> Reward:
-        """Rewards of all members: one number for all, a number or `Reward` for each by name, or a `Reward` whose
-        `by_role` names members and whose value is for the others. The team's own value is their mean.
+        """Rewards of all members: one number for all; a number or `Reward` for each by name; or a `Reward` whose
+        `by_role` names members, and roles of theirs as "MEMBER/ROLE", and whose value is for the others. The team's own
+        value is the members' mean; metrics are shown by every server.
 
         Raises `InvalidRequest` for anything else.
         """
@@ -111,14 +122,16 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
             rewards = {member: checked_reward(returned[member]) for member in self}
             metrics = {name: value for reward in rewards.values() for name, value in reward.metrics.items()}
             by_member = {member: reward.value for member, reward in rewards.items()}
+            roles = {f"{member}/{role}": v for member, reward in rewards.items() for role, v in reward.by_role.items()}
         else:
             whole = checked_reward(returned)
-            self._refuse_strangers(whole.by_role, "by_role")
-            by_member = {member: whole.by_role.get(member, whole.value) for member in self}
+            self._refuse_strangers([name.partition("/")[0] for name in whole.by_role], "by_role")
             metrics = dict(whole.metrics)
-        return Reward(sum(by_member.values()) / len(by_member), by_member, metrics)
+            by_member = {member: whole.by_role.get(member, whole.value) for member in self}
+            roles = {name: value for name, value in whole.by_role.items() if "/" in name}
+        return Reward(sum(by_member.values()) / len(by_member), by_member | roles, metrics)
 
-    def _refuse_strangers(self, names: Mapping[str, object], where: str) -> None:
+    def _refuse_strangers(self, names: Iterable[str], where: str) -> None:
         if strangers := [name for name in names if name not in self._parts]:
             raise InvalidRequest(
                 f"{where} name {strangers[0]!r}, who is not in the team: its members are {', '.join(self)}",
@@ -131,54 +144,74 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
         """End the episode everywhere, each part with its member's reward (see `checked`).
 
         Raises `InvalidRequest` before anything is sent when a reward is wrong; `Conflict` when a part has ended, after
-        which none of them counts; `Unreachable` when a server stays away before the decision fell. Once it fell this
-        succeeds: a part that cannot be told of it is in `unsettled`.
+        which none of them counts; `Unreachable` when a server stays away before the decision is known to have fallen:
+        if it fell all the same, `Team.recover` carries it out. Once it fell this succeeds: a part that cannot be told
+        of it is in `unsettled`.
         """
         agreed = self.checked(reward)
-        shares = {member: Reward(agreed.by_role[member], metrics=agreed.metrics) for member in self}
+        self._deciding.add(self.team)
+        try:
+            await self._finish(agreed, {member: _share(agreed, member) for member in self})
+        finally:
+            self._deciding.discard(self.team)
+
+    async def _finish(self, agreed: Reward, shares: Mapping[str, Reward]) -> None:
         others = [member for member in self if self[member] is not self._anchor]
         if self.mode == "train":
-            await self._prepare(others, shares)
+            promised = await _all({member: self[member].prepare(shares[member]) for member in others})
+            failed = {member: error for member, error in promised.items() if error is not None}
+            if failed:
+                member, error = next(iter(failed.items()))
+                await self._give_up(f"{member} of the team could not promise: {error}")
+                raise error
+        self._asked_anchor = True
         try:
             await self._anchor.finish(shares[next(iter(self))])
         except (Conflict, NotFound) as refusal:
-            await self._give_up(others, f"the team's anchor refused: {refusal}")
+            await self._give_up(f"the team's anchor refused: {refusal}")
             raise
         self.reward = agreed
         told = await _all({member: self[member].finish(shares[member]) for member in others})
         self.unsettled = {member: str(outcome) for member, outcome in told.items() if outcome is not None}
 
-    async def _prepare(self, others: list[str], shares: Mapping[str, Reward]) -> None:
-        promised = await _all({member: self[member].prepare(shares[member]) for member in others})
-        failed = {member: error for member, error in promised.items() if error is not None}
-        if failed:
-            member, error = next(iter(failed.items()))
-            await self._give_up(list(self), f"{member} of the team could not promise: {error}")
-            raise error
-
-    async def _give_up(self, members: list[str], reason: str) -> None:
-        await _all({member: self[member].abort(reason) for member in members if _is_open(self[member])})
+    async def _give_up(self, why: str) -> None:
+        """A part has ended: abort the others, for the same reason if its server tells."""
+        ended = {member: part for member, part in self.items() if not _is_open(part)}
+        await _all({member: part.look() for member, part in ended.items() if not part.reason})
+        causes = [f"{part.reason} (the part of {member})" for member, part in ended.items() if part.reason]
+        await self._abort_all([*causes, why][0])
 
     async def abort(self, reason: str = "", *, patience: float | None = None) -> None:
-        """End the episode without a score on every server, the anchor first. Parts that ended before are left alone."""
-        for member, part in self.items():
-            if _is_open(part):
-                with suppress(Conflict, NotFound):
-                    await part.abort(reason or f"the team's episode ended with {member}", patience=patience)
+        """End the episode without a score on every server. Parts that ended before are left alone.
+
+        Raises `Conflict` (`episode_finished`), and aborts none, when the anchor has been finished after all, which can
+        only be when `finish` was not heard out.
+        """
+        if self._asked_anchor:
+            await self._anchor.abort(reason, patience=patience)
+        await self._abort_all(reason, patience=patience)
+
+    async def _abort_all(self, reason: str, patience: float | None = None) -> None:
+        self._said.add(reason)
+        still_open = {member: part for member, part in self.items() if _is_open(part)}
+        done = await _all({member: part.abort(reason, patience=patience) for member, part in still_open.items()})
+        for error in done.values():
+            if error is not None and not isinstance(error, (Conflict, NotFound)):
+                raise error
 
     async def heartbeat(self) -> None:
         """Show life everywhere. Raises `Conflict` when a server has ended its part; the others are aborted then."""
         heard = await _all({member: part.heartbeat() for member, part in self.items() if part.status == "live"})
-        ended = [error for error in heard.values() if isinstance(error, (Conflict, NotFound))]
-        if ended:
-            await self._give_up(list(self), f"another part of the team's episode ended: {ended[0]}")
-            raise ended[0]
-        for error in heard.values():
-            if error is not None:
+        failed = {member: error for member, error in heard.items() if error is not None}
+        for member, error in failed.items():
+            if isinstance(error, (Conflict, NotFound)):
+                await self._give_up(f"the part of {member} ended: {error}")
                 raise error
+        for error in failed.values():
+            raise error
 
     async def look(self) -> None:
-        """Ask every server for its part; shows no life."""
+        """Ask every server for its part; shows no life. Servers that are away are left out."""
         await _all({member: part.look() for member, part in self.items()})
 
     def driven(self, drive: Drive) -> TeamEpisode:
@@ -248,6 +281,12 @@ class TeamEpisode(Mapping[str, Episode]):
     ) -> None:
         if self.status == "live":
             self._drive(self._episode.abort(abort_reason(error), patience=patience_after(error)))
+
+
+def _share(agreed: Reward, member: str) -> Reward:
+    """A member's part of what `checked` returned."""
+    roles = {name.removeprefix(f"{member}/"): v for name, v in agreed.by_role.items() if name.startswith(f"{member}/")}
+    return Reward(agreed.by_role[member], roles, agreed.metrics)
 
 
 def _is_open(part: AsyncEpisode) -> bool:
