@@ -66,7 +66,7 @@ $(NODE_INSTALLED): conformance/node/package-lock.json
 	npm ci --prefix conformance/node --ignore-scripts --no-audit --no-fund
 	touch $@
 
-conformance: setup $(CLIENTS_INSTALLED) $(NODE_INSTALLED)  ## train agents on eleven clients and write docs/compatibility.md (needs Node)
+conformance: setup $(CLIENTS_INSTALLED) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on eleven clients and write docs/compatibility.md; without Node, on nine
 	$(BIN)/python -m conformance
 
 docs: setup  ## write the page that is made from the program
