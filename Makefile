@@ -50,6 +50,7 @@ check: setup  ## format, lint, types, and who may import whom
 bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the library's, merging against rows, the gateway against a proxy, kills, and what the light parts weigh
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.sampler
+	$(BIN)/python -m bench.constraints
 	$(BIN)/python -m bench.merge
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.chaos
@@ -58,7 +59,7 @@ bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the libr
 # Agents of every kind, each with dependencies of its own: they live apart from the server's.
 $(CLIENTS_INSTALLED): conformance/requirements.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r conformance/requirements.txt
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile -r conformance/requirements.txt
 	touch $@
 
 $(NODE_INSTALLED): conformance/node/package-lock.json

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from conformance import page
 from conformance.audit import problems
-from conformance.child import HERE, command
+from conformance.child import HERE, PYTHON, command
 from conformance.episode import Exercise, play
 from conformance.exercises import EXERCISES
 from conformance.page import Result
@@ -51,6 +51,8 @@ def main() -> int:
     wanted = parser.parse_args().client
     if unknown := set(wanted) - set(names):
         parser.error(f"there is no client {unknown.pop()!r}; there are {', '.join(names)}")
+    if not PYTHON.exists():
+        parser.error("the clients are not installed: run `make conformance`")
     results = asyncio.run(check_all([one for one in EXERCISES if not wanted or one.client in wanted]))
     if not wanted:
         PAGE.write_text(page.page(results, page.versions()), encoding="utf-8")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,7 @@ def command(script: str, *arguments: str) -> list[str]:
     """How a script of `clients/` or `node/` is run. The guard comes first."""
     if script.endswith(".mjs"):
         return ["node", "--require", str(NODE / "guard.cjs"), str(NODE / script), *arguments]
-    python = PYTHON if PYTHON.exists() else Path(sys.executable)
-    return [str(python), str(HERE / "clients" / script), *arguments]
+    return [str(PYTHON), str(HERE / "clients" / script), *arguments]
 
 
 async def run(argv: list[str], episode: dict[str, Any], folder: Path) -> Ended:
@@ -92,7 +90,6 @@ def _environment(episode: dict[str, Any], folder: Path, reached: Path) -> dict[s
         "LANG": "C.UTF-8",
         "PYTHONPATH": str(HERE / "guard"),
         "PYTHONUTF8": "1",
-        "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
         "CONFORMANCE_REACHED": str(reached),
         "OPENAI_BASE_URL": url,
         "OPENAI_API_KEY": key,

@@ -1,13 +1,14 @@
 """What the policy says in an exercise, and what its prompts must have brought.
 
-The policy is SmolLM2's template with a tiny tokenizer, so tool calls are in Hermes form. An agent that sends its
+The policy has SmolLM2's template, or Qwen3's where it thinks, with a tiny tokenizer; both write tool calls in Hermes
+form. An agent that sends its
 history back faithfully adds exactly `asked(...)` or `told(...)` to what the policy knows already; one that rewrites it
 begins a timeline, for a reason that the exercise names.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentjet.types import Fork
 
@@ -60,4 +61,25 @@ TWO_QUESTIONS = (
     Turn(ANSWERS[1], adds=told("84", "43")),
 )
 """The conversation of every client that has tools and keeps its history: four calls, one timeline."""
-ONE_QUESTION = TWO_QUESTIONS[:2]
+STRICT_ADD = ("add", '{"a":17, "b": 25}')
+STRICT_BOTH = (("multiply", '{"a": 42, "b":2}'), ("add", '{"a":42, "b":1}'))
+"""Keys in the schema's order, whole numbers, one space at most: what the grammar of a JSON schema allows."""
+STRICT_TWO_QUESTIONS = (
+    replace(TWO_QUESTIONS[0], says=calling(STRICT_ADD)),
+    TWO_QUESTIONS[1],
+    replace(TWO_QUESTIONS[2], says=calling(*STRICT_BOTH, content="Both.")),
+    TWO_QUESTIONS[3],
+)
+
+
+def thinking(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The same from a policy that thinks before it speaks."""
+    return tuple(
+        replace(turn, says=f"<think>\nMy thought {i}.\n</think>\n\n{turn.says}") for i, turn in enumerate(turns)
+    )
+
+
+THINKING = thinking(TWO_QUESTIONS)
+_ASKED_AGAIN = Turn(THINKING[2].says, sees=(ANSWERS[0], SECOND), fork="template")
+FORGETTING = (*THINKING[:2], _ASKED_AGAIN, THINKING[3])
+"""Qwen3's template strips what was thought before the last question: the timeline forks there, and there only."""

@@ -38,6 +38,12 @@ class Exercise:
     answer: str
     """The last line that the client must print."""
     remark: str = ""
+    template: str = "smollm2"
+    """The model's, by its name in `tests.timeline.models`."""
+    history: str = "template"
+    """`job.history`."""
+    is_constrained: bool = False
+    """Whether the client asks for answers that follow a grammar: strict tools, a tool that must be called, JSON."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,10 @@ class Evidence:
 
 async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
     """Run the client with `argv` on a fresh server that keeps everything in `folder`."""
-    model = make_model(folder, "smollm2")
+    model = make_model(folder, exercise.template)
     policy = Policy(model, list(exercise.turns))
-    async with serving(folder / "data", policy, card=model.card, job=JOB, prepare=policy.attach) as served:
+    job = {**JOB, "history": exercise.history}
+    async with serving(folder / "data", policy, card=model.card, job=job, prepare=policy.attach) as served:
         episode, other = await served.begin(group="g"), await served.begin(group="g")
         ended = await run(argv, episode, folder / "home")
         said = tuple(policy.said)

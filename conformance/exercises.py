@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from conformance.conversation import (
-    ADD,
     ANSWERS,
     FIRST,
+    FORGETTING,
     OPENING,
     SECOND,
+    STRICT_ADD,
+    STRICT_TWO_QUESTIONS,
+    THINKING,
     TWO_QUESTIONS,
     Turn,
     asked,
@@ -16,7 +21,7 @@ from conformance.conversation import (
 )
 from conformance.episode import Exercise
 
-CHAT, RESPONSES, MESSAGES = "chat", "responses", "messages"
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat", "completions", "responses", "messages"
 OPENAI, ANTHROPIC, AGENTS = "openai", "anthropic", "openai-agents"
 LANGCHAIN, PYDANTIC_AI, SMOLAGENTS = "langchain", "pydantic-ai", "smolagents"
 LITELLM, AGENTSCOPE, DSPY, NODE_OPENAI, NODE_AI = "litellm", "agentscope", "dspy", "npm openai", "npm ai"
@@ -28,13 +33,25 @@ PACKAGES = {
 }
 """What a client is installed as, where that is not its name."""
 
-ASKS_TO_ADD = TWO_QUESTIONS[0]
+ASKS_TO_ADD, ASKS_STRICTLY = TWO_QUESTIONS[0], STRICT_TWO_QUESTIONS[0]
 JSON_ANSWER = '{"total":42,"currency":"€"}'
 
 
 def faithful(client: str, name: str, dialect: str, *command: str, remark: str = "") -> Exercise:
     """The conversation of two questions by a client that keeps its history: one timeline."""
     return Exercise(client, name, dialect, command, TWO_QUESTIONS, ANSWERS[1], remark)
+
+
+def strict(exercise: Exercise) -> Exercise:
+    """The same by a client that says of every tool that calls must follow its schema."""
+    return replace(exercise, turns=STRICT_TWO_QUESTIONS, is_constrained=True)
+
+
+def thinks(exercise: Exercise, remark: str, *, history: str = "as_sampled") -> Exercise:
+    """The same conversation with a model that thinks."""
+    turns = THINKING if history == "as_sampled" else FORGETTING
+    name = f'a model that thinks, `history = "{history}"`'
+    return replace(exercise, name=name, turns=turns, remark=remark, template="qwen3", history=history)
 
 
 VOTES = (
@@ -44,21 +61,25 @@ VOTES = (
     Turn("43.", adds=told("43")),
 )
 STRUCTURED = (
-    ASKS_TO_ADD,
+    ASKS_STRICTLY,
     Turn(JSON_ANSWER, adds=told("42")),
     Turn('{"total": 85, "currency": "€"}', adds=asked(SECOND)),
 )
+ACTING_IN_TEXT = (
+    Turn("Action: add(17,  25)\nObservation:", sees=(FIRST,), stopped=True),
+    Turn(f"Answer: {ANSWERS[0]}", adds=" 42\n"),
+)
 HANDOFF = (
     Turn(calling(("transfer_to_reckoner", "{}")), sees=("You pass questions on.", '"transfer_to_reckoner"', FIRST)),
-    Turn(calling(ADD), sees=("You reckon.", '"add"', FIRST), fork="tools"),
+    Turn(calling(STRICT_ADD), sees=("You reckon.", '"add"', FIRST), fork="tools"),
     Turn(ANSWERS[0], adds=told("42")),
 )
-TYPED = (ASKS_TO_ADD, Turn(calling(("final_result", JSON_ANSWER)), adds=told("42")))
-JSON_AFTER_TOOL = (ASKS_TO_ADD, Turn(JSON_ANSWER, adds=told("42")))
+TYPED = (ASKS_STRICTLY, Turn(calling(("final_result", JSON_ANSWER)), adds=told("42")))
+JSON_AFTER_TOOL = (ASKS_STRICTLY, Turn(JSON_ANSWER, adds=told("42")))
 
-MULTIPLY = ("multiply", '{"a": 42,  "b": 2}')
+MULTIPLY = ("multiply", '{"a": 42, "b":2}')
 SMOL_TOOLS = (
-    Turn(calling(ADD), sees=("<tools>", '"add"', FIRST)),
+    Turn(calling(STRICT_ADD), sees=("<tools>", '"add"', FIRST)),
     Turn(calling(("final_answer", '{"answer": "42 €"}')), sees=(FIRST, "Observation:\n42"), fork="edit"),
     Turn(calling(MULTIPLY), sees=("Observation:\n42", "42 €", "New task:\nNow double it."), fork="edit"),
     Turn(
@@ -114,15 +135,32 @@ EXERCISES = (
         ("openai_sdk.py", "structured"),
         STRUCTURED,
         "42 85",
+        is_constrained=True,
+    ),
+    thinks(
+        faithful(OPENAI, "", CHAT, "openai_sdk.py", "chat"),
+        "the template strips what was thought before the last question",
+        history="template",
+    ),
+    Exercise(
+        OPENAI,
+        "actions in plain text, a stop string",
+        COMPLETIONS,
+        ("openai_sdk.py", "completions"),
+        ACTING_IN_TEXT,
+        ANSWERS[0],
     ),
     faithful(OPENAI, "tools, parallel calls", RESPONSES, "openai_sdk.py", "responses"),
     faithful(OPENAI, "the same, streamed", RESPONSES, "openai_sdk.py", "responses-streaming"),
     faithful(ANTHROPIC, "tools, parallel calls", MESSAGES, "anthropic_sdk.py", "plain"),
     faithful(ANTHROPIC, "the same, streamed", MESSAGES, "anthropic_sdk.py", "streaming"),
     faithful(ANTHROPIC, "the SDK's tool runner", MESSAGES, "anthropic_sdk.py", "runner"),
-    faithful(AGENTS, "strict tools, a session", RESPONSES, "openai_agents.py", "responses"),
-    faithful(AGENTS, "the same, streamed", RESPONSES, "openai_agents.py", "responses-streaming"),
-    faithful(AGENTS, "the same", CHAT, "openai_agents.py", "chat"),
+    thinks(
+        faithful(ANTHROPIC, "", MESSAGES, "anthropic_sdk.py", "streaming"), "the thoughts come back as thinking blocks"
+    ),
+    strict(faithful(AGENTS, "strict tools, a session", RESPONSES, "openai_agents.py", "responses")),
+    strict(faithful(AGENTS, "the same, streamed", RESPONSES, "openai_agents.py", "responses-streaming")),
+    strict(faithful(AGENTS, "the same", CHAT, "openai_agents.py", "chat")),
     Exercise(
         AGENTS,
         "a handoff",
@@ -131,15 +169,26 @@ EXERCISES = (
         HANDOFF,
         ANSWERS[0],
         "the second agent has instructions and tools of its own",
+        is_constrained=True,
     ),
     faithful(LANGCHAIN, "a graph with a checkpointer", CHAT, "langgraph_agent.py", "chat"),
     faithful(LANGCHAIN, "the same, streamed", CHAT, "langgraph_agent.py", "streaming"),
     faithful(LANGCHAIN, "the same", RESPONSES, "langgraph_agent.py", "responses"),
-    faithful(PYDANTIC_AI, "tools, a message history", CHAT, "pydantic_ai_agent.py", "chat"),
-    faithful(PYDANTIC_AI, "the same, streamed as events", CHAT, "pydantic_ai_agent.py", "streaming"),
-    faithful(PYDANTIC_AI, "the same", RESPONSES, "pydantic_ai_agent.py", "responses"),
+    thinks(
+        faithful(LANGCHAIN, "", CHAT, "langgraph_agent.py", "chat"),
+        "the client forgets the thoughts, the policy is fed them all the same",
+    ),
+    strict(faithful(PYDANTIC_AI, "tools, a message history", CHAT, "pydantic_ai_agent.py", "chat")),
+    strict(faithful(PYDANTIC_AI, "the same, streamed as events", CHAT, "pydantic_ai_agent.py", "streaming")),
+    strict(faithful(PYDANTIC_AI, "the same", RESPONSES, "pydantic_ai_agent.py", "responses")),
     Exercise(
-        PYDANTIC_AI, "typed output, `tool_choice` required", CHAT, ("pydantic_ai_agent.py", "typed"), TYPED, "42 €"
+        PYDANTIC_AI,
+        "typed output, `tool_choice` required",
+        CHAT,
+        ("pydantic_ai_agent.py", "typed"),
+        TYPED,
+        "42 €",
+        is_constrained=True,
     ),
     Exercise(
         SMOLAGENTS,
@@ -149,6 +198,7 @@ EXERCISES = (
         SMOL_TOOLS,
         "84 €",
         'words every tool call and result anew, as text ("Calling tools: ...")',
+        is_constrained=True,
     ),
     Exercise(
         SMOLAGENTS,
@@ -187,5 +237,14 @@ EXERCISES = (
     faithful(NODE_AI, "`generateText`", CHAT, "ai.mjs", "chat"),
     faithful(NODE_AI, "`streamText`", CHAT, "ai.mjs", "streaming"),
     faithful(NODE_AI, "`generateText`", RESPONSES, "ai.mjs", "responses"),
-    Exercise(NODE_AI, "`Output.object` after a tool", CHAT, ("ai.mjs", "object"), JSON_AFTER_TOOL, "42 €"),
+    faithful(NODE_AI, "`streamText`, items by reference", RESPONSES, "ai.mjs", "references"),
+    Exercise(
+        NODE_AI,
+        "`Output.object` after a tool",
+        CHAT,
+        ("ai.mjs", "object"),
+        JSON_AFTER_TOOL,
+        "42 €",
+        is_constrained=True,
+    ),
 )

@@ -251,19 +251,21 @@ class Running:
         conversation = Conversation((Message("user", text),))
         return self.gateway.call(episode_id, "", CallRequest(conversation, stream=True, **request))
 
-    async def episode(self, reward: float, *, task: str = "t", client: str = "c", text: str = "hello") -> str:
+    async def episode(
+        self, reward: float, *, task: str = "t", client: str = "c", text: str = "hello", **request: Any
+    ) -> str:
         """A whole training episode of one call; returns its id."""
         begun = await self.gateway.begin(BeginRequest(task_id=task, client_id=client, wait=5))
-        await self.say(begun.id, text)
+        await self.say(begun.id, text, **request)
         await self.gateway.finish(begun.id, FinishRequest(reward=reward))
         return begun.id
 
-    async def batch(self) -> None:
-        """Fill and learn one batch, with the rewards 0, 1, 0, 1, ... in each group."""
+    async def batch(self, **request: Any) -> None:
+        """Fill and learn one batch, with the rewards 0, 1, 0, 1, ... in each group; `request` goes into every call."""
         version, job = self.gateway.swarm.policy_version, self.gateway.swarm.job
         for group in range(job.batch_size):
             for member in range(job.group_size):
-                await self.episode(float(member % 2), task=f"t{group}")
+                await self.episode(float(member % 2), task=f"t{group}", **request)
         await self.until(
             lambda: self.gateway.swarm.policy_version == version + 1 and self.gateway.engine.state == "rolling"
         )

@@ -17,6 +17,7 @@ TRANSITIONS = (
     "add_episode",
     "add_call",
     "add_undelivered",
+    "add_promise",
     "add_finish",
     "add_abort",
     "put_group",
@@ -52,7 +53,7 @@ class Fault:
 
 
 SHARES = {
-    "gateway killed at a transition": 38,
+    "gateway killed at a transition": 41,
     "gateway killed at a random time": 12,
     "gateway killed, WAL tail torn": 12,
     "worker killed": 30,
@@ -87,7 +88,7 @@ def _numbers(num_faults: int) -> dict[str, int]:
     every = sum(SHARES.values())
     numbers = {kind: max(1, share * num_faults // every) for kind, share in SHARES.items()}
     if num_faults >= WHOLE:
-        numbers["gateway killed at a transition"] = max(38, numbers["gateway killed at a transition"])
+        numbers["gateway killed at a transition"] = max(41, numbers["gateway killed at a transition"])
     else:
         for kind in WHOLE_RUNS_ONLY:
             del numbers[kind]

@@ -39,7 +39,7 @@ def converse(ask: Any) -> str:
                 content = str(int(FUNCTIONS[use.name](**use.input)))
                 results.append({"type": "tool_result", "tool_use_id": use.id, "content": content})
             messages.append({"role": "user", "content": results})
-    return answer.content[0].text
+    return answer.content[-1].text
 
 
 @beta_tool

@@ -87,6 +87,21 @@ def structured() -> str:
     return f"{first.parsed.total} {second.parsed.total}"
 
 
+# ---- completions
+
+
+def completions() -> str:
+    """Reason and act in plain text, as agents did before there were tools."""
+    prompt = f"Question: {QUESTIONS[0]}\n"
+    while True:
+        answer = client.completions.create(model="policy", prompt=prompt, stop=["Observation:"]).choices[0].text
+        if "Answer: " in answer:
+            return answer.partition("Answer: ")[2]
+        name, numbers = answer.partition("Action: ")[2].strip(" )\n").split("(")
+        observation = FUNCTIONS[name](*map(int, numbers.split(",")))
+        prompt += f"{answer}Observation: {observation}\n"
+
+
 # ---- responses
 
 RESPONSES_TOOLS: Any = [
@@ -125,6 +140,7 @@ EXERCISES = {
     "streaming": lambda: chat(complete_streaming),
     "votes": votes,
     "structured": structured,
+    "completions": completions,
     "responses": lambda: responses(respond),
     "responses-streaming": lambda: responses(respond_streaming),
 }

@@ -1,4 +1,4 @@
-// An agent on Vercel's AI SDK: `node ai.mjs chat | streaming | responses | object`.
+// An agent on Vercel's AI SDK: `node ai.mjs chat | streaming | responses | references | object`.
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
@@ -12,8 +12,9 @@ const tools = {
 };
 const provider = createOpenAI();
 const way = process.argv[2];
-const model = way === "responses" ? provider.responses("policy") : provider.chat("policy");
+const model = ["responses", "references"].includes(way) ? provider.responses("policy") : provider.chat("policy");
 const settings = { model, tools, stopWhen: stepCountIs(5) };
+// Unless told that nothing is stored, the SDK sends references to what was said instead of the items.
 if (way === "responses") settings.providerOptions = { openai: { store: false } };
 
 async function converse() {
@@ -21,7 +22,7 @@ async function converse() {
   let text;
   for (const content of QUESTIONS) {
     messages.push({ role: "user", content });
-    if (way === "streaming") {
+    if (["streaming", "references"].includes(way)) {
       const result = streamText({ ...settings, messages });
       for await (const _ of result.textStream);
       text = await result.text;

@@ -86,16 +86,11 @@ def run_clients(url: str, server_dir: Path, pythons: Mapping[str, Path]) -> list
     with ExitStack() as running:
         clients = {}
         for name, python in pythons.items():
-            client = subprocess.Popen(
-                [python.absolute(), "-m", "examples.cocktail.client", name, "--together"],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            command = [python.absolute(), "-m", "examples.cocktail.client", name, "--together"]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            client = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+            clients[name] = running.enter_context(client)
             running.callback(_end, client)
-            clients[name] = client
         for client in clients.values():
             client.stdout.readline()  # "ready", or nothing of one that has failed
         for client in clients.values():

@@ -23,9 +23,11 @@ from agentjet.cli.arithmetic import SETTINGS, training_tasks
 from agentjet.cli.child import ChildServer, signals_unwind
 
 AGENT = Path(__file__).with_name("adder.py")
-BROKEN = "Write a poem about {a} + {b}."
-MENDED = "What is {a} + {b}? Reply with only the equation."
-CONCURRENCY = 96
+BROKEN = 'PROMPT = ["Write a poem about {a} + {b}."]'
+MENDED = 'PROMPT = ["3 + 5", "3 + 5 = 8", "12 + 7", "12 + 7 = 19", "{a} + {b}"]'
+SMALLER = "job.batch_size=4"
+"""Batches of 32 episodes: an edit is seen soon."""
+CONCURRENCY = 32
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     server_dir = options.out / "server"
     if server_dir.exists():
         raise SystemExit(f"{server_dir} is there already: give another folder with --out, or remove it")
-    overrides = [f"job.max_steps={options.steps}", f"job.seed={options.seed}", *options.set]
+    overrides = [f"job.max_steps={options.steps}", f"job.seed={options.seed}", SMALLER, *options.set]
     with signals_unwind(), ChildServer(SETTINGS, overrides, server_dir) as server, server.connect() as swarm:
         print(f"the server is ready; its log is {server.log}", flush=True)
         result = edit_live(swarm, training_tasks(), options.out, steps=options.steps, edit_after=options.edit_after)
@@ -123,8 +125,8 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Mend an agent's prompt while it is trained.")
     parser.add_argument("--out", type=Path, default=Path("live-edit"), help="folder of the results")
-    parser.add_argument("--steps", type=int, default=40, help="batches to learn")
-    parser.add_argument("--edit-after", type=int, default=8, help="batches learned with the broken prompt")
+    parser.add_argument("--steps", type=int, default=36, help="batches to learn")
+    parser.add_argument("--edit-after", type=int, default=6, help="batches learned with the broken prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="override a setting of the server")
     return parser

@@ -18,7 +18,7 @@ from agentjet.config import load_config
 from examples.textarena_self_play.agent import against_random, games, self_play
 
 SETTINGS = Path(__file__).with_name("job.toml")
-CONCURRENCY = 64
+CONCURRENCY = 32
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from agentjet.compute.embedded.learner import Learner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
+from agentjet.timeline.allowed import decode_set, encode_set
 from agentjet.timeline.forest import Forest, Row
 from tests.compute.conftest import tokens
 
@@ -133,10 +134,17 @@ def _logits(policy: Policy, ids: Tensor, weights: Weights | None) -> Tensor:
 
 
 def _of_completion(logits: Tensor, row: Row) -> Tensor:
-    logp = (logits / float(np.float32(row.temperature))).log_softmax(-1)
+    """Of each sampled token, among the tokens of its set and no others."""
     first = len(row.tokens) - len(row.logprobs)
-    sampled = torch.from_numpy(row.tokens[first:].astype(np.int64))
-    return logp[first - 1 : -1].gather(-1, sampled[:, None])[:, 0]
+    tempered = logits[first - 1 : -1] / float(np.float32(row.temperature))
+    sampled = row.tokens[first:].tolist()
+    if not row.allowed:
+        return tempered.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
+    logps = []
+    for line, token, encoded in zip(tempered, sampled, row.allowed, strict=True):
+        ids = np.flatnonzero(decode_set(encoded, len(line))).tolist()
+        logps.append(line[ids].log_softmax(-1)[ids.index(token)])
+    return torch.stack(logps)
 
 
 def _loss(ratio: Tensor, logp: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
@@ -179,9 +187,10 @@ def relative(ours: Tensor, baseline: Tensor) -> float:
     return float((ours.double() - baseline.double()).norm() / baseline.double().norm())
 
 
-def episodes(policy: Policy, *, temperature: float = 0.9, seed: int = 0) -> list[Row]:
+def episodes(policy: Policy, *, temperature: float = 0.9, seed: int = 0, restricted: bool = False) -> list[Row]:
     """Calls of two groups of three episodes, two roles, two turns: shared prompts, edited histories, and duplicates.
 
+    `restricted` lets two calls in three choose some of their tokens among sets, of one token, few, or nearly all.
     Old log-probabilities are the policy's own with noise, so that every clip has tokens on both of its sides.
     """
     rng = np.random.default_rng(seed)
@@ -190,11 +199,13 @@ def episodes(policy: Policy, *, temperature: float = 0.9, seed: int = 0) -> list
 
     def call(prompt: np.ndarray, completion: np.ndarray, sequence: int) -> np.ndarray:
         full = np.concatenate([prompt, completion])
-        blank = Row(full, np.zeros(len(completion), np.float32), np.zeros(0, np.int32), 0.0, temperature, sequence)
+        allowed = _sets(completion, policy.vocabulary, rng) if restricted and len(rows) % 3 else ()
+        nothing = np.zeros(len(completion), np.float32)
+        blank = Row(full, nothing, np.zeros(0, np.int32), 0.0, temperature, sequence, allowed)
         with torch.no_grad():
             old = row_logprobs(policy, blank).double().numpy() + 0.3 * rng.normal(size=len(completion))
         versions = np.zeros(len(completion), np.int32)
-        rows.append(Row(full, old.astype(np.float32), versions, advantages[sequence], temperature, sequence))
+        rows.append(Row(full, old.astype(np.float32), versions, advantages[sequence], temperature, sequence, allowed))
         return full
 
     advantages = [float(np.float32(a)) for a in rng.normal(size=12)]
@@ -208,3 +219,13 @@ def episodes(policy: Policy, *, temperature: float = 0.9, seed: int = 0) -> list
             call(np.concatenate([edited, tokens(300 + number, 4)]), tokens(400 + number, 5 + repeat), number)
             call(np.concatenate([system, tokens(500 + group, 9)]), tokens(600 + number, 4), 6 + number)
     return rows
+
+
+def _sets(completion: np.ndarray, vocabulary: int, rng: np.random.Generator) -> tuple[bytes, ...]:
+    """A set for each token: in turns itself alone, few, nearly all, and all tokens."""
+    sets = []
+    for i, token in enumerate(completion.tolist()):
+        members = rng.random(vocabulary) < (0.0, 0.05, 0.9, 1.0)[i % 4]
+        members[token] = True
+        sets.append(encode_set(members))
+    return tuple(sets)

@@ -5,7 +5,8 @@
    gradient; and, but for the KL term, against what permuting the rows of the baseline's batch makes, which hardly shows
    in the reference's log-probabilities;
 3. cutting into micro-batches and leaving out branches without advantage changes nothing;
-4. what a forest keeps for its backward pass is less than what its rows keep.
+4. the same where tokens were chosen among sets, and a token without an alternative has no gradient;
+5. what a forest keeps for its backward pass is less than what its rows keep.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from agentjet.compute.embedded.learner import Learner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig
+from agentjet.timeline.allowed import encode_set
 from agentjet.timeline.forest import Row, build_forest
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import (
@@ -159,6 +161,38 @@ def test_branches_without_advantage_are_not_computed_and_change_nothing(double: 
         ours = learner_gradient(double.policy, build_forest(quiet), chosen, double.reference)
         baseline = Baseline(double.policy, quiet, double.reference)
         assert relative(ours, baseline.gradient(chosen)) <= 1e-9
+
+
+@pytest.mark.parametrize("kl", KL)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_restricted_tokens_have_the_gradient_of_the_restricted_softmax(double: Case, loss: str, kl: float) -> None:
+    """Each row's distributions are over the members of its tokens' sets only; the reference's, too."""
+    chosen = algorithm(loss, "sequence_mean", kl)
+    with Double():
+        rows = episodes(double.policy, restricted=True)
+        baseline = Baseline(double.policy, rows, double.reference)
+        ours = learner_gradient(double.policy, build_forest(rows), chosen, double.reference)
+        assert relative(ours, baseline.gradient(chosen)) <= 1e-9
+        cut = learner_gradient(double.policy, build_forest(rows), chosen, double.reference, micro_batch_tokens=50)
+        assert relative(cut, baseline.gradient(chosen)) <= 1e-9
+        free = [dataclasses.replace(row, allowed=()) for row in rows]
+        other = learner_gradient(double.policy, build_forest(free), chosen, double.reference)
+        assert relative(other, baseline.gradient(chosen)) > 1e-3, "the sets make no difference"
+
+
+def test_a_token_without_an_alternative_counts_and_has_no_gradient(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder)
+    prompt, completion = tokens(1, 9), tokens(2, 3)
+    alone = tuple(encode_set(np.arange(policy.vocabulary) == token) for token in completion)
+    forced = Row(np.concatenate([prompt, completion]), np.zeros(3, np.float32), np.zeros(3, np.int32), 1.0, 0.7, 0)
+    free = Row(np.concatenate([prompt, tokens(3, 3)]), np.full(3, -5.0, np.float32), forced.versions, -1.0, 1.0, 1)
+    mixed = build_forest([dataclasses.replace(forced, allowed=alone), free])
+    learner = Learner(policy)
+    assert learner.logprobs(mixed)[:3].tolist() == [0.0] * 3
+    chosen, reference = algorithm("cispo", "token_mean", 0.1), another_reference(policy)
+    both = learner_gradient(policy, mixed, chosen, reference)
+    # The mean is over six tokens, of which three have no gradient.
+    assert relative(2 * both, learner_gradient(policy, build_forest([free]), chosen, reference)) < 1e-6
 
 
 def test_a_forest_keeps_less_for_its_backward_pass_than_its_rows(tiny_folder: Path) -> None:

@@ -17,18 +17,23 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, WorkerDied
+from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied
+from agentjet.timeline.allowed import EVERYTHING
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import SamplingParams
 from tests.compute.conftest import tokens
 
 pytestmark = pytest.mark.e2e
+
+
+RESTRICTIONS: tuple[dict[str, Any], ...] = ({"grammar": "start: /[a-z]+/\n", "piece_tokens": 4}, {"top_p": 0.8}, {})
 
 
 def config(folder: Path, data_dir: Path) -> ServeConfig:
@@ -43,22 +48,29 @@ def config(folder: Path, data_dir: Path) -> ServeConfig:
 
 async def completion(
     compute: EmbeddedCompute, prompt: np.ndarray, params: SamplingParams
-) -> tuple[list[int], list[float], set[int]]:
+) -> tuple[list[int], list[float], set[int], list[bytes]]:
     chosen: list[int] = []
     logprobs: list[float] = []
     versions: set[int] = set()
+    allowed: list[bytes] = []
     async for piece in compute.sample(prompt.tolist(), params):
         chosen += piece.tokens
         logprobs += piece.logprobs
         versions.add(piece.policy_version)
-    return chosen, logprobs, versions
+        allowed += piece.allowed or (EVERYTHING,) * len(piece.tokens)
+    return chosen, logprobs, versions, allowed
 
 
 async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
+    """Two groups of three: one completion under a grammar, one truncated, one free."""
     prompts = [np.concatenate([tokens(1, 5), tokens(seed + g, 6)]) for g in range(2) for _ in range(3)]
     outs = await asyncio.gather(
-        *(completion(compute, p, SamplingParams(max_tokens=6, seed=seed * 10 + i)) for i, p in enumerate(prompts))
+        *(
+            completion(compute, p, SamplingParams(max_tokens=6, seed=seed * 10 + i, **RESTRICTIONS[i % 3]))
+            for i, p in enumerate(prompts)
+        )
     )
+    assert [any(allowed) for *_, allowed in outs] == [True, True, False] * 2
     rng = np.random.default_rng(seed)
     return build_forest(
         [
@@ -69,8 +81,9 @@ async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
                 float(rng.normal()),
                 1.0,
                 i,
+                tuple(allowed),
             )
-            for i, (p, (chosen, logprobs, _)) in enumerate(zip(prompts, outs, strict=True))
+            for i, (p, (chosen, logprobs, _, allowed)) in enumerate(zip(prompts, outs, strict=True))
         ]
     )
 
@@ -88,6 +101,9 @@ def test_verbs_and_idempotent_learning(tiny_folder: Path, tmp_path: Path) -> Non
             await completion(compute, tokens(0, 5), SamplingParams(max_tokens=10**6))
         with pytest.raises(ComputeError, match="token ids between 0 and"):
             await completion(compute, np.array([10**6]), SamplingParams(max_tokens=2))
+        for grammar in ("start: nothing\n", 'start: "a" NEVER\nNEVER: /b/ & /c/\n'):
+            with pytest.raises(Unfollowable):
+                await completion(compute, tokens(0, 5), SamplingParams(max_tokens=9, grammar=grammar))
         stream = compute.sample(tokens(0, 5).tolist(), SamplingParams(max_tokens=400, temperature=3.0))
         first = await anext(stream)
         assert first.policy_version == 0

@@ -75,6 +75,9 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         (["job.batch_size=many"], "job.batch_size = 'many' (--set): input should be a valid integer"),
         (["job.batch_size=true"], "job.batch_size = True (--set): true and false are no values"),
         (["job.optimizer.lr=inf"], "job.optimizer.lr = inf (--set): input should be a finite number"),
+        (["job.task_weights.math=0"], "job.task_weights.math = 0 (--set): input should be greater than 0"),
+        (["job.task_weights.math=inf"], "job.task_weights.math = inf (--set): input should be a finite number"),
+        (["job.task_weights=2"], "job.task_weights = 2 (--set): input should be a valid dictionary"),
         (["model.device=gpu"], "model.device = 'gpu' (--set): input should be 'auto', 'cpu' or 'cuda'"),
         (["job=3"], "job = 3 (--set): this is a section; set what is in it, such as job.batch_size"),
         (["job=3", "job.seed=1"], "job.seed = 1: 'job' is set to 3 already"),
@@ -89,6 +92,11 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
 )
 def test_mistakes_are_sentences(overrides: list[str], said: str) -> None:
     assert said in complaint(*overrides)
+
+
+def test_a_table_can_be_set_whole_or_in_parts() -> None:
+    assert load('job.task_weights={math = 2, "*" = 1}').job.task_weights == {"math": 2, "*": 1}
+    assert load("job.task_weights.math=2", "job.task_weights.code=0.5").job.task_weights == {"math": 2, "code": 0.5}
 
 
 def test_every_mistake_is_named_at_once() -> None:

@@ -63,6 +63,7 @@ def test_batches_are_mixed_by_weight(tmp_path: Path) -> None:
     with signals_unwind(), ChildServer(SETTINGS, overrides, folder) as server, server.connect():
         clients = run_clients(server.url, folder, dict.fromkeys(("addition", "subtraction"), Path(sys.executable)))
     assert [client["task_set"] for client in clients] == ["addition", "subtraction"]
-    assert [client["shares"] for client in clients] == [[0.75] * 3, [0.25] * 3]
+    for client, weight in zip(clients, (0.75, 0.25), strict=True):  # 12 groups in all: never more than one astray
+        assert abs(sum(client["shares"]) * 4 - weight * 12) <= 1, client["shares"]
     assert all(client["failed"] == 0 for client in clients)
-    assert summary({"addition": 3, "subtraction": 1}, clients)["task_sets"]["addition"]["share"] == 0.75
+    assert summary({"addition": 3, "subtraction": 1}, clients)["task_sets"]["addition"]["weight"] == 0.75

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,11 +28,11 @@ from tests.fakes import ScriptedCompute, running
 pytestmark = pytest.mark.anyio
 
 
-async def reference_weights(folder: Path, batches: int) -> str:
+async def reference_weights(folder: Path, batches: int, **request: Any) -> str:
     """What an undisturbed run ends up with."""
     async with running(folder / "reference") as run:
         for _ in range(batches):
-            await run.batch()
+            await run.batch(**request)
         return run.compute.weights
 
 
@@ -153,19 +154,24 @@ async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path
         assert run.gateway.swarm.episode(episode.id).num_calls == 0
 
 
-@pytest.mark.parametrize("checkpoint_every", [0, 1, 2])
-async def test_a_restart_carries_on_with_the_same_weights(tmp_path: Path, checkpoint_every: int) -> None:
-    expected = await reference_weights(tmp_path, 4)
+@pytest.mark.parametrize(("checkpoint_every", "request_"), [(0, {}), (1, {}), (2, {}), (0, {"top_p": 0.9})])
+async def test_a_restart_carries_on_with_the_same_weights(
+    tmp_path: Path, checkpoint_every: int, request_: dict[str, float]
+) -> None:
+    """Also with tokens that were chosen among sets: the weights depend on them."""
+    expected = await reference_weights(tmp_path, 4, **request_)
     job = {"checkpoint_every": checkpoint_every}
     async with running(tmp_path / "d", job=job) as run:
         for _ in range(3):
-            await run.batch()
+            await run.batch(**request_)
         # Killed: nothing is saved at the end.
         run.compute.fail_save = [CheckpointError("no time")]
     async with running(tmp_path / "d", job=job) as run:
         assert run.gateway.swarm.policy_version == run.compute.version == 3
-        await run.batch()
+        await run.batch(**request_)
         assert run.compute.weights == expected
+        if request_:
+            assert expected != await reference_weights(tmp_path / "free", 4)
         assert run.gateway.status().episodes["trained"] == 16
 
 

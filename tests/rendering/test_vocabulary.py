@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from agentjet.errors import ConfigError
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
@@ -143,3 +143,23 @@ def test_a_tokenizer_that_loses_text_is_refused(made: Tokenizer, tmp_path: Path)
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Vocabulary(tmp_path)
+
+
+def test_what_is_put_before_a_text_is_known(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    """Llama's tokenizers begin every text with a control token; others, Qwen's and SmolLM2's, with nothing."""
+    begins = tiny.tokenizer()
+    begin = FULL.token_to_id("<|endoftext|>")
+    begins.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>",
+        special_tokens=[("<|endoftext|>", begin), ("<|im_end|>", FULL.token_to_id("<|im_end|>"))],
+    )
+    assert Vocabulary(save(begins, tmp_path)).opening == escape(begin)
+    assert vocabulary.opening == b""
+
+
+def test_encoded_text_is_shown_with_its_control_tokens(vocabulary: Vocabulary) -> None:
+    tokens = FULL.encode("<|im_start|>user\né<|im_end|>").ids
+    assert vocabulary.show(joined(vocabulary, tokens)) == "<|im_start|>user\né<|im_end|>"
+    half = FULL.encode("é", add_special_tokens=False).ids[:1]
+    assert vocabulary.show(joined(vocabulary, half) + b"a") == "�a"
+    assert vocabulary.show(escape(100_000)) == ""

@@ -162,7 +162,7 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             response = await served.http.request(method, path)
             assert (response.status_code, response.json()["code"]) == (status, code)
             assert response.headers["content-type"] == "application/problem+json"
-        inference = await served.http.post("/v1/responses", json={})
+        inference = await served.http.post("/v1/embeddings", json={})
         assert (inference.status_code, inference.json()["error"]["code"]) == (404, "unknown_route")
 
 
@@ -355,7 +355,8 @@ async def test_openapi_is_complete(tmp_path: Path) -> None:
             continue
         assert {"401", "403"} <= responses.keys(), name
         assert operation.get("security") or "{key}" in name, f"{name} does not say what it wants for a key"
-        shape = "Problem" if "/swarm/" in name or name == "GET /metrics" else "OpenAIError"
+        dialect = "AnthropicError" if "/v1/messages" in name else "OpenAIError"
+        shape = "Problem" if "/swarm/" in name or name == "GET /metrics" else dialect
         for status, response in responses.items():
             if int(status) >= 400:
                 assert shape in json.dumps(response["content"]), (name, status)

@@ -10,6 +10,7 @@ import pytest
 from agentjet.errors import CheckpointError
 from agentjet.swarm import Batch
 from agentjet.swarm.rows import pack_ints
+from agentjet.timeline.allowed import EVERYTHING, encode_set, pack_sets
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_digest
 from tests.swarm.world import World
@@ -70,6 +71,22 @@ def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -
     assert sorted(found) == [(7, -0.5, 1), (7, 0.5, 0), (8, 0.5, 0), (9, 0.5, 0)]
 
 
+def test_the_sets_that_tokens_were_chosen_among_reach_the_forest_after_a_restart(make_world: Make) -> None:
+    world = make_world(batch_size=1)
+    free, bound = world.begin(), world.begin()
+    few, alone = (encode_set(np.isin(np.arange(300), members)) for members in ([7, 8, 9], [8]))
+    world.call(free, 7, 8)
+    world.call(bound, 9, 7, 8, allowed=pack_sets([EVERYTHING, few, alone]))
+    world.finish(free, 0.0)
+    world.finish(bound, 1.0)
+    batch = world.swarm.compose()
+    world.reopen()
+    forest = world.swarm.forest(batch)
+    chosen_among = [forest.sets[number] if number >= 0 else EVERYTHING for number in forest.allowed]
+    sampled = dict(zip(zip(forest.sequence, forest.tokens[forest.node], strict=True), chosen_among, strict=True))
+    assert sampled == {(0, 7): EVERYTHING, (0, 8): EVERYTHING, (1, 9): EVERYTHING, (1, 7): few, (1, 8): alone}
+
+
 def test_roles_are_compared_by_their_own_reward(make_world: Make) -> None:
     world = make_world(batch_size=1, algorithm={"advantage": "dr_grpo"})
     for reward, critic in ((1.0, 0.0), (0.0, 0.5)):
@@ -80,6 +97,42 @@ def test_roles_are_compared_by_their_own_reward(make_world: Make) -> None:
     forest = world.swarm.forest(world.swarm.compose())
     found = zip(forest.tokens[forest.node].tolist(), forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
     assert sorted(found) == [(7, -0.5, 2), (7, 0.5, 0), (8, -0.25, 1), (8, 0.25, 3)]
+
+
+SOLVER, VERIFIER, SILENT = (1.0, 0.0, 1.0, 0.0), (0.9, 0.1, 0.1, None), (None, None, None, 0.5)
+"""Rewards by episode of a group; None where the role was not called."""
+
+
+def advantages_by_role(world: World) -> dict[str, list[float]]:
+    """Four episodes of up to three roles, one sampled token each, in the batch's order."""
+    for rewards in zip(SOLVER, VERIFIER, SILENT, strict=True):
+        by_role = {role: r for role, r in zip(("solver", "verifier", "once"), rewards, strict=True) if r is not None}
+        episode = world.begin()
+        for number, role in enumerate(by_role):
+            world.call(episode, {"solver": 11, "verifier": 12, "once": 13}[role], role=role, suffix=(1, number))
+        world.finish(episode, sum(by_role.values()) / len(by_role), by_role=by_role)
+    forest = world.swarm.forest(world.swarm.compose())
+    told: dict[str, list[float]] = {"solver": [], "verifier": [], "once": []}
+    for node, advantage in zip(forest.node, forest.advantage, strict=True):
+        told[{11: "solver", 12: "verifier", 13: "once"}[int(forest.tokens[node])]].append(float(advantage))
+    return told
+
+
+def test_roles_are_compared_over_the_episodes_in_which_they_spoke(make_world: Make) -> None:
+    """Dr. MAS's own numbers: agent-wise statistics, and nothing to learn from what one episode alone did."""
+    world = make_world(batch_size=1, group_size=4, algorithm={"by_role": True})
+    told = advantages_by_role(world)
+    assert sorted(told["solver"]) == pytest.approx([-0.866024, -0.866024, 0.866024, 0.866024], abs=1e-6)
+    assert sorted(told["verifier"]) == pytest.approx([-0.577349, -0.577349, 1.154698], abs=1e-6)
+    assert told["once"] == [0.0]
+
+
+def test_roles_are_compared_over_all_episodes_by_default(make_world: Make) -> None:
+    """Where the verifier did not speak the episode's own reward stands for it."""
+    world = make_world(batch_size=1, group_size=4, algorithm={"advantage": "dr_grpo"})
+    mean = (0.9 + 0.1 + 0.1 + (0.0 + 0.5) / 2) / 4
+    told = advantages_by_role(world)
+    assert sorted(told["verifier"]) == pytest.approx([0.1 - mean, 0.1 - mean, 0.9 - mean], abs=1e-6)
 
 
 def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make) -> None:
@@ -100,6 +153,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "reward/mean": 0.5,
         "reward/std": 0.5,
         "reward/x/mean": 0.5,
+        "batch/share/x": 1.0,
         "episode/num_turns": 1.5,
         "completion/tokens": pytest.approx(4 / 3),
         "batch/episodes": 2.0,

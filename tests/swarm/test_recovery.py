@@ -16,6 +16,9 @@ from tests.swarm.world import World
 
 PICKS = st.integers(0, 50)
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
+KINDS = st.fixed_dictionaries(
+    {"task_set": st.sampled_from(["", "s"]), "code_version": st.sampled_from(["", "v1", "v2"])}
+)
 KEYS = st.none() | st.sampled_from(["1", "2", "3"])
 
 
@@ -24,8 +27,15 @@ def steps(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[tu
 
 
 CLIENT_STEPS = [
-    steps("begin", st.sampled_from("abcd"), st.sampled_from("xy"), st.sampled_from(["train", "train", "eval"]), KEYS),
-    steps("play", st.sampled_from("abcd"), REWARDS),
+    steps(
+        "begin",
+        st.sampled_from("abcd"),
+        st.sampled_from("xy"),
+        st.sampled_from(["train", "train", "eval"]),
+        KEYS,
+        KINDS,
+    ),
+    steps("play", st.sampled_from("abcd"), REWARDS, KINDS),
     steps("call", PICKS, st.sampled_from(["", "critic"]), st.lists(st.integers(4, 9), max_size=3)),
     steps("prepare", PICKS, REWARDS, KEYS),
     steps("finish", PICKS, REWARDS, KEYS),
@@ -44,6 +54,7 @@ JOBS = st.fixed_dictionaries(
     {
         "batch_size": st.integers(1, 2),
         "group_size": st.integers(2, 3),
+        "task_weights": st.sampled_from([{}, {"s": 2.0, "*": 1.0}]),
         "algorithm": st.fixed_dictionaries({"drop_zero_variance": st.booleans(), "max_dropped_groups": st.just(2)}),
     }
 )
@@ -74,19 +85,19 @@ class History:
         self.calls: dict[tuple[str, str], Call] = {}
         self.trained: list[str] = []
 
-    def begin(self, group: str, client: str, mode: str, key: str | None) -> None:
+    def begin(self, group: str, client: str, mode: str, key: str | None, kind: dict[str, str]) -> None:
         try:
-            episode = self.world.begin(group, client_id=client, mode=mode, key=key)
+            episode = self.world.begin(group, client_id=client, mode=mode, key=key, **kind)
         except (Later, Conflict):
             return
         if all(episode.id != known.id for known in self.begun):
             self.begun.append(episode)
 
-    def play(self, group: str, reward: float) -> None:
+    def play(self, group: str, reward: float, kind: dict[str, str]) -> None:
         """A whole group at once, so that batches fill up."""
         for number in range(self.world.job.group_size):
             known = len(self.begun)
-            self.begin(group, "x", "train", None)
+            self.begin(group, "x", "train", None, kind)
             for episode in self.begun[known:]:
                 self.calls[episode.id, ""] = self.world.call(episode, 4, 5 + number)
                 self.world.finish(episode, reward * number)
@@ -188,6 +199,9 @@ class History:
             "version": swarm.policy_version,
             "counts": swarm.status_counts(),
             "last_step": swarm.last_step,
+            "carry": swarm._ledger.carry,
+            "code_versions": list(swarm.code_versions().items()),
+            "task_sets": swarm.task_sets(),
             "events": swarm.events(),
             "trees": {key: swarm.tree(*key).calls for key in self.calls},
         }

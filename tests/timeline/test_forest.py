@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from agentjet.timeline import Forest, Row, build_forest
 from agentjet.timeline.forest import select, split
 
+SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
+"""Of rows by their sequence modulo 3: none, a mixture, always the same."""
+
 
 def row(tokens: Sequence[int], num_sampled: int, *, sequence: int = 0) -> Row:
     """A row whose numbers tell its sampled tokens apart."""
@@ -29,6 +32,7 @@ def row(tokens: Sequence[int], num_sampled: int, *, sequence: int = 0) -> Row:
         advantage=sequence + 0.5,
         temperature=1.0 + sequence,
         sequence=sequence,
+        allowed=SETS[sequence % 3][:num_sampled] if num_sampled <= 6 else (),
     )
 
 
@@ -55,10 +59,22 @@ def contexts(forest: Forest) -> list[tuple[int, ...]]:
     return paths
 
 
+def chosen_among(forest: Forest) -> np.ndarray:
+    """The set of each target."""
+    return np.array([*forest.sets, b""], object)[forest.allowed]
+
+
 def targets(forest: Forest) -> list[tuple[object, ...]]:
     """Every target with its context and numbers, comparable between forests."""
     paths = contexts(forest)
-    columns = (forest.advantage, forest.logprob, forest.temperature, forest.version, forest.sequence)
+    columns = (
+        forest.advantage,
+        forest.logprob,
+        forest.temperature,
+        forest.version,
+        forest.sequence,
+        chosen_among(forest),
+    )
     numbers = zip(*(column.tolist() for column in columns), strict=True)
     return [(paths[node], *line) for node, line in zip(forest.node.tolist(), numbers, strict=True)]
 
@@ -102,6 +118,7 @@ def test_each_sampled_token_is_a_target_in_its_own_context(rows: list[Row]) -> N
             r.temperature,
             int(r.versions[k]),
             r.sequence,
+            r.allowed[k] if r.allowed else b"",
         )
         for r in rows
         for k, at in enumerate(range(len(r.tokens) - len(r.logprobs), len(r.tokens)))

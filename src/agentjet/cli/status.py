@@ -9,7 +9,7 @@ import typer
 from agentjet.cli.options import Json, Token, TokenFile, Url, connect
 
 if TYPE_CHECKING:
-    from agentjet.protocol import CodeVersionStatus, StatusResponse
+    from agentjet.protocol import CodeVersionStatus, StatusResponse, TaskSetStatus
 
 
 def status(url: Url = None, token: Token = None, token_file: TokenFile = None, as_json: Json = False) -> None:
@@ -38,6 +38,8 @@ def described(status: StatusResponse) -> list[tuple[str, str]]:
     ]
     newest = list(status.code_versions.items())[-CODE_VERSIONS_SHOWN:]
     lines += [("code" if i == 0 else "", _code(name, code)) for i, (name, code) in enumerate(reversed(newest))]
+    sets = status.task_sets.items()
+    lines += [("task sets" if i == 0 else "", _task_set(name, one)) for i, (name, one) in enumerate(sets)]
     metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN]
     return [*lines, *([("last step", ", ".join(metrics))] if metrics else [])]
 
@@ -50,6 +52,12 @@ def _client(status: StatusResponse, name: str) -> str:
 def _code(name: str, code: CodeVersionStatus) -> str:
     reward = "no reward yet" if code.reward_mean is None else f"reward {code.reward_mean:.4g} over {code.finished}"
     return f"{name}: {reward}{f', {code.aborted} aborted' if code.aborted else ''}"
+
+
+def _task_set(name: str, one: TaskSetStatus) -> str:
+    weight = "" if one.weight is None else f", weight {one.weight:g}"
+    reward = "" if one.reward_mean is None else f", reward {one.reward_mean:.4g}"
+    return f"{name}: share {one.share:.3g}{weight}{reward}, {one.groups_complete} complete, {one.groups_open} open"
 
 
 CODE_VERSIONS_SHOWN = 5

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+TaskSetName = Annotated[str, Field(min_length=1, max_length=256)]
+Weight = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -124,6 +127,8 @@ class AlgorithmConfig(Section):
     """Passes over a batch."""
     mini_batches: int = Field(1, ge=1)
     """Optimiser steps a pass."""
+    by_role: bool = False
+    """Compare each agent role only over the episodes of the group in which it spoke (Dr. MAS), instead of over all."""
     drop_zero_variance: bool = False
     """Dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
     max_dropped_groups: int = Field(0, ge=0)
@@ -165,6 +170,10 @@ class JobConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and run on while
     the policy learns, and `algorithm.correction` makes up for it.
+    """
+    task_weights: dict[TaskSetName, Weight] = {}
+    """Parts of every batch by task set, such as `{math = 2, code = 1}`; `"*"` is the weight of each set not named,
+    without which such sets are refused. Empty: first come, first served.
     """
     mix_code_versions: bool = False
     """Let a group hold episodes of several versions of the agent's code."""
@@ -221,6 +230,10 @@ class ServerConfig(Section):
     allowed_hosts: str = ""
     """Names besides `host`, `localhost` and the loopback addresses that requests may have in their `Host` header (that
     of a tunnel or a proxy), comma-separated, without ports; requests for any other are refused.
+    """
+    model_aliases: str = ""
+    """Names besides its own and `policy` that the model answers to, comma-separated, with `*` for anything: those that
+    agents have written down, such as `gpt-4o*, claude-*`; requests for any other are refused.
     """
     call_timeout: float = Field(600.0, gt=0)
     """Seconds a call is held while the worker learns or restarts, before 503."""

@@ -52,6 +52,8 @@ def settings_table() -> str:
 def _type(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+    if get_origin(field.annotation) is dict:
+        return "table of numbers > 0"
     bounds = [
         f"{sign} {getattr(rule, name):g}"
         for rule in field.metadata

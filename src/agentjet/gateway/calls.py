@@ -183,11 +183,11 @@ class CallPath:
         params = sampling_params(request, job, episode.mode)
         deadline = asyncio.get_running_loop().time() + self._call_timeout
         card, renderer = await self._known_model()
-        if renderer.reasons and not request.reasoning:
+        if renderer.reasons and request.unreasoned:
             raise InvalidRequest(
-                "This model reasons before it answers, which its template cannot switch off.",
+                f"{request.unreasoned}: this model reasons before it answers, which its template cannot switch off.",
                 code="unsupported_parameter",
-                param="thinking",
+                param=request.unreasoned,
             )
         tree = self._swarm.tree(episode.id, role)
         prompt = prepare(renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint)

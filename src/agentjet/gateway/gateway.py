@@ -162,7 +162,7 @@ class Gateway:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
                     raise
-            await self.changed.wait(left)
+            await self.changed.wait(min(left, self.swarm.job.lease_seconds / 2))  # Who waits here is there.
 
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` when the client holds as many live episodes as it may. A begin that is repeated may pass."""
@@ -210,9 +210,12 @@ class Gateway:
         self._calls.undelivered(episode_id, role, request, call_ids)
 
     def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
-        """What a call of a live episode and role was asked, and what it answered; None when there is no such call."""
+        """What a call of a live episode and role was asked, and what it answered; None when there is no such call, or
+        it continued a raw prompt.
+        """
         tree = self.swarm.tree(episode_id, role)
-        return tree.exchange(call_id) if tree.knows(call_id) else None
+        exchange = tree.exchange(call_id) if tree.knows(call_id) else None
+        return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
 
     def episode_tree(self, episode_id: str) -> EpisodeTree:
         """An episode opened up. Raises `NotFound`."""
@@ -303,6 +306,7 @@ class Gateway:
             clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
             holding=swarm.holding(),
             code_versions=inspection.code_versions(swarm),
+            task_sets=inspection.task_sets(swarm),
             last_event=self.last_event,
             uptime=now - self.began,
         )

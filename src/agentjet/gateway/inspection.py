@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from agentjet.protocol import CallView, CodeVersionStatus, EpisodeTree, EpisodeView
+from agentjet.protocol import CallView, CodeVersionStatus, EpisodeTree, EpisodeView, TaskSetStatus
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
 from agentjet.types import Call, Message
@@ -24,6 +24,11 @@ def code_versions(swarm: Swarm) -> dict[str, CodeVersionStatus]:
         )
         for version, tally in swarm.code_versions().items()
     }
+
+
+def task_sets(swarm: Swarm) -> dict[str, TaskSetStatus]:
+    """The task sets that share the batches."""
+    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.task_sets().items()}
 
 
 def tree(swarm: Swarm, renderer: Renderer | None, episode_id: str) -> EpisodeTree:

@@ -23,12 +23,13 @@ from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages
+from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages, responses
 from agentjet.server.dialects.chat_bodies import ChatBody
 from agentjet.server.dialects.completions_bodies import CompletionBody
 from agentjet.server.dialects.dialect import Answer, Asked, Event, Head, role_of
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
+from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, until_disconnect
 from agentjet.server.wiring import Token, Wired, Wiring
 
@@ -106,6 +107,12 @@ async def text_completions(body: CompletionBody, request: Request, wired: Wired,
     return await respond(completions.DIALECT, body, request, wired, key, role)
 
 
+@routes.post(responses.DIALECT.path, **route_of(responses.DIALECT))
+async def create_response(body: ResponsesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+    """OpenAI's Responses API. The key is an episode's; what cannot be honoured is refused by name."""
+    return await respond(responses.DIALECT, body, request, wired, key, role)
+
+
 @routes.post(messages.DIALECT.path, **route_of(messages.DIALECT))
 async def create_message(body: MessagesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
     """Anthropic's Messages API. The key is an episode's; what cannot be honoured is refused by name."""
@@ -116,7 +123,7 @@ async def create_message(body: MessagesBody, request: Request, wired: Wired, key
 async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole = "") -> TokenCount:
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     episode_id = wired.keys.episode(key)
-    role = role_of(body.model, wired.gateway.model_name, role)
+    role = _role_of(body.model, wired, role)
     asked = messages.to_conversation(body)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
@@ -132,7 +139,7 @@ async def list_models(wired: Wired, key: Key) -> ModelList:
 async def get_model(name: str, wired: Wired, key: Key) -> Model:
     """The model of that name."""
     wired.keys.episode(key)
-    role_of(name, wired.gateway.model_name, "")
+    _role_of(name, wired, "")
     return _model(wired)
 
 
@@ -148,13 +155,17 @@ router.include_router(routes, dependencies=[Depends(_key_in_headers)])
 router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(_key_in_path)])
 
 
+def _role_of(model: str, wired: Wiring, header: str) -> str:
+    return role_of(model, wired.gateway.model_name, header, wired.gateway.config.server.model_aliases)
+
+
 async def respond(
     dialect: Dialect[Asked, Answer], body: Asked, request: Request, wired: Wiring, key: str, role: str
 ) -> Response:
     """The answer to a request of any dialect, whole or streamed. Raises `RequestError`, or `ClientGone`."""
     gateway = wired.gateway
     episode_id = wired.keys.episode(key)
-    role = role_of(body.model, gateway.model_name, role)
+    role = _role_of(body.model, wired, role)
     head = Head(uuid.uuid4().hex, gateway.model_name, int(time.time()))
     asked = dialect.to_request(body, partial(gateway.past, episode_id, role))
     call = replace(asked, id=head.id, **await _sent(request))
@@ -229,7 +240,7 @@ async def _stream(
 
     Whoever leaves at the last event has read the answer.
     """
-    last = ""
+    last, num_sent = "", 0
     async with aclosing(chunks):
         try:
             with delivery:
@@ -238,12 +249,14 @@ async def _stream(
                         last = event.text
                     else:
                         yield event.text
+                        num_sent += 1
             yield last
         except RequestError as error:
-            yield errors.event(error)
+            yield errors.event(error, num_sent)
         except Exception as error:  # The boundary of a stream, whose status is sent already: recorded here, once.
             log.error("a stream broke", exc_info=error)
-            yield errors.event(RequestError("The server failed; its log says why.", code="internal_error", status=500))
+            broken = RequestError("The server failed; its log says why.", code="internal_error", status=500)
+            yield errors.event(broken, num_sent)
 
 
 def _model(wired: Wiring) -> Model:

@@ -9,9 +9,9 @@ from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
 from agentjet.swarm.ledger import Ledger
+from agentjet.swarm.mixing import RETRY_SECONDS, Mixing, places
 from agentjet.swarm.records import Group
 
-RETRY_SECONDS = 1.0
 NO_END_RETRY_SECONDS = 60.0
 
 
@@ -26,20 +26,13 @@ def trained_out(ledger: Ledger, job: JobConfig) -> bool:
     return 0 < job.max_steps <= ledger.policy_version
 
 
-def batches_ahead(ledger: Ledger, job: JobConfig) -> int:
-    """How many batches may be filled at a time.
-
-    A group that waits behind whole batches grows older by one version with each: so many may wait that none gets too
-    old.
-    """
-    return job.max_staleness + 1 - (ledger.pending is not None)
-
-
-def admit(ledger: Ledger, job: JobConfig, request: BeginRequest, now: float) -> Group:
+def admit(ledger: Ledger, mixing: Mixing, job: JobConfig, request: BeginRequest, now: float) -> Group:
     """The group a new training episode joins, perhaps a new one.
 
-    Raises `Later` when the present batch needs none, `Conflict` (`group_closed`) when there is none to join.
+    Raises `Later` when the present batch needs none, `Conflict` when there is none to join (`group_closed`) or the task
+    set has no weight (`task_set_unknown`).
     """
+    mixing.asked(job, request.task_set)
     if ledger.pending is not None and not job.max_staleness:
         raise Later("The worker is learning a batch.", code="not_rolling", retry_after=RETRY_SECONDS)
     if trained_out(ledger, job):
@@ -56,8 +49,9 @@ def admit(ledger: Ledger, job: JobConfig, request: BeginRequest, now: float) -> 
         raise Later(f"Group {name!r} has its {job.group_size} episodes.", code="group_full", retry_after=RETRY_SECONDS)
     if request.join_only:
         raise Conflict(f"There is no open group {name!r} to join.", code="group_closed")
-    if len(ledger.groups) >= job.batch_size * batches_ahead(ledger, job) + job.spare_groups:
+    if len(ledger.groups) >= places(ledger, job):
         raise Later(f"The batch has its {job.batch_size} groups.", code="batch_full", retry_after=RETRY_SECONDS)
+    mixing.check_room(job, request.task_set)
     return Group(
         ledger.journal.next_group_id(),
         request.client_id,
@@ -81,6 +75,24 @@ def _open_group(ledger: Ledger, job: JobConfig, request: BeginRequest, name: str
         ),
         None,
     )
+
+
+def check_pin(ledger: Ledger, mixing: Mixing, job: JobConfig, at_version: int, now: float) -> None:
+    """An evaluation wants to be answered by one policy version throughout.
+
+    Raises `Conflict` (`version_gone`) when the server is at another one, `Later` (`not_rolling`) when it is about to
+    be: while it learns, and when a whole batch has waited for evaluations for `max_episode_seconds`.
+    """
+    if at_version != ledger.policy_version:
+        raise Conflict(
+            f"The server is at policy version {ledger.policy_version}, not at {at_version}: begin at that one, or "
+            "without at_version at whichever is the newest.",
+            code="version_gone",
+        )
+    chosen = mixing.chosen(job)
+    waits_since = max((group.closed or now for group in chosen), default=now) if chosen else now
+    if ledger.pending is not None or now - waits_since >= job.max_episode_seconds:
+        raise Later(f"Policy version {at_version} is about to learn.", code="not_rolling", retry_after=RETRY_SECONDS)
 
 
 def outdated(ledger: Ledger, job: JobConfig, request: BeginRequest) -> list[Group]:

@@ -46,16 +46,22 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
     num_sequences = 0
     for group in batch.groups:
         members = [episodes[episode_id] for episode_id in group]
-        for i, episode in enumerate(members):
-            trees = load_trees(journal, episode.id)
-            unheard = find_orphans(journal, episode.id, trees)
-            for role, tree in trees.items():
-                trained = _trained_calls(tree, unheard, shape)
-                advantage = role_advantages(batch, members, role)[i]
-                rows += [_row(tree, call, advantage, num_sequences) for call in trained]
-                num_sequences += bool(trained)
+        spoken = [_spoken(journal, episode, shape) for episode in members]
+        for i, sequences in enumerate(spoken):
+            for role, (tree, calls) in sequences.items():
+                advantage = role_advantages(batch, members, role, [role in roles for roles in spoken])[i]
+                rows += [_row(tree, call, advantage, num_sequences) for call in calls]
+                num_sequences += 1
     timelines = shape.pop("timelines") / len(batch.episode_ids)
     return build_forest(rows), {"episode/timelines": timelines, **{f"forest/{n}": float(c) for n, c in shape.items()}}
+
+
+def _spoken(journal: Journal, episode: Episode, shape: Counter[str]) -> dict[str, tuple[ConversationTree, list[Call]]]:
+    """By agent role, an episode's conversation and the calls of it that are trained; roles without any are left out."""
+    trees = load_trees(journal, episode.id)
+    unheard = find_orphans(journal, episode.id, trees)
+    calls = {role: _trained_calls(tree, unheard, shape) for role, tree in trees.items()}
+    return {role: (tree, calls[role]) for role, tree in trees.items() if calls[role]}
 
 
 def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Counter[str]) -> list[Call]:
@@ -76,14 +82,19 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
     return trained
 
 
-def role_advantages(batch: Batch, members: Sequence[Episode], role: str) -> list[float]:
+def role_advantages(batch: Batch, members: Sequence[Episode], role: str, spoke: Sequence[bool]) -> list[float]:
     """The advantages [G] of a group's members for one agent role, by the role's own reward where one was given.
 
-    Every finished member counts in the comparison, also one in which the role did not speak.
+    Every finished member counts in the comparison. With `algorithm.by_role` only those do in which the role spoke
+    (Dr. MAS, github.com/langfengQ/DrMAS), each once, however often the role was called, where Dr. MAS counts calls; the
+    others have advantage 0, and so has a role that spoke in one member alone.
     """
+    algorithm = batch.job.algorithm
+    counts_G = np.asarray(spoke) if algorithm.by_role else np.ones(len(members), bool)
     rewards_G = np.asarray([member.by_role.get(role, member.reward) for member in members], np.float64)
-    advantages: list[float] = ADVANTAGES[batch.job.algorithm.advantage](rewards_G).tolist()
-    return advantages
+    advantages_G = np.zeros(len(members))
+    advantages_G[counts_G] = ADVANTAGES[algorithm.advantage](rewards_G[counts_G])
+    return [float(advantage) for advantage in advantages_G]
 
 
 def _row(tree: ConversationTree, call: Call, advantage: float, sequence: int) -> Row:
@@ -132,6 +143,12 @@ def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
     metrics |= {f"code/{version}/reward_mean": fmean(values) for version, values in by_code.items()}
     metrics |= {f"agent/{name}": fmean(values) for name, values in by_name.items()}
     return metrics
+
+
+def share_metrics(batch: Batch, episodes: Mapping[str, Episode]) -> dict[str, float]:
+    """The part of the batch's groups that each named task set has."""
+    groups = Counter(episodes[group[0]].task_set for group in batch.groups)
+    return {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
 
 
 def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, int]) -> dict[str, float]:

@@ -292,6 +292,11 @@ class Journal(JournalFile):
             for row in rows
         ]
 
+    def carry(self) -> dict[str, float]:
+        """What each task set is owed since the newest batch."""
+        row = self._db.execute("SELECT carry FROM batches ORDER BY id DESC LIMIT 1").fetchone()
+        return {} if row is None else dict(json.loads(row[0]))
+
     def _batch_groups(self, batch_id: int) -> tuple[tuple[str, ...], ...]:
         groups: dict[int, list[str]] = {}
         rows = self._db.execute(
@@ -309,6 +314,11 @@ class Journal(JournalFile):
         """The metrics of a learned batch; empty when it was not learned here."""
         row = self._db.execute("SELECT metrics FROM steps WHERE batch_id = ?", (batch_id,)).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
+
+    def recent_steps(self, limit: int) -> list[dict[str, float]]:
+        """The metrics of the newest learned batches, the newest last."""
+        rows = self._db.execute("SELECT metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)).fetchall()
+        return [json.loads(row[0]) for row in reversed(rows)]
 
     # ---- keys, events, pruning -----------------------------------------------------------------------------
 

@@ -29,21 +29,22 @@ class Learning(Outlook):
 
     def compose(self) -> Batch:
         """Commit the next batch, its members, their order, its seed and its settings, before any of it is learned."""
-        assert self.ready(), "compose() pairs with ready()"
-        complete = [group for group in self._ledger.groups.values() if group.state == "complete"]
-        chosen = sorted(complete, key=lambda group: (group.closed, group.id))[: self.job.batch_size]
+        chosen = self._mixing.chosen(self.job)
+        assert self.ready() and chosen is not None, "compose() pairs with ready()"
         batch = Batch(
             id=self.policy_version,
             groups=tuple(group.members for group in chosen),
             seed=_batch_seed(self.job.seed, self.policy_version),
             job=self.job,
             composed=self._clock(),
+            carry=self._mixing.carry(self.job, chosen),
         )
         with self._ledger.transaction():
             self._journal.add_batch(batch, [group.id for group in chosen])
             for group in chosen:
                 del self._ledger.groups[group.id]
-            self._ledger.pending = batch
+            self._ledger.pending, self._ledger.carry = batch, batch.carry
+            self._mixing.refilling()
             if not self.job.max_staleness:
                 self._endings.clear(list(self._ledger.groups.values()), "surplus", SURPLUS, batch.composed)
         return batch
@@ -70,6 +71,7 @@ class Learning(Outlook):
         members = [self._ledger.episodes[episode_id] for episode_id in batch.episode_ids]
         merged = {
             **batches.episode_metrics(members),
+            **batches.share_metrics(batch, self._ledger.episodes),
             **batches.loss_metrics(self._journal.dropped_groups(batch.id), self._journal.lost_episodes(batch.id)),
             **self._forest_metrics.get(batch.id, {}),
             **metrics,
@@ -79,6 +81,8 @@ class Learning(Outlook):
             self._ledger.policy_version = batch.id + 1
             self._ledger.pending = None
             self._ledger.last_step = merged
+            self._ledger.recent_steps.append(merged)
+            self._mixing.refilling()
             for episode in members:
                 self._ledger.put(replace(episode, trained_in=batch.id))
             self._endings.clear(groups.stale(self._ledger, self.job), "stale", STALE, self._clock())
@@ -94,7 +98,7 @@ class Learning(Outlook):
         now, members = self._clock(), set(batch.episode_ids)
         with self._ledger.transaction():
             self._journal.remove_batch(batch.id)
-            self._ledger.pending = None
+            self._ledger.pending, self._ledger.carry = None, self._journal.carry()
             for group in self._journal.unlearned_groups():
                 if members & set(group.members):
                     groups.drop(self._ledger, group, "poisoned", now)

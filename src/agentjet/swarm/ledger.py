@@ -8,7 +8,7 @@ else is looked up in the journal, so memory does not grow with the length of a r
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +22,8 @@ from agentjet.swarm.tallies import CodeVersions
 from agentjet.timeline.tree import ConversationTree
 
 COUNTED = ("live", "prepared", "finished", "aborted", "expired", "trained", "waiting", "dropped")
+RECENT = 50
+"""Batches that shares and rewards of task sets are shown over."""
 
 
 class Ledger:
@@ -45,7 +47,11 @@ class Ledger:
         self.policy_version: int = journal.policy_version()
         batches = journal.batches(self.policy_version)
         self.pending: Batch | None = batches[0] if batches else None
+        self.carry: Mapping[str, float] = journal.carry()
+        """What each task set is owed, in groups, since the newest batch."""
         self.last_step: dict[str, float] = journal.step(self.policy_version - 1)
+        self.recent_steps: deque[dict[str, float]] = deque(journal.recent_steps(RECENT), RECENT)
+        """Metrics of the newest learned batches, the newest last."""
         self.oldest: dict[str, int] = journal.oldest_versions()
         """The policy version of the oldest token of each episode held here."""
         self.trees: dict[tuple[str, str], ConversationTree] = {}

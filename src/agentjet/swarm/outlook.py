@@ -13,7 +13,8 @@ from agentjet.swarm.admission import trained_out
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.leases import Leases
 from agentjet.swarm.ledger import Ledger
-from agentjet.swarm.records import Batch, Episode, Group, Tally
+from agentjet.swarm.mixing import Mixing
+from agentjet.swarm.records import Batch, Episode, Group, Tally, TaskSetShare
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import EpisodeStatus
@@ -28,6 +29,7 @@ class Outlook:
         self._clock = clock
         self._ledger = Ledger(journal, clock)
         self._leases = Leases(clock)
+        self._mixing = Mixing(self._ledger, clock)
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
@@ -63,17 +65,20 @@ class Outlook:
         patience = [
             groups.patience_ends(self._ledger, self.job, g, self._leases.opened) for g in self._ledger.groups.values()
         ]
-        return min([*deadlines, *(deadline for deadline in patience if deadline is not None)], default=None)
+        others = [*patience, self._mixing.next_deadline(self.job)]
+        return min([*deadlines, *(deadline for deadline in others if deadline is not None)], default=None)
 
     # ---- batches -------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
         """Whether the present batch has its groups and may be composed."""
-        return (
-            self.pending is None
-            and not trained_out(self._ledger, self.job)
-            and self.groups_complete >= self.job.batch_size
-        )
+        if self.pending is not None or self._pinned() or trained_out(self._ledger, self.job):
+            return False
+        return self._mixing.chosen(self.job) is not None
+
+    def _pinned(self) -> int:
+        """How many live evaluation episodes need the policy as it is."""
+        return sum(episode.at_version is not None for episode in self._ledger.live())
 
     @property
     def policy_version(self) -> int:
@@ -115,6 +120,10 @@ class Outlook:
         """What became of the training episodes of each version of the agents' code; those last in use, newest last."""
         return self._ledger.code_versions.tallies
 
+    def task_sets(self) -> dict[str, TaskSetShare]:
+        """The task sets that share the batches, by name."""
+        return self._mixing.shares(self.job)
+
     def clients(self) -> dict[str, float]:
         """When each client was last seen; the most recent ones only."""
         return dict(self._leases.clients)
@@ -129,11 +138,16 @@ class Outlook:
             return f"the worker, to learn batch {self.pending.id}"
         if trained_out(self._ledger, self.job):
             return f"nothing: job.max_steps = {self.job.max_steps} is reached"
+        pinned = self._pinned()
+        if pinned and self._mixing.chosen(self.job) is not None:
+            return f"{pinned} evaluation episodes pinned to policy version {self.policy_version}"
         if not self._ledger.groups:
             return "clients, to begin training episodes"
         live = sum(episode.group_id is not None for episode in self._ledger.live())
         refills = groups.missing_refills(self._ledger, self.job, self._leases.opened, self._clock())
         for_whom = " and ".join((["rewards"] if live or not refills else []) + ([refills] if refills else []))
+        if sets := self._mixing.waiting_for(self.job):
+            for_whom += f" of {sets}"
         return (
             f"{for_whom}: {self.groups_complete} of {self.job.batch_size} groups are complete, "
             f"{self.groups_open} open, {live} episodes live"

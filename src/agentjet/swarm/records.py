@@ -105,6 +105,17 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskSetShare:
+    """A task set's part in the training; see `protocol.TaskSetStatus`."""
+
+    weight: float | None
+    share: float
+    groups_open: int
+    groups_complete: int
+    reward_mean: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The groups consumed by one `learn` call; `id` is the policy version it starts from.
 

@@ -23,7 +23,7 @@ from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
 from agentjet.swarm import admission, groups
-from agentjet.swarm.endings import announce
+from agentjet.swarm.endings import STALLED, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
 from agentjet.swarm.records import Episode
@@ -51,8 +51,9 @@ class Swarm(Learning):
     def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
         """Start an episode.
 
-        Raises `Later` (`not_rolling`, `batch_full`, `group_full`) when the present batch needs none, `Conflict`
-        (`group_closed`) when it was to join a group and there is none.
+        Raises `Later` (`not_rolling`, `batch_full`, `task_set_full`, `group_full`) when the present batch needs none,
+        `Conflict` when it was to join a group and there is none (`group_closed`), when `job.task_weights` has no place
+        for its task set (`task_set_unknown`), or the version it is pinned to is not the present one (`version_gone`).
         """
         scope = f"begin/{request.client_id}"
         known = self._ledger.recall(scope, idempotency_key, request)
@@ -61,7 +62,11 @@ class Swarm(Learning):
         self.reap()
         self._close_outdated(request)
         now = self._clock()
-        joined = admission.admit(self._ledger, self.job, request, now) if request.mode == "train" else None
+        if request.at_version is not None:
+            admission.check_pin(self._ledger, self._mixing, self.job, request.at_version, now)
+        joined = None
+        if request.mode == "train":
+            joined = admission.admit(self._ledger, self._mixing, self.job, request, now)
         seq = self._journal.next_episode_seq()
         with self.transaction():
             episode = Episode(
@@ -147,6 +152,7 @@ class Swarm(Learning):
             groups.member_scored(self._ledger, episode, now)
             self._endings.ended(episode)
             self._endings.settle(episode, self.job, now)
+            self._mixing.ended(episode)
         return self.episode(episode_id)
 
     def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
@@ -166,6 +172,7 @@ class Swarm(Learning):
             self._ledger.remember(scope, idempotency_key, request, episode_id)
             episode = self._endings.lose(replace(episode, status="aborted", ended=now, reason=request.reason))
             self._endings.settle(episode, self.job, now)
+            self._mixing.ended(episode)
         return episode
 
     # ---- calls ---------------------------------------------------------------------------------------------
@@ -237,6 +244,7 @@ class Swarm(Learning):
                 deadline = groups.patience_ends(self._ledger, self.job, group, self._leases.opened)
                 if deadline is not None and deadline <= now:
                     groups.close(self._ledger, self.job, group, now)
+            self._endings.clear(self._mixing.reap(self.job), "stalled", STALLED, now)
         return expired
 
     # ---- what others may know ------------------------------------------------------------------------------

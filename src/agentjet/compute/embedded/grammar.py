@@ -1,8 +1,8 @@
 """Which tokens may come next under a grammar: `llguidance` over the model's own tokens. No torch.
 
 A grammar is Lark text in `llguidance`'s dialect, which `rendering.grammar` writes. Control tokens are never part of its
-text; it names them by id. Where it accepts an end, the end tokens are allowed, and where nothing else is, one of them
-must come.
+text; it names them by id. Text without an alternative may only be written as the tokenizer writes it. Where an end is
+accepted, the end tokens are allowed, and where nothing else is, one of them must come.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Tokens:
         self.bos_token_id = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Ids of plain text, which the library asks for where it writes text itself; nothing here has it do so."""
+        """Ids of plain text: where the grammar leaves no choice, only the tokenizer's own way of writing is allowed."""
         return list(self._vocabulary.tokenize(text.encode() if isinstance(text, str) else text))
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentjet.server.dialects import chat, completions, messages
+from agentjet.server.dialects import chat, completions, messages, responses
 from agentjet.server.dialects.dialect import Dialect, ErrorShape
 from agentjet.server.dialects.errors import OPENAI
 
-DIALECTS: tuple[Dialect[Any, Any], ...] = (chat.DIALECT, completions.DIALECT, messages.DIALECT)
+DIALECTS: tuple[Dialect[Any, Any], ...] = (
+    chat.DIALECT,
+    completions.DIALECT,
+    messages.DIALECT,
+    responses.DIALECT,
+)
 
 
 def error_shape(path: str) -> ErrorShape:
@@ -17,4 +22,4 @@ def error_shape(path: str) -> ErrorShape:
     return next((dialect.errors for dialect in spoken), OPENAI)
 
 
-__all__ = ["DIALECTS", "Dialect", "ErrorShape", "chat", "completions", "error_shape", "messages"]
+__all__ = ["DIALECTS", "Dialect", "ErrorShape", "chat", "completions", "error_shape", "messages", "responses"]

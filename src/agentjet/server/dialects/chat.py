@@ -29,7 +29,7 @@ from agentjet.server.dialects.chat_bodies import (
 from agentjet.server.dialects.constraints import ANY_OBJECT, checked
 from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
-from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
+from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather, refuse_other_tokens
 from agentjet.server.dialects.neutral import refuse_unless_neutral
 from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 
@@ -37,6 +37,7 @@ from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 def to_request(body: ChatBody) -> CallRequest:
     """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
     refuse_unless_neutral(body, NEUTRAL)
+    refuse_other_tokens(body.top_logprobs, "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidRequest(
             f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from agentjet.server.dialects.bodies import Body, Finite, RequestBody, Seed, Stop, StreamOptions
+from agentjet.server.dialects.bodies import Body, Finite, JsonObject, RequestBody, Seed, Stop, StreamOptions, Text
 from agentjet.server.dialects.gathering import UsageBody
 from agentjet.server.dialects.neutral import Neutral
 
@@ -80,8 +80,8 @@ class FunctionBody(Body):
     """A function the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -97,7 +97,7 @@ class NamedSchema(Body):
 
     name: str
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -123,6 +123,8 @@ class ChatBody(RequestBody):
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -135,7 +137,6 @@ class ChatBody(RequestBody):
     prompt_cache_key: str | None = None
 
     # Known, and honoured in their neutral form only: see `NEUTRAL`.
-    top_logprobs: int | None = None
     frequency_penalty: Finite | None = None
     presence_penalty: Finite | None = None
     logit_bias: dict[str, float] | None = None
@@ -155,7 +156,6 @@ class ChatBody(RequestBody):
 
 
 NEUTRAL: Neutral = {
-    "top_logprobs": (0,),
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
     "logit_bias": ({},),

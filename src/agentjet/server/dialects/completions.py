@@ -20,7 +20,7 @@ from agentjet.server.dialects.completions_bodies import (
 )
 from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
-from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
+from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather, refuse_other_tokens
 from agentjet.server.dialects.neutral import refuse_unless_neutral
 from agentjet.types import Call, Conversation
 
@@ -31,6 +31,7 @@ def to_request(body: CompletionBody) -> CallRequest:
         refuse_unless_neutral(body, NEUTRAL)
     else:
         refuse_unless_neutral(body, {name: values for name, values in NEUTRAL.items() if name != "best_of"})
+    refuse_other_tokens(body.logprobs, "logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options need stream = true.", param="stream_options")
     return CallRequest(

@@ -51,7 +51,6 @@ class CompletionBody(RequestBody):
 
 
 NEUTRAL: Neutral = {
-    "logprobs": (0,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -47,11 +48,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ErrorShape:
-    """How errors look: `body` is the answer to a request, `event` the end of a stream that broke."""
+    """How errors look: `body` is the answer to a request, `event` the end of a stream that broke behind n events."""
 
     model: type[BaseModel]
     body: Callable[[RequestError], dict[str, Any]]
-    event: Callable[[RequestError], str]
+    event: Callable[[RequestError, int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,12 @@ def sse(payload: dict[str, Any], *, name: str = "") -> str:
     return f"{event}data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
-def role_of(model: str, served: str, header: str) -> str:
+def role_of(model: str, served: str, header: str, aliases: str = "") -> str:
     """The agent role a request speaks as: its header, or what follows `@` in the model's name.
 
-    Raises `NotFound` for another model.
+    `aliases` are further names, comma-separated, with `*` for anything. Raises `NotFound` for another model.
     """
-    for name in (served, POLICY_ALIAS):
+    for name in (served, POLICY_ALIAS, *_matching(model, aliases)):
         if model == name:
             return header
         if model.startswith(name + "@"):
@@ -95,4 +96,12 @@ def role_of(model: str, served: str, header: str) -> str:
             return role
     near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
+    hint += " server.model_aliases lets it answer to other names."
     raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
+
+
+def _matching(model: str, aliases: str) -> list[str]:
+    """The name in `model`, before its role, when an alias allows it."""
+    name = model.partition("@")[0]
+    patterns = (pattern.strip() for pattern in aliases.split(","))
+    return [name] if any(fnmatchcase(name, pattern) for pattern in patterns if pattern) else []

@@ -38,4 +38,4 @@ def openai_error(error: RequestError) -> dict[str, Any]:
     return OpenAIError(error=body).model_dump()
 
 
-OPENAI = ErrorShape(model=OpenAIError, body=openai_error, event=lambda error: sse(openai_error(error)))
+OPENAI = ErrorShape(model=OpenAIError, body=openai_error, event=lambda error, num_sent: sse(openai_error(error)))

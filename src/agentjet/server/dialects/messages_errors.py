@@ -52,5 +52,5 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
 
 
 ANTHROPIC = ErrorShape(
-    model=AnthropicError, body=anthropic_error, event=lambda error: sse(anthropic_error(error), name="error")
+    model=AnthropicError, body=anthropic_error, event=lambda error, num_sent: sse(anthropic_error(error), name="error")
 )

@@ -1,0 +1,142 @@
+"""OpenAI's Responses API: bodies to canonical requests. `responses_items` reads the input, `responses_answers` writes
+what comes back.
+
+Equality of messages is by meaning, as in chat completions. An earlier answer of the episode may be named instead of
+sent back: its conversation is taken from what was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentjet.errors import InvalidRequest, NotFound, RequestError
+from agentjet.gateway.requests import CallRequest
+from agentjet.server.dialects.constraints import ANY_OBJECT, checked
+from agentjet.server.dialects.dialect import Dialect, ErrorShape, Past, sse
+from agentjet.server.dialects.errors import OpenAIError, openai_error
+from agentjet.server.dialects.gathering import refuse_other_tokens
+from agentjet.server.dialects.neutral import refuse_unless_neutral
+from agentjet.server.dialects.responses_answers import to_answer, to_events
+from agentjet.server.dialects.responses_bodies import NEUTRAL, Format, FunctionTool, ResponsesBody
+from agentjet.server.dialects.responses_items import to_messages
+from agentjet.server.dialects.responses_shapes import ResponseAnswer
+from agentjet.types import Constraint, Conversation, Message
+
+PARAMS = {"messages": "input"}
+"""What this dialect calls what others gave its name to."""
+
+
+def to_request(body: ResponsesBody, past: Past) -> CallRequest:
+    """The canonical request. Raises `RequestError` naming the first thing that cannot be honoured."""
+    refuse_unless_neutral(body, NEUTRAL)
+    refuse_other_tokens(body.top_logprobs, "top_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options need stream = true.", param="stream_options")
+    instructions = (Message("system", body.instructions),) if body.instructions else ()
+    said = [Message("user", body.input)] if isinstance(body.input, str) else to_messages(body.input, past)
+    offered = [_tool(tool, i) for i, tool in enumerate(body.tools or ())]
+    return CallRequest(
+        conversation=Conversation(
+            (*instructions, *_continued(body.previous_response_id, past), *said),
+            () if body.tool_choice == "none" else tuple(offered),
+            instructed=bool(instructions),
+        ),
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        constraint=_constraint(body),
+        stream=bool(body.stream),
+        unreasoned="reasoning.effort" if body.reasoning is not None and body.reasoning.effort is not None else "",
+    )
+
+
+def _continued(response_id: str | None, past: Past) -> tuple[Message, ...]:
+    """The conversation behind an earlier answer, with it, but without the instructions of that request."""
+    if response_id is None:
+        return ()
+    exchange = past(response_id.removeprefix("resp_"))
+    if exchange is None:
+        raise NotFound(
+            f"Previous response {response_id!r} is not of this episode and role: send the conversation as input.",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    asked, answer = exchange
+    return (*asked.messages[1 if asked.instructed else 0 :], answer)
+
+
+def _tool(tool: FunctionTool, index: int) -> dict[str, Any]:
+    where = f"tools.{index}"
+    if tool.type != "function":
+        raise InvalidRequest(
+            f"{where} is of type {tool.type!r}: no tools are run here, define a function and run it yourself.",
+            code="unsupported_parameter",
+            param=where,
+        )
+    if tool.name is None:
+        raise InvalidRequest(f"{where}.name is missing.", code="invalid_value", param=f"{where}.name")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _constraint(body: ResponsesBody) -> Constraint:
+    """What `text.format`, `tool_choice`, `parallel_tool_calls` and strict tools ask of the answer."""
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    choice = body.tool_choice
+    constraint = Constraint(
+        schema=_schema(body.text.format if body.text else None),
+        schema_param="text.format",
+        calls="required" if choice == "required" or isinstance(choice, dict) else "auto",
+        function=_named(choice) if isinstance(choice, dict) else "",
+        strict=frozenset(tool.name or "" for tool in tools if tool.strict),
+        parallel=body.parallel_tool_calls is not False,
+    )
+    return checked(constraint, [tool.name or "" for tool in tools])
+
+
+def _schema(given: Format | None) -> Mapping[str, Any] | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return ANY_OBJECT
+    if given.schema_ is None:
+        raise InvalidRequest("text.format of type 'json_schema' needs a schema.", param="text.format.schema")
+    return given.schema_
+
+
+def _named(choice: Mapping[str, Any]) -> str:
+    """The function that a tool choice names."""
+    name = choice.get("name")
+    if choice.get("type") != "function" or not isinstance(name, str) or not name:
+        raise InvalidRequest(
+            f"tool_choice = {choice!r} is not supported: use 'auto', 'none', 'required' or "
+            "{'type': 'function', 'name': ...}.",
+            code="unsupported_parameter",
+            param="tool_choice",
+        )
+    return name
+
+
+def _error(error: RequestError) -> dict[str, Any]:
+    body = openai_error(error)
+    if error.code != "unknown_parameter":  # That one says what the body called it.
+        body["error"]["param"] = PARAMS.get(error.param or "", error.param)
+    return body
+
+
+def _error_event(error: RequestError, num_sent: int) -> str:
+    """As the reference has it, and with the object that OpenAI's SDKs raise from."""
+    body = _error(error)
+    described = {name: body["error"][name] for name in ("code", "message", "param")}
+    return sse({"type": "error", **described, "sequence_number": num_sent, **body}, name="error")
+
+
+DIALECT = Dialect(
+    path="/v1/responses",
+    answer=ResponseAnswer,
+    errors=ErrorShape(model=OpenAIError, body=_error, event=_error_event),
+    to_request=to_request,
+    to_answer=to_answer,
+    to_events=to_events,
+)

@@ -1,0 +1,225 @@
+"""What comes back from the Responses API: the whole response, or the events that build it up."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+from agentjet.gateway.requests import CallChunk, TokenLogprob
+from agentjet.server.dialects.dialect import Chunks, Event, Head, sse
+from agentjet.server.dialects.gathering import Gathered, gather
+from agentjet.server.dialects.responses_bodies import ResponsesBody, Status
+from agentjet.server.dialects.responses_items import item_id, seal
+from agentjet.server.dialects.responses_shapes import (
+    Incomplete,
+    LogprobShape,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    ResponseAnswer,
+    ResponseUsage,
+)
+
+
+async def to_answer(chunks: Chunks, body: ResponsesBody, head: Head) -> ResponseAnswer:
+    """The whole answer, once it has ended."""
+    return _ended(await gather(chunks), body, head)
+
+
+async def to_events(chunks: Chunks, body: ResponsesBody, head: Head) -> AsyncGenerator[Event]:
+    """The events of a streamed answer: items come one after the other, function calls whole."""
+    numbers = count()
+
+    def event(kind: str, content: dict[str, Any], *, is_last: bool = False) -> Event:
+        payload = {"type": f"response.{kind}", "sequence_number": next(numbers), **content}
+        return Event(sse(payload, name=payload["type"]), is_last)
+
+    begun = {"response": _response(body, head, "in_progress", []).model_dump()}
+    yield event("created", begun)
+    yield event("in_progress", begun)
+    gathered = Gathered()
+    items = _Items(body, head)
+    async for chunk in chunks:
+        gathered.take(chunk)
+        for kind, content in items.more(chunk):
+            yield event(kind, content)
+    response = _ended(gathered, body, head)
+    for kind, content in items.end(response.output):
+        yield event(kind, content)
+    yield event(response.status, {"response": response.model_dump()}, is_last=True)
+
+
+Payload = tuple[str, dict[str, Any]]
+"""What kind of event, and what it says."""
+
+
+class _Items:
+    """The output items of a streamed answer; at most one, a message or reasoning, is open."""
+
+    def __init__(self, body: ResponsesBody, head: Head) -> None:
+        self._body = body
+        self._head = head
+        self._index = -1
+        self._open = ""
+        self._text = ""
+        """Of the open item, as far as it was given out."""
+        self._tokens: list[TokenLogprob] = []
+        """Those that no delta has carried."""
+
+    def more(self, chunk: CallChunk) -> Iterator[Payload]:
+        """The text of a chunk, for the open item or for a new one."""
+        self._tokens += chunk.tokens
+        if chunk.reasoning:
+            yield from self._to("reasoning")
+            yield "reasoning_text.delta", {**self._within, "delta": chunk.reasoning}
+            self._text += chunk.reasoning
+        if chunk.text:
+            yield from self._to("message")
+            yield "output_text.delta", {**self._within, "delta": chunk.text, "logprobs": self._logprobs()}
+            self._text += chunk.text
+
+    def end(self, output: Sequence[OutputItem]) -> Iterator[Payload]:
+        """What is left of an answer whose text was given out."""
+        for index, item in enumerate(output):
+            if index < self._index:
+                continue
+            if isinstance(item, OutputCall):
+                yield from self._call(item)
+            else:
+                yield from self._to(item.type)
+                yield from self._close(item)
+
+    def _to(self, kind: str) -> Iterator[Payload]:
+        """Have an item of a kind open."""
+        if self._open == kind:
+            return
+        if self._open == "reasoning":
+            yield from self._close(_reasoning(self._body, self._head, self._text, "completed"))
+        self._index += 1
+        self._open, self._text = kind, ""
+        item: OutputItem
+        if kind == "reasoning":
+            item = _reasoning(self._body, self._head, "", "in_progress").model_copy(update={"content": []})
+            part = ReasoningText(text="").model_dump()
+        else:
+            item = _message(self._head, "", "in_progress").model_copy(update={"content": []})
+            part = OutputText(text="").model_dump()
+        yield "output_item.added", {"output_index": self._index, "item": item.model_dump()}
+        yield "content_part.added", {**self._within, "part": part}
+
+    def _close(self, item: OutputReasoning | OutputMessage) -> Iterator[Payload]:
+        part = item.content[0]
+        if isinstance(part, OutputText):
+            yield "output_text.done", {**self._within, "text": part.text, "logprobs": part.model_dump()["logprobs"]}
+        else:
+            yield "reasoning_text.done", {**self._within, "text": part.text}
+        yield "content_part.done", {**self._within, "part": part.model_dump()}
+        yield "output_item.done", {"output_index": self._index, "item": item.model_dump()}
+        self._open = ""
+
+    def _call(self, item: OutputCall) -> Iterator[Payload]:
+        self._index += 1
+        at = {"item_id": item.id, "output_index": self._index}
+        empty = item.model_copy(update={"arguments": "", "status": "in_progress"})
+        yield "output_item.added", {"output_index": self._index, "item": empty.model_dump()}
+        yield "function_call_arguments.delta", {**at, "delta": item.arguments}
+        yield "function_call_arguments.done", {**at, "name": item.name, "arguments": item.arguments}
+        yield "output_item.done", {"output_index": self._index, "item": item.model_dump()}
+
+    @property
+    def _within(self) -> dict[str, Any]:
+        """What events within the open item say of their place."""
+        prefix = "rs" if self._open == "reasoning" else "msg"
+        return {"item_id": item_id(prefix, self._head.id), "output_index": self._index, "content_index": 0}
+
+    def _logprobs(self) -> list[dict[str, Any]]:
+        tokens, self._tokens = self._tokens, []
+        return [shape.model_dump() for shape in _logprobs(self._body, tokens)]
+
+
+def _ended(gathered: Gathered, body: ResponsesBody, head: Head) -> ResponseAnswer:
+    """The response that the only choice is."""
+    call, usage = gathered.calls[0], gathered.usage
+    status: Status = "incomplete" if call.finish_reason == "length" else "completed"
+    said = call.response
+    output: list[OutputItem] = []
+    if said.reasoning:
+        output.append(_reasoning(body, head, said.reasoning, "completed"))
+    if said.content or not said.tool_calls:  # An answer that says nothing is an empty message: agents look for one.
+        output.append(_message(head, said.content, "completed", _logprobs(body, gathered.tokens[0])))
+    output += [
+        OutputCall(
+            id=f"{item_id('fc', head.id)}_{i}",
+            call_id=tool_call.id,
+            name=tool_call.name,
+            arguments=tool_call.arguments,
+            status="completed",
+        )
+        for i, tool_call in enumerate(said.tool_calls)
+    ]
+    output[-1].status = status
+    response = _response(body, head, status, output)
+    return response.model_copy(
+        update={
+            "temperature": call.temperature,
+            "incomplete_details": Incomplete() if status == "incomplete" else None,
+            "usage": ResponseUsage(
+                input_tokens=usage.prompt_tokens,
+                output_tokens=usage.completion_tokens,
+                total_tokens=usage.total_tokens,
+            ),
+        }
+    )
+
+
+def _reasoning(body: ResponsesBody, head: Head, text: str, status: Status) -> OutputReasoning:
+    sealed = seal(text) if "reasoning.encrypted_content" in (body.include or ()) else None
+    return OutputReasoning(
+        id=item_id("rs", head.id), content=[ReasoningText(text=text)], encrypted_content=sealed, status=status
+    )
+
+
+def _message(head: Head, text: str, status: Status, logprobs: Sequence[LogprobShape] = ()) -> OutputMessage:
+    return OutputMessage(
+        id=item_id("msg", head.id), content=[OutputText(text=text, logprobs=list(logprobs))], status=status
+    )
+
+
+def _logprobs(body: ResponsesBody, tokens: Sequence[TokenLogprob]) -> list[LogprobShape]:
+    if "message.output_text.logprobs" not in (body.include or ()):
+        return []
+    return [LogprobShape(token=t.text, logprob=t.logprob, bytes=list(t.utf8)) for t in tokens]
+
+
+def _response(body: ResponsesBody, head: Head, status: Status, output: list[OutputItem]) -> ResponseAnswer:
+    """A response with what it repeats of the request."""
+    shape = body.text.format if body.text else None
+    return ResponseAnswer(
+        id=f"resp_{head.id}",
+        created_at=head.created,
+        status=status,
+        model=head.model,
+        output=output,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        store=body.store is not False,
+        temperature=body.temperature,
+        text={"format": shape.model_dump(by_alias=True, exclude_none=True) if shape else {"type": "text"}},
+        tool_choice="auto" if body.tool_choice is None else body.tool_choice,
+        tools=[_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
+        top_p=body.top_p,
+        user=body.user,
+    )
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """With the keys that SDKs count on."""
+    return {"parameters": None, "strict": False, **tool}

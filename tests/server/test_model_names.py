@@ -1,0 +1,43 @@
+"""Agents have names of models written down: the policy answers to those that the server's settings allow."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.server.serving import serving
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("tiny", ""),
+        ("policy@critic", "critic"),
+        ("gpt-4o-mini", ""),
+        ("gpt-4o@planner", "planner"),
+        ("openai/gpt-4.1", ""),
+        ("gpt-4", None),
+        ("GPT-4o", None),
+        ("@planner", None),
+    ],
+)
+def test_which_names_the_policy_answers_to(name: str, role: str | None, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        settings = {"model_aliases": "gpt-4o*, openai/*"}
+        async with serving(tmp_path / "data", server=settings) as served:
+            episode = await served.begin()
+            asked = served.openai(episode).chat.completions.create(
+                model=name, messages=[{"role": "user", "content": "hello"}]
+            )
+            if role is None:
+                with pytest.raises(openai.NotFoundError, match=r"is not served here.* server\.model_aliases"):
+                    await asked
+                return
+            assert (await asked).choices[0].message.content == "hi"
+            [call] = served.run.gateway.episode_tree(episode["episode_id"]).calls
+            assert call.role == role
+
+    asyncio.run(scenario())

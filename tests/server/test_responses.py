@@ -1,0 +1,428 @@
+"""OpenAI's Responses API, asked with OpenAI's own SDK over a real socket.
+
+Pinned here:
+1. plain and streamed answers are the same, item by item, and the SDK reads both;
+2. turns that come back as items, by reference or by `previous_response_id`, are what was sampled, to the token;
+3. every parameter is honoured, or refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import FunctionToolParam, Response
+from openai.types.responses.response_stream_event import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from agentjet.types import Call, ModelCard
+from tests.fakes import Script, saying
+from tests.server.serving import Served, serving
+from tests.tiny import make_card
+
+pytestmark = pytest.mark.anyio
+
+ADD: FunctionToolParam = {
+    "type": "function",
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {}}},
+    "strict": None,
+}
+CALLS = (
+    "<think>\nhm\n</think>\n\nLet me see. "
+    '<tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {"a":  2}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> ModelCard:
+    return make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+
+
+def turns(*texts: str) -> Script:
+    """Says one text after the other."""
+    left = iter(texts)
+    return saying(lambda prompt: next(left))
+
+
+def calls(served: Served, episode: dict[str, Any]) -> tuple[Call, ...]:
+    return served.run.gateway.swarm.tree(episode["episode_id"], "").calls
+
+
+def continues(served: Served, episode: dict[str, Any]) -> bool:
+    """Whether every call but the first was fed all that the one before it heard and said, as it was sampled."""
+    tree = served.run.gateway.swarm.tree(episode["episode_id"], "")
+    asked = [asked.prompt for asked in served.run.compute.asked]
+    return all(
+        later.ask.after == call.id and prompt[: tree.num_tokens(call.id)] == tree.tokens(call.id)
+        for call, later, prompt in zip(tree.calls, tree.calls[1:], asked[1:], strict=False)
+    )
+
+
+async def test_a_plain_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", saying(lambda prompt: "hello äöü")) as served:
+        episode = await served.begin()
+        answer = await served.openai(episode).responses.create(
+            model=episode["model"], input="hello", instructions="Be kind.", metadata={"a": "b"}, temperature=0.7
+        )
+        Response.model_validate(answer.model_dump())
+        assert (answer.status, answer.output_text, answer.temperature) == ("completed", "hello äöü", 0.7)
+        [call] = calls(served, episode)
+        assert answer.id == f"resp_{call.id}" and [item.id for item in answer.output] == [f"msg_{call.id}"]
+        assert [(m.role, m.content) for m in call.ask.messages] == [("system", "Be kind."), ("user", "hello")]
+        [asked] = served.run.compute.asked
+        assert answer.usage is not None and answer.usage.input_tokens == len(asked.prompt)
+        assert answer.usage.output_tokens == len(call.completion)
+        assert (answer.instructions, answer.metadata, answer.tools) == ("Be kind.", {"a": "b"}, [])
+
+
+async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path, card: ModelCard) -> None:
+    include: Any = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+    async with serving(tmp_path / "d", saying(lambda p: CALLS), card=card, job={"max_tokens": 200}) as served:
+        client = served.openai(await served.begin())
+        asked: dict[str, Any] = {"model": "policy", "input": "hello", "tools": [ADD], "include": include}
+        plain = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+        assert streamed.output_text == plain.output_text == "Let me see."
+        differing = {"id", "created_at"}
+
+        def same(response: Any) -> str:
+            dumped = response.model_dump(exclude=differing, exclude_none=True, warnings=False)
+            for item in dumped["output"]:
+                item.pop("parsed_arguments", None)
+                item["id"] = item["id"].replace(response.id.removeprefix("resp_"), "")
+                if "call_id" in item:
+                    item["call_id"] = item["call_id"].rpartition("_")[2]
+                for part in item.get("content", ()):
+                    part.pop("parsed", None)
+            return json.dumps(dumped, sort_keys=True)
+
+        assert same(streamed) == same(plain)
+        assert sum(event.type == "response.output_text.delta" for event in events) > 2, "it really streams"
+        assert sum(event.type == "response.reasoning_text.delta" for event in events) >= 1
+
+
+async def test_the_events_are_in_order_and_of_the_documented_shapes(tmp_path: Path, card: ModelCard) -> None:
+    async with serving(tmp_path / "d", saying(lambda p: CALLS), card=card, job={"max_tokens": 200}) as served:
+        client = served.openai(await served.begin())
+        stream = await client.responses.create(model="policy", input="hello", tools=[ADD], stream=True)
+        events = [event.model_dump(warnings=False) async for event in stream]
+    shapes = TypeAdapter[Any](ResponseStreamEvent)
+    for event in events:
+        shapes.validate_python(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds: list[str] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if not (kinds and kinds[-1] == kind):
+            kinds.append(kind)
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert kinds == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *call,
+        *call,
+        "completed",
+    ]
+    items = {event["output_index"]: event["item"] for event in events if event["type"] == "response.output_item.done"}
+    assert [items[index] for index in range(4)] == events[-1]["response"]["output"]
+    for kind, key in (("output_text", "text"), ("reasoning_text", "text"), ("function_call_arguments", "arguments")):
+        for index in items:
+            here = [event for event in events if event.get("output_index") == index]
+            joined = "".join(event["delta"] for event in here if event["type"] == f"response.{kind}.delta")
+            done = [event[key] for event in here if event["type"] == f"response.{kind}.done"]
+            assert done in ([], [joined])
+
+
+def dumped(items: Sequence[Any], *, drop: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Output items as SDKs send them back."""
+    return [
+        {name: value for name, value in item.model_dump(exclude_unset=True).items() if name not in drop}
+        for item in items
+    ]
+
+
+HOW = ["whole", "no ids", "references", "previous", "interleaved", "sealed"]
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_turns_that_come_back_are_what_was_sampled(tmp_path: Path, card: ModelCard, how: str) -> None:
+    said = turns(CALLS, "<think>\nso\n</think>\n\n3", "done")
+    job = {"max_tokens": 200, "history": "as_sampled"}
+    async with serving(tmp_path / "d", said, card=card, job=job) as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
+        previous: str | None = None
+        for results in (["1", "2"], [], []):
+            answer = await client.responses.create(
+                model="policy",
+                input=history,
+                instructions="Be kind.",
+                tools=[ADD],
+                include=["reasoning.encrypted_content"],
+                previous_response_id=previous if how == "previous" else openai.omit,
+            )
+            functions = [item for item in answer.output if item.type == "function_call"]
+            outputs = [
+                {"type": "function_call_output", "call_id": item.call_id, "output": result}
+                for item, result in zip(functions, results, strict=True)
+            ]
+            more = outputs or [{"role": "user", "content": "and now?"}]
+            if how == "previous":
+                previous, history = answer.id, more
+                continue
+            if how == "references":
+                back: list[Any] = [{"type": "item_reference", "id": item.id} for item in answer.output]
+            elif how == "sealed":
+                back = dumped(answer.output, drop=["content"])
+                for item in back:
+                    item |= {"content": answer.output_text} if item["type"] == "message" else {}
+            else:
+                back = dumped(answer.output, drop=["id"] if how == "no ids" else [])
+            if how == "interleaved" and outputs:
+                back[-1:-1] = outputs[:1]
+                more = outputs[1:]
+            history = [*history, *back, *more]
+        assert continues(served, episode)
+        _, second, third = calls(served, episode)
+        assert [message.role for message in second.ask.messages] == ["tool", "tool"]
+        assert [message.content for message in third.ask.messages] == ["and now?"]
+        assert (second.fork, third.fork) == ("", "")
+
+
+async def test_instructions_are_not_inherited(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        first = await client.responses.create(model="policy", input="hello", instructions="Be kind.")
+        second = await client.responses.create(
+            model="policy", input="again", instructions="Be brief.", previous_response_id=first.id
+        )
+        await client.responses.create(model="policy", input="and again", previous_response_id=second.id)
+        system: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+        own = await client.responses.create(model="policy", input=system)
+        await client.responses.create(model="policy", input="again", previous_response_id=own.id)
+        asked = [[m.content for m in tree_messages(served, episode, call)] for call in calls(served, episode)]
+        assert asked == [
+            ["Be kind.", "hello"],
+            ["Be brief.", "hello", "hi", "again"],
+            ["hello", "hi", "again", "hi", "and again"],
+            ["Be kind.", "hello"],
+            ["Be kind.", "hello", "hi", "again"],
+        ]
+
+
+async def test_what_was_said_is_known_after_a_restart(tmp_path: Path) -> None:
+    """Whose instructions they were, too; and raw prompts go on where they ended."""
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        first = await client.responses.create(model="policy", input="hello", instructions="Be kind.")
+        await client.completions.create(model="policy@raw", prompt="hello", max_tokens=1)
+    async with serving(tmp_path / "d") as served:
+        key = served.keys.sign(episode["episode_id"], served.run.clock() + 60)
+        client = served.openai({"base_url": f"{served.url}/v1", "api_key": key})
+        await client.responses.create(model="policy", input="again", previous_response_id=first.id)
+        await client.completions.create(model="policy@raw", prompt="helloh")
+        [_, later] = calls(served, episode)
+        assert [m.content for m in tree_messages(served, episode, later)] == ["hello", "hi", "again"]
+        one, two = served.run.gateway.swarm.tree(episode["episode_id"], "raw").calls
+        assert (two.parent, two.suffix, two.ask.after) == (one.id, (), one.id)
+
+
+def tree_messages(served: Served, episode: dict[str, Any], call: Call) -> Sequence[Any]:
+    conversation, _ = served.run.gateway.swarm.tree(episode["episode_id"], "").exchange(call.id)
+    return conversation.messages
+
+
+async def test_an_answer_of_another_episode_or_role_is_not_known(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client, other = served.openai(episode), served.openai(await served.begin(mode="eval"))
+        mine = await client.responses.create(model="policy", input="hello")
+        raw = await client.completions.create(model="policy", prompt="hello")
+        reference: list[Any] = [{"type": "item_reference", "id": mine.output[0].id}]
+        for asker, asked, param in (
+            (other, {"input": "x", "previous_response_id": mine.id}, "previous_response_id"),
+            (client, {"input": "x", "previous_response_id": mine.id, "model": "policy@b"}, "previous_response_id"),
+            (client, {"input": "x", "previous_response_id": raw.id.replace("cmpl", "resp")}, "previous_response_id"),
+            (other, {"input": reference}, "input.0.id"),
+            (client, {"input": [{"type": "item_reference", "id": "nonsense"}]}, "input.0.id"),
+            (client, {"input": [{"id": mine.id.replace("resp", "fc") + "_0"}]}, "input.0.id"),
+        ):
+            with pytest.raises(openai.NotFoundError) as refusal:
+                await asker.responses.create(**{"model": "policy", **asked})  # type: ignore[arg-type]
+            assert refusal.value.param == param
+
+
+async def test_a_chat_and_a_response_are_one_conversation(tmp_path: Path) -> None:
+    """What an agent said in one dialect is known in the other."""
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        chat: Any = [{"role": "user", "content": "hello"}]
+        await client.chat.completions.create(model="policy", messages=chat)
+        more: Any = [*chat, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and now?"}]
+        await client.responses.create(model="policy", input=more)
+        assert continues(served, episode)
+
+
+async def test_two_answers_in_a_row_stay_two(tmp_path: Path, card: ModelCard) -> None:
+    async with serving(tmp_path / "d", turns("one", "two", "three"), card=card) as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        history: list[Any] = [{"role": "user", "content": "hello"}]
+        for _ in range(2):
+            answer = await client.responses.create(model="policy", input=history)
+            history += dumped(answer.output)
+        await client.responses.create(model="policy", input=history)
+        [*_, last] = calls(served, episode)
+        assert [m.content for m in tree_messages(served, episode, last)] == ["hello", "one", "two"]
+
+
+async def test_what_is_asked_for_reaches_the_sampler(tmp_path: Path, card: ModelCard) -> None:
+    async with serving(tmp_path / "d", card=card) as served:
+        client = served.openai(await served.begin())
+        answer = await client.responses.create(
+            model="policy", input="hello", temperature=0.5, top_p=0.9, max_output_tokens=1
+        )
+        assert (answer.status, answer.output_text) == ("incomplete", "h")
+        assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
+        assert answer.output[0].status == "incomplete"  # type: ignore[union-attr]
+        [asked] = served.run.compute.asked
+        assert (asked.params.temperature, asked.params.top_p, asked.params.max_tokens) == (0.5, 0.9, 1)
+
+
+async def test_forms_reach_the_grammar(tmp_path: Path, card: ModelCard) -> None:
+    shape: Any = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {}}}}
+    async with serving(tmp_path / "d", card=card) as served:
+        client = served.openai(await served.begin())
+        for asked in (
+            {"text": {"format": shape}},
+            {"text": {"format": {"type": "json_object"}}},
+            {"tools": [ADD], "tool_choice": "required"},
+            {"tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "parallel_tool_calls": False},
+            {"tools": [{**ADD, "strict": True}]},
+            {"tools": [ADD], "tool_choice": "none"},
+            {"text": {"format": {"type": "text"}}},
+        ):
+            await client.responses.create(**{"model": "policy", "input": "hello", **asked})  # type: ignore[call-overload]
+        grammars = [asked.params.grammar for asked in served.run.compute.asked]
+        assert all(grammars[:5]) and grammars[5:] == ["", ""]
+        prompts = [asked.prompt for asked in served.run.compute.asked]
+        assert prompts[5] == prompts[6] == prompts[0] != prompts[4], "no tools are offered that must not be called"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "x"}}, "prompt"),
+    ({"max_tool_calls": 1}, "max_tool_calls"),
+    ({"include": ["file_search_call.results"]}, "include.0"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0"),
+    ({"tools": [{"type": "function"}]}, "tools.0.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
+    ({"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format"),
+    ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"n": 2}, "n"),
+    ({"messages": []}, "messages"),
+    ({"input": []}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
+    ({"input": [{"role": "wizard", "content": "x"}]}, "input.0.role"),
+    ({"input": [{"type": "computer_call"}]}, "input.0"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "gAAA!"}]}, "input.0.encrypted_content"),
+    ({"input": "\ud800"}, "input"),
+    ({"input": "x" * 5000}, "input"),
+    ({"temperature": 0}, "temperature"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+]  # fmt: skip
+
+
+async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, card: ModelCard) -> None:
+    async with serving(tmp_path / "d", card=card) as served:
+        headers = {"Authorization": f"Bearer {(await served.begin())['api_key']}", "Content-Type": "application/json"}
+        for body, param in REFUSED:
+            content = json.dumps({"model": "policy", "input": "hello", **body})
+            response = await served.http.post("/v1/responses", content=content, headers=headers)
+            assert response.status_code == 400, (body, response.text)
+            error = response.json()["error"]
+            assert error["param"] == param, (body, error)
+            assert error["type"] == "invalid_request_error" and error["code"] and error["message"]
+        assert served.run.compute.asked == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_no_answer_could_repeat_is_refused(tmp_path: Path, stream: bool) -> None:
+    """The response repeats much of its request, so all of that must be text and JSON."""
+    deep = "[" * 500 + "]" * 500
+    async with serving(tmp_path / "d") as served:
+        headers = {"Authorization": f"Bearer {(await served.begin())['api_key']}", "Content-Type": "application/json"}
+        for spoiled, param in (
+            (r'"metadata": {"a": "\ud800"}', "metadata.a"),
+            (r'"user": "\ud800"', "user"),
+            (r'"previous_response_id": "\ud800"', "previous_response_id"),
+            (
+                '"tool_choice": "none", "tools": [{"type": "function", "name": "f", "parameters": {"x": NaN}}]',
+                "tools.0",
+            ),
+            (f'"tools": [{{"type": "function", "name": "f", "parameters": {{"x": {deep}}}}}]', "tools.0.parameters"),
+            (r'"text": {"format": {"type": "text", "schema": {"a": "\udc00"}}}', "text.format"),
+            (r'"tool_choice": {"type": "\udc00"}', "tool_choice"),
+        ):
+            content = f'{{"model": "policy", "input": "x", "stream": {str(stream).lower()}, {spoiled}}}'
+            response = await served.http.post("/v1/responses", content=content, headers=headers)
+            assert response.status_code == 400, (spoiled, response.text)
+            assert response.json()["error"]["param"].startswith(param), (spoiled, response.text)
+
+
+async def test_neutral_values_are_accepted(tmp_path: Path) -> None:
+    neutral = {
+        "background": False, "truncation": "disabled", "top_logprobs": 0, "service_tier": "auto", "store": True,
+        "parallel_tool_calls": True, "tool_choice": "auto", "user": "me", "metadata": {}, "include": [], "tools": [],
+        "reasoning": {"effort": None, "summary": None}, "text": {"format": {"type": "text"}}, "top_p": 1,
+        "prompt_cache_key": "x", "safety_identifier": "y", "previous_response_id": None,
+    }  # fmt: skip
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin())
+        answer = await client.responses.create(model="policy", input="hello", extra_body=neutral)
+        assert answer.output_text == "hi"
+
+
+async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
+        client = served.openai(await served.begin())
+        stream = await client.responses.create(model="policy", input="x", stream=True)
+        numbers: list[int] = []
+        with pytest.raises(openai.APIError, match="worker died") as broken:
+            async for event in stream:
+                numbers.append(event.sequence_number)
+                served.run.compute.may_sample.clear()
+                served.run.compute.die()
+        assert broken.value.code == "worker_died" and numbers == list(range(len(numbers)))
+
+
+async def test_a_response_cannot_be_fetched_again(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin())
+        answer = await client.responses.create(model="policy", input="x")
+        with pytest.raises(openai.NotFoundError, match="not served here"):
+            await client.responses.retrieve(answer.id)
