@@ -50,6 +50,7 @@ check: setup  ## format, lint, types, and who may import whom
 bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the library's, merging against rows, the gateway against a proxy, kills, and what the light parts weigh
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.sampler
+	$(BIN)/python -m bench.constraints
 	$(BIN)/python -m bench.merge
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.chaos

@@ -6,15 +6,20 @@ from agentjet.client.code import Code, Version
 from agentjet.client.command import Command, CommandFailed, Result
 from agentjet.client.connection import Retry
 from agentjet.client.episode import AsyncEpisode, Episode
-from agentjet.client.report import CodeChange, EpisodeResult, EvalReport, Step, TrainReport, wilson_interval
+from agentjet.client.report import CodeChange, EpisodeResult, EvalReport, Step, TeamReport, TrainReport, wilson_interval
 from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.synchronous import Swarm
+from agentjet.client.team import AsyncTeam
+from agentjet.client.team_episode import AsyncTeamEpisode, TeamEpisode
+from agentjet.client.team_synchronous import Team
 
 __all__ = [
     "Agent",
     "AgentFailing",
     "AsyncEpisode",
     "AsyncSwarm",
+    "AsyncTeam",
+    "AsyncTeamEpisode",
     "Code",
     "CodeChange",
     "Command",
@@ -26,6 +31,9 @@ __all__ = [
     "Retry",
     "Step",
     "Swarm",
+    "Team",
+    "TeamEpisode",
+    "TeamReport",
     "TrainReport",
     "Version",
     "wilson_interval",

@@ -27,6 +27,8 @@ class EpisodeResult:
     """File and line of the agent that `error` came from, where it came from the agent."""
     code_version: str = ""
     """The version of the agent's source that ran it."""
+    by_role: Mapping[str, float] = field(default_factory=dict)
+    """Its rewards by agent role; of a team, by member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,24 @@ class TrainReport(_Report):
                 mean = f"mean reward {code.mean_reward:.3f}" if code.num_finished else "none scored"
                 lines.append(f"code {version}: {code.num_finished} finished, {code.num_failed} failed, {mean}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class TeamReport(_Report):
+    """What a team's `train` did: the steps of every member's server, and this client's episodes, whose reward is the
+    mean of their members'."""
+
+    steps: Mapping[str, tuple[Step, ...]]
+    seconds: float
+
+    def rewards(self, member: str) -> tuple[float, ...]:
+        """Mean reward of the member in each batch of its server, over the episodes of all clients."""
+        return tuple(step.metrics.get("reward/mean", math.nan) for step in self.steps[member])
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{member} {len(steps)}" for member, steps in self.steps.items())
+        unfinished = self.num_aborted + self.num_expired
+        return f"steps: {steps} in {self.seconds:.0f} s, {len(self.finished)} episodes finished, {unfinished} not"
 
 
 @dataclass(frozen=True)

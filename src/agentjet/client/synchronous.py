@@ -42,6 +42,11 @@ class Swarm:
         self._loop = LoopThread()
 
     @property
+    def asynchronous(self) -> AsyncSwarm:
+        """A client of the same server under the same name, for the caller's own event loop."""
+        return self._swarm.again()
+
+    @property
     def url(self) -> str:
         """The server's address."""
         return self._swarm.url
@@ -96,7 +101,7 @@ class Swarm:
                 )
             )
         except (AgentJetError, KeyboardInterrupt) as error:
-            raise _told(error) from None
+            raise told(error) from None
 
     def evaluate(
         self,
@@ -121,7 +126,7 @@ class Swarm:
                 )
             )
         except (AgentJetError, KeyboardInterrupt) as error:
-            raise _told(error) from None
+            raise told(error) from None
 
     def episodes(self, limit: int = 20) -> EpisodeList:
         """See `AsyncSwarm.episodes`."""
@@ -182,7 +187,7 @@ class Swarm:
         self.close()
 
 
-def _told(error: BaseException) -> BaseException:
+def told(error: BaseException) -> BaseException:
     """What ends a script, as its author should see it: the sentence, under the line of the script."""
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt(
