@@ -29,16 +29,16 @@ OPENAI = openai.OpenAI(
 
 
 def play(task: Task, episode: TeamEpisode) -> Reward:
-    """The agent: one round. The guesser is rewarded for how close its guess comes, the describer half for that, half
-    for a hint that keeps to the rules."""
+    """The agent: one round. Each is rewarded half for how close the guess comes, half for keeping to the rules: a hint
+    does not say the word, a guess is letters only."""
     word = str(task.payload)
     hint = ask(episode[DESCRIBER], f"Describe a {word} in a few words, without saying the word itself.")
     guess = ask(episode[GUESSER], f"Which word is meant? Answer with that word only. It is {hint}")
-    near, fair = closeness(guess, word), fairness(hint, word)
+    near = closeness(guess, word)
     return Reward(
         near,
-        by_role={DESCRIBER: (near + fair) / 2, GUESSER: near},
-        metrics={"right": float(near == 1.0), "fair": fair},
+        by_role={DESCRIBER: (near + fairness(hint, word)) / 2, GUESSER: (near + letters(guess)) / 2},
+        metrics={"right": float(near == 1.0), "closeness": near},
     )
 
 
@@ -55,10 +55,13 @@ def closeness(guess: str, word: str) -> float:
 
 
 def fairness(hint: str, word: str) -> float:
-    """0 for a hint that says the word, else its share of letters and spaces."""
-    if word in hint.lower():
-        return 0.0
-    return sum(sign.isascii() and (sign.isalpha() or sign == " ") for sign in hint) / max(1, len(hint))
+    """0 for a hint that says the word, else the share of letters in its words."""
+    return 0.0 if word in hint.lower() else letters(hint.replace(" ", ""))
+
+
+def letters(text: str) -> float:
+    """The share of letters, of the alphabet that the words are written in."""
+    return sum(sign.isascii() and sign.isalpha() for sign in text) / max(1, len(text))
 
 
 def rounds() -> list[Task]:

@@ -1,146 +1,24 @@
 """Teams against two real servers in this process, over scripted workers.
 
 1. Both servers learn from the same episodes, each from its member's rewards. 2. Begin is all or none, and so is every
-end: whoever dies, and whenever, both journals tell the same in the end. 3. Recovery carries out what the anchor
-decided, once, and leaves alone what still lives. 4. Rewards are checked before anything is sent.
+end. 3. Rewards are checked before anything is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from agentjet.client import AsyncSwarm, AsyncTeam, AsyncTeamEpisode, Retry, Team, TeamEpisode
-from agentjet.client.synchronous import Swarm
+from agentjet.client import AsyncSwarm, AsyncTeam, Retry, Swarm, Team, TeamEpisode
 from agentjet.client.threads import LoopThread
-from agentjet.errors import Conflict, InvalidRequest, Later, Unreachable
-from agentjet.swarm.records import Episode
+from agentjet.errors import Conflict, InvalidRequest, Later
 from agentjet.types import Reward, Task
+from tests.client.teams import MEMBERS, TASKS, Both, agent, both, run
 from tests.server.serving import TOKEN, Served, serving
-
-TASKS = [Task(f"t{number}") for number in range(6)]
-QUICK = Retry(patience=0.0, first_patience=0.0, first_delay=0.001, longest_delay=0.01)
-MEMBERS = ("planner", "coder")
-
-
-@dataclass
-class Wire(httpx.AsyncHTTPTransport):
-    """The way to one server. A request for which `cut` is true breaks it for good: before the request when `early`,
-    else after the server has carried it out.
-    """
-
-    cut: Callable[[httpx.Request], bool] = lambda request: False
-    early: bool = True
-    is_down: bool = False
-    before: Callable[[httpx.Request], Awaitable[None]] | None = None
-
-    def __post_init__(self) -> None:
-        super().__init__(verify=False, trust_env=False)
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        cut = self.cut(request)
-        if self.before is not None:
-            await self.before(request)
-        self.is_down = self.is_down or (cut and self.early)
-        if self.is_down:
-            raise httpx.ConnectError("cut", request=request)
-        response = await super().handle_async_request(request)
-        if cut:
-            self.is_down = True
-            await response.aread()
-            raise httpx.ReadError("cut", request=request)
-        return response
-
-
-def at(verb: str) -> Callable[[httpx.Request], bool]:
-    return lambda request: request.url.path.endswith(f"/{verb}")
-
-
-@dataclass
-class Both:
-    """Two servers, the anchor's first."""
-
-    servers: dict[str, Served]
-
-    def team(self, wires: dict[str, Wire] | None = None, retry: Retry = QUICK) -> AsyncTeam:
-        """A new client of both."""
-        wires = wires or {}
-        return AsyncTeam(
-            {
-                member: AsyncSwarm(served.url, TOKEN, client_id="team", retry=retry, transport=wires.get(member))
-                for member, served in self.servers.items()
-            }
-        )
-
-    @property
-    def anchor(self) -> Served:
-        return next(iter(self.servers.values()))
-
-    @property
-    def other(self) -> Served:
-        return list(self.servers.values())[1]
-
-    @property
-    def names(self) -> tuple[str, str]:
-        first, second = self.servers
-        return first, second
-
-    def episodes(self, status: Any = None) -> dict[str, list[Episode]]:
-        return {
-            member: served.run.gateway.swarm.recent_episodes(1000, status=status)
-            for member, served in self.servers.items()
-        }
-
-    def statuses(self, team: str = "") -> list[str]:
-        """Of a team's episode, or the only one: its status on the anchor and on the other server."""
-        chosen = [[part for part in parts if team in ("", part.team)] for parts in self.episodes().values()]
-        (first,), (second,) = chosen
-        assert first.team == second.team
-        return [first.status, second.status]
-
-
-@asynccontextmanager
-async def both(folder: Path, **job: Any) -> AsyncIterator[Both]:
-    async with (
-        serving(folder / "one" / "data", job=job) as one,
-        serving(folder / "two" / "data", job=job) as two,
-    ):
-        ordered = sorted([one, two], key=lambda served: served.url)
-        yield Both(dict(zip(MEMBERS, ordered, strict=True)))
-
-
-def run(scenario: Callable[[Both], Any], folder: Path, **job: Any) -> None:
-    async def scene() -> None:
-        async with both(folder, **job) as servers:
-            await scenario(servers)
-
-    asyncio.run(scene())
-
-
-async def say(episode: AsyncTeamEpisode, *members: str) -> None:
-    async with httpx.AsyncClient(verify=False, trust_env=False) as http:
-        for member in members or tuple(episode):
-            part = episode[member]
-            answer = await http.post(
-                f"{part.base_url}/chat/completions",
-                json={"model": part.model, "messages": [{"role": "user", "content": member}]},
-                headers={"Authorization": f"Bearer {part.api_key}"},
-            )
-            answer.raise_for_status()
-
-
-async def agent(task: Task, episode: AsyncTeamEpisode) -> dict[str, float]:
-    await say(episode)
-    value = float(TASKS.index(task) % 2)
-    return {"planner": value, "coder": 1.0 - value}
-
 
 # ---- 1. both learn ------------------------------------------------------------------------------------------------
 
@@ -284,145 +162,7 @@ def test_a_part_that_ended_takes_the_reward_of_all(tmp_path: Path, ended: int) -
     run(scenario, tmp_path)
 
 
-# ---- 3. recovery --------------------------------------------------------------------------------------------------
-
-
-async def crash(servers: Both, wires: dict[str, Wire]) -> AsyncTeamEpisode:
-    """A client that dies while it finishes an episode: from some request on nothing leaves it."""
-    async with servers.team(wires) as team:
-        episode = await team.begin("t", group="g")
-        await say(episode)
-        with suppress(Unreachable):
-            await episode.finish({"planner": 1.0, "coder": 0.25})
-        return episode
-
-
-def test_a_client_that_dies_between_promise_and_decision_scores_nothing(tmp_path: Path) -> None:
-    async def scenario(servers: Both) -> None:
-        await crash(servers, {servers.names[0]: Wire(at("finish"))})
-        assert servers.statuses() == ["live", "prepared"]
-        async with servers.team() as team:
-            assert await team.recover() == 0, "its client may live"
-            assert servers.statuses() == ["live", "prepared"]
-            servers.anchor.run.clock.advance(servers.anchor.run.gateway.swarm.job.lease_seconds + 1)
-            servers.anchor.run.gateway.swarm.reap()
-            assert await team.recover() == 1
-            assert servers.statuses() == ["expired", "aborted"]
-            assert await team.recover() == 0
-
-    run(scenario, tmp_path)
-
-
-def test_a_decision_whose_answer_was_lost_is_carried_out(tmp_path: Path) -> None:
-    """The client does not know that it was heard; neither its abort nor anybody's undoes what was decided."""
-
-    async def scenario(servers: Both) -> None:
-        wire = Wire(at("finish"), early=False)
-        episode = await crash(servers, {servers.names[0]: wire})
-        assert episode.reward is None and servers.statuses() == ["finished", "prepared"]
-        async with servers.team() as team:
-            assert await team.recover() == 1
-            assert servers.statuses() == ["finished", "finished"]
-            assert await team.recover() == 0
-        (second,) = servers.episodes()[servers.names[1]]
-        assert second.reward == 0.25
-
-    run(scenario, tmp_path)
-
-
-def test_a_client_that_could_not_hear_the_decision_does_not_abort_what_it_decided(tmp_path: Path) -> None:
-    async def scenario(servers: Both) -> None:
-        wire = Wire(at("finish"), early=False)
-        async with servers.team({servers.names[0]: wire}) as team:
-            episode = await team.begin("t")
-            with pytest.raises(Unreachable):
-                await episode.finish(1.0)
-            with pytest.raises(Unreachable):
-                await episode.abort("giving up")
-            assert servers.statuses() == ["finished", "prepared"]
-            wire.is_down, wire.cut = False, lambda request: False
-            with pytest.raises(Conflict) as refused:
-                await episode.abort("giving up")
-            assert refused.value.code == "episode_finished"
-            assert servers.statuses() == ["finished", "prepared"]
-            assert await team.recover() == 1
-        assert servers.statuses() == ["finished", "finished"]
-
-    run(scenario, tmp_path)
-
-
-def test_a_server_away_after_the_decision_hears_of_it_when_it_is_back(tmp_path: Path) -> None:
-    async def scenario(servers: Both) -> None:
-        wire = Wire(at("finish"))
-        async with servers.team({servers.names[1]: wire}) as team:
-            episode = await team.begin("t")
-            await episode.finish(1.0)
-            assert episode.reward is not None and list(episode.unsettled) == [servers.names[1]]
-            assert servers.statuses() == ["finished", "prepared"]
-            wire.is_down, wire.cut = False, lambda request: False
-            assert await team.recover() == 1
-        assert servers.statuses() == ["finished", "finished"]
-
-    run(scenario, tmp_path)
-
-
-def test_what_is_just_being_finished_here_is_not_recovered(tmp_path: Path) -> None:
-    async def scenario(servers: Both) -> None:
-        recovered: list[int] = []
-        wire = Wire()
-        async with servers.team({servers.names[1]: wire}) as team:
-
-            async def recover(request: httpx.Request) -> None:
-                if at("finish")(request) and not recovered:
-                    recovered.append(-1)
-                    recovered.append(await team.recover())
-
-            wire.before = recover
-            await (await team.begin("t")).finish(1.0)
-            assert recovered == [-1, 0]
-        assert servers.statuses() == ["finished", "finished"]
-
-    run(scenario, tmp_path)
-
-
-def test_a_server_that_moved_is_recovered_all_the_same(tmp_path: Path) -> None:
-    """The order of the addresses is another one then: whom to ask is in the team's id."""
-
-    async def scenario(servers: Both) -> None:
-        await crash(servers, {servers.names[0]: Wire(at("finish"), early=False)})
-        async with servers.team() as team:
-            team._connections = dict(reversed(team._connections.items()))
-            team.anchor = servers.names[1]
-            assert await team.recover() == 1
-        assert servers.statuses() == ["finished", "finished"]
-
-    run(scenario, tmp_path)
-
-
-def test_parts_of_other_teams_are_nobodys_business(tmp_path: Path) -> None:
-    async def scenario(servers: Both) -> None:
-        begun = await servers.other.begin(team="somebody/else")
-        body = {"reward": 1.0}
-        await servers.other.http.post(f"/swarm/v1/episodes/{begun['episode_id']}/prepare", json=body)
-        async with servers.team() as team:
-            assert await team.recover() == 0
-        assert [episode.status for episode in servers.episodes()[servers.names[1]]] == ["prepared"]
-
-    run(scenario, tmp_path)
-
-
-def test_a_run_settles_what_an_earlier_client_left(tmp_path: Path) -> None:
-    async def scenario(servers: Both) -> None:
-        await crash(servers, {servers.names[0]: Wire(at("finish"), early=False)})
-        async with servers.team() as team:
-            await team.train(agent, TASKS, steps=1, concurrency=8, progress=False)
-        teams = [{part.team for part in parts} for parts in servers.episodes("finished").values()]
-        assert teams[0] == teams[1]
-
-    run(scenario, tmp_path)
-
-
-# ---- 4. rewards ---------------------------------------------------------------------------------------------------
+# ---- 3. rewards ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

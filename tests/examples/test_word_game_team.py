@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.config import load_config
-from examples.word_game_team.agent import DESCRIBER, GUESSER, closeness, fairness
+from examples.word_game_team.agent import DESCRIBER, GUESSER, closeness, fairness, letters
 from examples.word_game_team.train import SETTINGS, ends, main
 from tests.tiny import make_model
 
@@ -24,8 +24,12 @@ def test_a_guess_is_scored_by_its_letters() -> None:
 def test_a_hint_that_says_the_word_is_worth_nothing() -> None:
     assert fairness("it grows on trees", "apple") == 1.0
     assert fairness("an Apple", "apple") == 0.0
-    assert fairness("a 12!", "apple") == pytest.approx(2 / 5)
+    assert fairness("a 12!", "apple") == pytest.approx(1 / 4)
     assert fairness("", "apple") == 0.0
+
+
+def test_a_guess_is_letters_only() -> None:
+    assert (letters("apple"), letters("ap 1"), letters("")) == (1.0, 0.5, 0.0)
 
 
 def test_the_shipped_settings_load() -> None:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import httpx
@@ -15,8 +15,9 @@ import httpx
 from agentjet.client.beginning import begin
 from agentjet.client.code import Code, ModuleCode, Version, code_version_of
 from agentjet.client.connection import Connection, Retry
+from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import AsyncEpisode, checked_reward, finish_body
-from agentjet.client.evaluating import EVAL_WAIT, evaluated
+from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, Begun, Slot
 from agentjet.client.settings import load_settings
@@ -167,22 +168,38 @@ class AsyncSwarm:
         concurrency: int = 64,
         progress: bool = True,
         code_version: str | None = None,
+        at_version: int | Literal["newest"] | None = None,
+        endpoint: Endpoint | None = None,
     ) -> EvalReport:
         """Run `agent` on every task `repeats` times and report; nothing of it is trained on.
 
         An episode whose agent fails is begun anew up to twice, then reported as aborted: it counts in no mean.
+        `at_version` is the policy version that answers throughout, "newest" the present one: learning waits for it, at
+        most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) when the server is at another one. With
+        `endpoint` the agent talks to another model instead, and the server is not asked at all.
         """
         if not tasks:
             raise ValueError("there are no tasks to evaluate on")
+        if endpoint is not None and at_version is not None:
+            raise ValueError("at_version is for the policy of a server: an endpoint has no versions")
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
 
-        async def begun(slot: Slot) -> Begun:
-            task = slot.task
-            request = self.asking(task.id, task.task_set, mode="eval", code_version=version.code_version)
-            return Begun(await begin(self._connection, request, wait=EVAL_WAIT), version.agent)
+        async def run(pinned: int | None) -> EvalReport:
+            async def begun(slot: Slot) -> Begun:
+                task, code = slot.task, version.code_version
+                request = self.asking(task.id, task.task_set, mode="eval", code_version=code)
+                if endpoint is not None:
+                    return Begun(endpoint.begin(request), version.agent)
+                request = request.model_copy(update={"at_version": pinned})
+                return Begun(await begin(self._connection, request, wait=EVAL_WAIT), version.agent)
+
+            return await evaluated(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
 
         try:
-            return await evaluated(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+            if at_version is None:
+                return await run(None)
+            async with held_at(self._connection, self.asking(HOLDING, mode="eval"), at_version) as pinned:
+                return await run(pinned)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None
 

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import quote
 
-from agentjet.client.connection import Connection
+from pydantic import BaseModel
+
 from agentjet.errors import Conflict, InvalidRequest, NotFound
 from agentjet.protocol import AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
 from agentjet.types import EpisodeStatus, Mode, Reward
@@ -20,6 +21,14 @@ class Drive(Protocol):
     """Runs a coroutine on the loop of an episode's client, from another thread, and returns its result."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
+
+
+class Requests(Protocol):
+    """What an episode needs of the way to its server; `Connection` has it."""
+
+    async def request(
+        self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
+    ) -> Any: ...
 
 
 STOPPED = "the client stopped"
@@ -59,7 +68,7 @@ class _Attempt:
 class AsyncEpisode(_Attempt):
     """An episode to be awaited. As a context manager it aborts unless `finish` was called inside."""
 
-    def __init__(self, connection: Connection, begun: BeginResponse, request: BeginRequest) -> None:
+    def __init__(self, connection: Requests, begun: BeginResponse, request: BeginRequest) -> None:
         super().__init__(begun, request)
         self._connection = connection
         self.status: EpisodeStatus = "live"

@@ -164,7 +164,7 @@ class Runner:
         """
         begun = await self._begun(slot)
         episode = begun.episode
-        heart = asyncio.create_task(_keep_alive(episode))
+        heart = asyncio.create_task(keep_alive(episode))
         error = where = ""
         try:
             returned = await self._while_wanted(slot.task, begun, heart)
@@ -282,7 +282,7 @@ async def _until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> 
         task.result()
 
 
-async def _keep_alive(episode: Attempt) -> bool:
+async def keep_alive(episode: Attempt) -> bool:
     """Heartbeat for an agent that thinks longer than its lease between two calls; ends with the episode, and tells
     whether it was the server that ended it.
     """

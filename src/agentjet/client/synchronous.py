@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx
 
 from agentjet.client.asynchronous import AsyncSwarm
 from agentjet.client.code import Code
 from agentjet.client.connection import Retry
+from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import Episode
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent
@@ -112,6 +113,8 @@ class Swarm:
         concurrency: int = 64,
         progress: bool = True,
         code_version: str | None = None,
+        at_version: int | Literal["newest"] | None = None,
+        endpoint: Endpoint | None = None,
     ) -> EvalReport:
         """See `AsyncSwarm.evaluate`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
         try:
@@ -123,6 +126,8 @@ class Swarm:
                     concurrency=concurrency,
                     progress=progress,
                     code_version=code_version,
+                    at_version=at_version,
+                    endpoint=endpoint,
                 )
             )
         except (AgentJetError, KeyboardInterrupt) as error:
