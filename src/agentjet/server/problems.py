@@ -124,6 +124,12 @@ def describe_validation(error: RequestValidationError, status: int, known: tuple
         return InvalidRequest(
             f"The body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}.", code="invalid_json", status=400
         )
+    if isinstance(first.get("input"), bytes):
+        return InvalidRequest(
+            "The body was not read as JSON: send it with the header 'Content-Type: application/json'.",
+            code="not_json",
+            status=status,
+        )
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return InvalidRequest(f"{name}: {first['msg']} (given: {shown})", code="invalid_value", status=status, param=name)
