@@ -22,7 +22,7 @@ from anthropic.types import Message, MessageParam, ToolParam, ToolResultBlockPar
 
 SYSTEM = "You are a coding assistant. Read files, write them and run the tests until they pass."
 MAX_TURNS = 5
-MAX_TOKENS = 96
+MAX_TOKENS = 64
 SECONDS = 10
 """That the tests may take."""
 LIMITS = """
@@ -31,11 +31,7 @@ for what, most in ((resource.RLIMIT_CPU, 5), (resource.RLIMIT_AS, 2**29), (resou
     resource.setrlimit(what, (most, most))
 sys.path.insert(0, ".")
 """
-PARAMETERS: dict[str, dict[str, str]] = {
-    "read_file": {"path": "its name"},
-    "write_file": {"path": "its name", "content": "all of the new text"},
-    "run_tests": {},
-}
+PARAMETERS: dict[str, tuple[str, ...]] = {"read_file": ("path",), "write_file": ("path", "content"), "run_tests": ()}
 """Of each tool: texts, all required."""
 DESCRIPTIONS = {
     "read_file": "Read a file.",
@@ -45,10 +41,10 @@ DESCRIPTIONS = {
 
 
 def tool(name: str) -> ToolParam:
-    """A tool as the API wants it described."""
-    texts = {key: {"type": "string", "description": meaning} for key, meaning in PARAMETERS[name].items()}
-    schema: dict[str, object] = {"type": "object", "properties": texts, "required": list(texts)}
-    return {"name": name, "description": DESCRIPTIONS[name], "input_schema": schema}
+    """A tool as the API wants it described. A strict one is called with what it takes and nothing else."""
+    texts = {key: {"type": "string"} for key in PARAMETERS[name]}
+    schema = {"type": "object", "properties": texts, "required": list(texts), "additionalProperties": False}
+    return {"name": name, "description": DESCRIPTIONS[name], "input_schema": schema, "strict": True}
 
 
 def use(call_id: str, name: str, **arguments: object) -> MessageParam:
@@ -91,7 +87,7 @@ class Workspace:
         texts = {key: value for key, value in arguments.items() if isinstance(value, str)}
         if name not in PARAMETERS:
             raise ToolError(f"there is no tool {name!r}")
-        if texts.keys() != PARAMETERS[name].keys() or texts.keys() != arguments.keys():
+        if not set(PARAMETERS[name]) == texts.keys() == arguments.keys():
             raise ToolError(f"{name} takes these texts: {', '.join(PARAMETERS[name]) or 'none'}")
         if name == "run_tests":
             return self.run_tests()

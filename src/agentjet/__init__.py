@@ -9,7 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentjet.client import AsyncEpisode, AsyncSwarm, Episode, EvalReport, Swarm, TrainReport
+    from agentjet.client import (
+        AsyncEpisode,
+        AsyncSwarm,
+        AsyncTeam,
+        Endpoint,
+        Episode,
+        EvalReport,
+        Swarm,
+        Team,
+        TrainReport,
+    )
     from agentjet.errors import AgentJetError
     from agentjet.types import Reward, Task
 
@@ -19,11 +29,14 @@ _ROOMS = {
     "AgentJetError": "agentjet.errors",
     "AsyncEpisode": "agentjet.client",
     "AsyncSwarm": "agentjet.client",
+    "AsyncTeam": "agentjet.client",
     "Episode": "agentjet.client",
+    "Endpoint": "agentjet.client",
     "EvalReport": "agentjet.client",
     "Reward": "agentjet.types",
     "Swarm": "agentjet.client",
     "Task": "agentjet.types",
+    "Team": "agentjet.client",
     "TrainReport": "agentjet.client",
 }
 
@@ -31,11 +44,14 @@ __all__ = [
     "AgentJetError",
     "AsyncEpisode",
     "AsyncSwarm",
+    "AsyncTeam",
     "Episode",
+    "Endpoint",
     "EvalReport",
     "Reward",
     "Swarm",
     "Task",
+    "Team",
     "TrainReport",
     "__version__",
 ]

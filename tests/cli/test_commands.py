@@ -18,7 +18,7 @@ from agentjet.cli.main import app
 from agentjet.cli.picture import apart, draw_rewards, smooth
 from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
-from agentjet.client import Swarm
+from agentjet.client import Estimate, Swarm
 from agentjet.errors import AgentJetError, ConfigError, NotFound, Unauthorized, Unreachable
 from agentjet.protocol import EpisodeTree
 from tests.cli.conftest import TOO_HARD
@@ -111,6 +111,46 @@ def test_eval_draws_the_same_again_for_the_same_seed(served: Served) -> None:
     assert len(set(seeds)) == 10
 
 
+def test_eval_with_repeats(served: Served) -> None:
+    asked = ("--tasks", "10", "--repeats", "4", "--pass-at", "1,4", "--at-version", "newest", "--concurrency", "4")
+    score = json.loads(run("eval", served.url, "--token", TOKEN, *asked, "--json"))
+    assert (score["success"], score["repeats"], len(score["answers"])) == (0.9, 4, 10)
+    assert {k: found["value"] for k, found in score["pass_at"].items()} == {"1": 0.9, "4": 0.9}
+    assert score["pass_at"]["4"]["interval"] == score["success_interval"], "all repeats agree: tasks are what counts"
+    assert len({asked.params.seed for asked in served.run.compute.asked}) == 40
+    assert "10 x 4 first answers right" in run("eval", served.url, "--token", TOKEN, *asked)
+
+
+def test_eval_of_an_endpoint(served: Served) -> None:
+    """Here it is the server itself, under the key of an episode."""
+    with Swarm(served.url, TOKEN) as swarm, swarm.episode("outside", mode="eval") as episode:
+        key = served.run.gateway.config.server.data_dir / "a-key"
+        key.write_text(episode.api_key)
+        endpoint = ("--endpoint", episode.base_url, "--endpoint-model", episode.model, "--endpoint-key-file", str(key))
+        score = json.loads(run("eval", *endpoint, "--tasks", "10", "--json"))
+        assert (score["success"], score["target"]) == (0.9, f"{episode.model} at {episode.base_url}")
+        assert episode.heartbeat().num_calls == 10
+    assert served.run.gateway.swarm.status_counts()["finished"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name what to score"),
+        (("http://a", "--endpoint", "http://b", "--endpoint-model", "m"), "name what to score"),
+        (("--endpoint", "http://b"), "needs --endpoint-model"),
+        (("http://a", "--endpoint-model", "m"), "for an --endpoint"),
+        (("--endpoint", "http://b", "--endpoint-model", "m", "--at-version", "1"), "no versions"),
+        (("http://a", "--at-version", "old"), "or newest"),
+        (("http://a", "--pass-at", "1,4"), "--pass-at 4 needs --repeats 4"),
+        (("http://a", "--pass-at", "one"), "numbers with commas"),
+    ],
+)
+def test_eval_refuses(arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run("eval", *arguments)
+
+
 def test_eval_of_a_folder_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"'./a/b' is neither a folder nor an address"):
         run("eval", "./a/b")
@@ -147,10 +187,9 @@ def test_data_dirs_that_are_ours_are_told_from_those_that_are_not(tmp_path: Path
 def scored(success: float, answers: dict[str, str]) -> Score:
     return Score(
         tasks=1,
-        success=success,
-        success_interval=(0.0, 1.0),
-        well_formed=1.0,
-        well_formed_interval=(0.0, 1.0),
+        repeats=1,
+        right=Estimate(success, 0.0, 1.0, 1),
+        formed=Estimate(1.0, 0.0, 1.0, 1),
         answers=answers,
         policy_version=0,
         seconds=1.0,

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
+from agentjet.client.following import QUIET_SECONDS
 from agentjet.client.progress import Lines
 from agentjet.client.rollout import training_slots
 from agentjet.client.threads import LoopThread
-from agentjet.client.training import QUIET_SECONDS
 from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime

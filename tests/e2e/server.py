@@ -47,12 +47,16 @@ def environment() -> dict[str, str]:
 class Server:
     """A running server. `with` ends it by Ctrl-C, or by force when it has not ended already."""
 
-    def __init__(self, model: Path, data_dir: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, data_dir: Path, *options: str, **settings: Any) -> None:
+        """`options` go to the command line as they are."""
         self.data_dir = data_dir
         self.log = data_dir.with_suffix(".log")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                serve_command(model, data_dir, **settings), stdout=log, stderr=subprocess.STDOUT, env=environment()
+                serve_command(model, data_dir, *options, **settings),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(),
             )
         try:
             self.wait_for(READY)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import anthropic
 import pytest
 
 from agentjet import Swarm
@@ -25,6 +26,14 @@ from tests.tiny import make_card, make_model
 
 ADD = TASKS[0]
 FIXED = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture(autouse=True)
+def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of the example's client: closed with the test, not with the process."""
+    with anthropic.DefaultHttpxClient(trust_env=False) as http:
+        monkeypatch.setattr(train, "ANTHROPIC", train.ANTHROPIC.copy(http_client=http))
+        yield
 
 
 def test_every_task_is_broken_as_it_stands(tmp_path: Path) -> None:

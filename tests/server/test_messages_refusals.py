@@ -112,6 +112,15 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> Non
         assert served.run.compute.asked == []
 
 
+async def test_a_schema_that_cannot_be_followed_goes_by_its_own_name(tmp_path: Path) -> None:
+    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    tool = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "x"}}}, "strict": True}
+    async with serving(tmp_path / "d", card=card) as served:
+        client = served.anthropic(await served.begin())
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.input_schema of 'f'"):
+            await ask(client, tools=[tool])
+
+
 async def test_what_asks_nothing_of_the_model_is_accepted(tmp_path: Path) -> None:
     text = {"type": "text", "text": "hello", "citations": None, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}, "caller": {"type": "direct"}, "toolset_name": None}

@@ -128,10 +128,10 @@ class Demo:
         self.out.mkdir(parents=True, exist_ok=True)
 
     def _score(self, swarm: Swarm, phase: str) -> Score:
-        from agentjet.cli.scoring import score_policy
+        from agentjet.cli.scoring import Exam, score_policy
 
         with self._phase(phase):
-            return score_policy(swarm, tasks=self.tasks, temperature=1.0, seed=self.seed, concurrency=CONCURRENCY)
+            return score_policy(swarm, Exam(self.tasks, seed=self.seed, concurrency=CONCURRENCY))
 
     def _result(self, report: TrainReport, before: Score, after: Score, seconds: float) -> dict[str, Any]:
         """What `result.json` holds."""

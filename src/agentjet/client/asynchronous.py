@@ -4,11 +4,10 @@ synchronous code."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import httpx
@@ -16,10 +15,11 @@ import httpx
 from agentjet.client.beginning import begin
 from agentjet.client.code import Code, ModuleCode, Version, code_version_of
 from agentjet.client.connection import Connection, Retry
+from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import AsyncEpisode, checked_reward, finish_body
-from agentjet.client.progress import progress_for
-from agentjet.client.report import EpisodeResult, EvalReport, TrainReport
-from agentjet.client.rollout import Agent, Begun, Runner, Slot
+from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
+from agentjet.client.report import EvalReport, TrainReport
+from agentjet.client.rollout import Agent, Begun, Slot
 from agentjet.client.settings import load_settings
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
@@ -39,8 +39,6 @@ from agentjet.types import Mode, Reward, Task
 
 SAVING_WAIT = 600.0
 """A checkpoint waits for the batch being learned and for the disk."""
-EVAL_WAIT = 60.0
-"""How long an evaluation waits for a place."""
 
 
 class AsyncSwarm:
@@ -60,12 +58,38 @@ class AsyncSwarm:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._settings = load_settings(url, token, client_id)
-        self._connection = Connection(self._settings, retry=retry or Retry(), transport=transport)
+        self._retry, self._transport = retry or Retry(), transport
+        self._connection = Connection(self._settings, retry=self._retry, transport=transport)
+
+    def again(self) -> Self:
+        """Another client of the same server under the same name, for another event loop."""
+        known = self._settings
+        return type(self)(
+            known.url, known.token, client_id=known.client_id, retry=self._retry, transport=self._transport
+        )
 
     @property
     def url(self) -> str:
         """The server's address."""
         return self._settings.url
+
+    @property
+    def connection(self) -> Connection:
+        """The way of its requests."""
+        return self._connection
+
+    def asking(
+        self, task_id: str, task_set: str = "", group: str = "", mode: Mode = "train", *, code_version: str = ""
+    ) -> BeginRequest:
+        """The request for an episode of this client."""
+        return BeginRequest(
+            task_id=task_id,
+            task_set=task_set,
+            group=group,
+            mode=mode,
+            client_id=self._settings.client_id,
+            code_version=code_version,
+        )
 
     # ---- episodes -------------------------------------------------------------------------------------------------
 
@@ -76,10 +100,7 @@ class AsyncSwarm:
 
         Waits up to `wait` seconds for room in the present batch, then raises `Later`.
         """
-        request = BeginRequest(
-            task_id=task_id, task_set=task_set, group=group, mode=mode, client_id=self._settings.client_id
-        )
-        return await begin(self._connection, request, wait=wait)
+        return await begin(self._connection, self.asking(task_id, task_set, group, mode), wait=wait)
 
     @asynccontextmanager
     async def episode(
@@ -147,46 +168,40 @@ class AsyncSwarm:
         concurrency: int = 64,
         progress: bool = True,
         code_version: str | None = None,
+        at_version: int | Literal["newest"] | None = None,
+        endpoint: Endpoint | None = None,
     ) -> EvalReport:
         """Run `agent` on every task `repeats` times and report; nothing of it is trained on.
 
         An episode whose agent fails is begun anew up to twice, then reported as aborted: it counts in no mean.
+        `at_version` is the policy version that answers throughout, "newest" the present one: learning waits for it, at
+        most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) when the server is at another one. With
+        `endpoint` the agent talks to another model instead, and the server is not asked at all.
         """
         if not tasks:
             raise ValueError("there are no tasks to evaluate on")
+        if endpoint is not None and at_version is not None:
+            raise ValueError("at_version is for the policy of a server: an endpoint has no versions")
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
-        try:
-            return await self._evaluate(version, tasks, repeats, concurrency, progress)
-        except (AgentJetError, asyncio.CancelledError) as error:
-            raise error.with_traceback(None) from None
 
-    async def _evaluate(
-        self, version: Version, tasks: Sequence[Task], repeats: int, concurrency: int, progress: bool
-    ) -> EvalReport:
-        started = time.monotonic()
-        repeated = [task for task in tasks for _ in range(repeats)]
-        results: dict[int, EpisodeResult] = {}
-        with progress_for("evaluating", len(repeated), wanted=progress, num_lines=4) as shown:
-
+        async def run(pinned: int | None) -> EvalReport:
             async def begun(slot: Slot) -> Begun:
-                request = BeginRequest(
-                    task_id=slot.task.id,
-                    task_set=slot.task.task_set,
-                    mode="eval",
-                    client_id=self._settings.client_id,
-                    code_version=version.code_version,
-                )
+                task, code = slot.task, version.code_version
+                request = self.asking(task.id, task.task_set, mode="eval", code_version=code)
+                if endpoint is not None:
+                    return Begun(endpoint.begin(request), version.agent)
+                request = request.model_copy(update={"at_version": pinned})
                 return Begun(await begin(self._connection, request, wait=EVAL_WAIT), version.agent)
 
-            def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
-                shown.episode(result, counts=last)
-                if last:
-                    results[slot.index] = result
+            return await evaluated(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
 
-            slots = (Slot(task, "", index) for index, task in enumerate(repeated))
-            await Runner(begun, note).run(slots, min(concurrency, len(repeated)))
-        ordered = tuple(results[index] for index in sorted(results))
-        return EvalReport(results=ordered, seconds=time.monotonic() - started)
+        try:
+            if at_version is None:
+                return await run(None)
+            async with held_at(self._connection, self.asking(HOLDING, mode="eval"), at_version) as pinned:
+                return await run(pinned)
+        except (AgentJetError, asyncio.CancelledError) as error:
+            raise error.with_traceback(None) from None
 
     # ---- the server -----------------------------------------------------------------------------------------------
 

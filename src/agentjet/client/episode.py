@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import quote
 
-from agentjet.client.connection import Connection
+from pydantic import BaseModel
+
 from agentjet.errors import Conflict, InvalidRequest, NotFound
 from agentjet.protocol import AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
 from agentjet.types import EpisodeStatus, Mode, Reward
 
-Drive = Callable[[Coroutine[Any, Any, EpisodeView]], EpisodeView]
+T = TypeVar("T")
+
+
+class Drive(Protocol):
+    """Runs a coroutine on the loop of an episode's client, from another thread, and returns its result."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
+
+
+class Requests(Protocol):
+    """What an episode needs of the way to its server; `Connection` has it."""
+
+    async def request(
+        self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
+    ) -> Any: ...
+
 
 STOPPED = "the client stopped"
 NOT_NEEDED = "not needed: the client's run has its steps"
@@ -38,6 +54,7 @@ class _Attempt:
         self.task_set: str = request.task_set
         self.group: str = request.group or request.task_id
         self.mode: Mode = request.mode
+        self.code_version: str = request.code_version
 
     @property
     def anthropic_base_url(self) -> str:
@@ -51,7 +68,7 @@ class _Attempt:
 class AsyncEpisode(_Attempt):
     """An episode to be awaited. As a context manager it aborts unless `finish` was called inside."""
 
-    def __init__(self, connection: Connection, begun: BeginResponse, request: BeginRequest) -> None:
+    def __init__(self, connection: Requests, begun: BeginResponse, request: BeginRequest) -> None:
         super().__init__(begun, request)
         self._connection = connection
         self.status: EpisodeStatus = "live"
@@ -93,6 +110,14 @@ class AsyncEpisode(_Attempt):
         answer = await self._connection.request("GET", f"/episodes/{quote(self.id, safe='')}")
         return self._seen(EpisodeView.model_validate(answer))
 
+    def checked(self, returned: object) -> Reward:
+        """What an agent returned, as a reward. Raises as `checked_reward`."""
+        return checked_reward(returned)
+
+    def driven(self, drive: Drive) -> Episode:
+        """This episode for synchronous code."""
+        return Episode(self, drive)
+
     async def _post(
         self, verb: str, body: FinishRequest | AbortRequest | None, patience: float | None = None
     ) -> EpisodeView:
@@ -117,7 +142,7 @@ class AsyncEpisode(_Attempt):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.status == "live":
-            await self.abort(abort_reason(error), patience=_patience(error))
+            await self.abort(abort_reason(error), patience=patience_after(error))
 
 
 class Episode(_Attempt):
@@ -164,10 +189,10 @@ class Episode(_Attempt):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.status == "live":
-            self._drive(self._episode.abort(abort_reason(error), patience=_patience(error)))
+            self._drive(self._episode.abort(abort_reason(error), patience=patience_after(error)))
 
 
-def _patience(error: BaseException | None) -> float | None:
+def patience_after(error: BaseException | None) -> float | None:
     """How long the abort is tried: briefly by somebody who wants to leave (Ctrl-C, cancellation)."""
     return None if error is None or isinstance(error, Exception) else 0.0
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from agentjet.client.estimates import Estimate, estimate, pass_at_k
 
 Outcome = Literal["finished", "aborted", "expired", "not_needed"]
 """`not_needed`: aborted through nobody's fault, when the run had its steps or the server's batch enough without it."""
@@ -27,6 +29,8 @@ class EpisodeResult:
     """File and line of the agent that `error` came from, where it came from the agent."""
     code_version: str = ""
     """The version of the agent's source that ran it."""
+    by_role: Mapping[str, float] = field(default_factory=dict)
+    """Its rewards by agent role; of a team, by member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,24 @@ class TrainReport(_Report):
 
 
 @dataclass(frozen=True)
+class TeamReport(_Report):
+    """What a team's `train` did: the steps of every member's server, and this client's episodes, whose reward is the
+    mean of their members'."""
+
+    steps: Mapping[str, tuple[Step, ...]]
+    seconds: float
+
+    def rewards(self, member: str) -> tuple[float, ...]:
+        """Mean reward of the member in each batch of its server, over the episodes of all clients."""
+        return tuple(step.metrics.get("reward/mean", math.nan) for step in self.steps[member])
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{member} {len(steps)}" for member, steps in self.steps.items())
+        unfinished = self.num_aborted + self.num_expired
+        return f"steps: {steps} in {self.seconds:.0f} s, {len(self.finished)} episodes finished, {unfinished} not"
+
+
+@dataclass(frozen=True)
 class EvalReport(_Report):
     """What `evaluate` saw. `results` are in the order of the tasks, repeats of a task together."""
 
@@ -154,22 +176,61 @@ class EvalReport(_Report):
         versions = [result.policy_version for result in self.results]
         return min(versions), max(versions)
 
+    @property
+    def by_task(self) -> dict[tuple[str, str], tuple[float, ...]]:
+        """By task set and task id the rewards of the finished repeats; none for a task of which none finished."""
+        rewards: dict[tuple[str, str], tuple[float, ...]] = {}
+        for result in self.results:
+            known = rewards.setdefault((result.task_set, result.task_id), ())
+            if result.reward is not None:
+                rewards[result.task_set, result.task_id] = (*known, result.reward)
+        return rewards
+
+    @property
+    def repeats(self) -> int:
+        """The k of `mean_at_k`: finished repeats of the task that has the most."""
+        return max(map(len, self.by_task.values()), default=0)
+
+    @property
+    def mean_at_k(self) -> Estimate:
+        """The mean over tasks of the mean over their finished repeats. Tasks of which none finished are left out, and
+        are missing in `num_tasks`. One task alone is judged by its repeats."""
+        return _over_tasks(list(self.by_task.values()))
+
+    def metric_at_k(self, name: str) -> Estimate:
+        """The same of a metric, over the finished repeats that carry it."""
+        tasks: dict[tuple[str, str], list[float]] = {}
+        for result in self.finished:
+            if name in result.metrics:
+                tasks.setdefault((result.task_set, result.task_id), []).append(result.metrics[name])
+        return _over_tasks(list(tasks.values()))
+
+    def pass_at(self, k: int, *, right: float = 1.0) -> Estimate:
+        """The chance that one of `k` attempts at a task is right (`pass_at_k`), over tasks. An attempt is right when
+        its reward is at least `right`.
+
+        Raises `ValueError` when a task has fewer than `k` finished repeats: begin with more, or mend what failed.
+        """
+        for (_, task_id), rewards in self.by_task.items():
+            if not 1 <= k <= len(rewards):
+                raise ValueError(f"pass@{k} of task {task_id!r}: it has {len(rewards)} finished repeats")
+        rights = [(sum(reward >= right for reward in rewards), len(rewards)) for rewards in self.by_task.values()]
+        return estimate([pass_at_k(num_right, num_tries, k) for num_right, num_tries in rights])
+
     def __str__(self) -> str:
         unfinished = self.num_aborted + self.num_expired
-        return f"mean reward {self.mean_reward:.3f} over {len(self.finished)} episodes, {unfinished} not finished"
+        mean = self.mean_at_k
+        return (
+            f"mean@{self.repeats} {mean} over {mean.num_tasks} tasks, {len(self.finished)} episodes finished, "
+            f"{unfinished} not"
+        )
 
 
-def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share (Wilson 1927), 95 % by default; (0, 1) when nothing was tried.
-
-    Unlike the normal approximation it stays inside [0, 1] and does not shrink to nothing at 0 or 1.
-    """
-    if trials == 0:
-        return 0.0, 1.0
-    share = successes / trials
-    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return max(0.0, centre - half), min(1.0, centre + half)
+def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:
+    tasks = [values for values in repeats if values]
+    if len(tasks) == 1:
+        return estimate(tasks[0])
+    return estimate([math.fsum(values) / len(values) for values in tasks])
 
 
 def _mean(values: list[float]) -> float:

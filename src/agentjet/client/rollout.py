@@ -13,29 +13,27 @@ import inspect
 import itertools
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from agentjet.client.blame import place_of
 from agentjet.client.episode import (
     GOODBYE_SECONDS,
     NOT_NEEDED,
     STOPPED,
-    AsyncEpisode,
     Drive,
-    Episode,
     abort_reason,
-    checked_reward,
 )
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import in_thread
 from agentjet.errors import AgentJetError, Conflict, RequestError, Unreachable
-from agentjet.types import Reward, Task
+from agentjet.types import EpisodeStatus, Reward, Task
 
-Agent = Callable[[Task, Any], float | Reward | Awaitable[float | Reward]]
-"""`agent(task, episode) -> reward`. A plain function runs in a thread and holds an `Episode`, an `async def` one an
-`AsyncEpisode`."""
+Returned = float | Reward | Mapping[str, float]
+Agent = Callable[[Task, Any], Returned | Awaitable[Returned]]
+"""`agent(task, episode) -> reward`. A plain function runs in a thread and holds an `Episode` (of a team, a
+`TeamEpisode`), an `async def` one an `AsyncEpisode`. Rewards by member are a team's."""
 Begin = Callable[["Slot"], Awaitable["Begun"]]
 Report = Callable[["Slot", EpisodeResult, bool], None]
 
@@ -45,11 +43,34 @@ ATTEMPTS = 3
 """Times a failed episode is begun anew in its group."""
 
 
+class Attempt(Protocol):
+    """What the runner needs of an episode: `AsyncEpisode` and `AsyncTeamEpisode` have it."""
+
+    @property
+    def status(self) -> EpisodeStatus: ...
+    @property
+    def reward(self) -> Reward | None: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def policy_version(self) -> int: ...
+    @property
+    def code_version(self) -> str: ...
+    @property
+    def lease_seconds(self) -> float: ...
+    def checked(self, returned: object) -> Reward: ...
+    def driven(self, drive: Drive) -> object: ...
+    async def finish(self, reward: Reward) -> object: ...
+    async def abort(self, reason: str = "", *, patience: float | None = None) -> object: ...
+    async def heartbeat(self) -> object: ...
+    async def look(self) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """An episode, and the agent that is to run it."""
 
-    episode: AsyncEpisode
+    episode: Attempt
     agent: Agent
 
 
@@ -89,7 +110,7 @@ class Runner:
         self._report = report
         self.has_enough = False
         self.num_begun = 0
-        self.live: set[AsyncEpisode] = set()
+        self.live: set[Attempt] = set()
         """Episodes begun and not ended yet."""
         self._num_beginning = 0
         self._none_beginning = asyncio.Event()
@@ -143,12 +164,12 @@ class Runner:
         """
         begun = await self._begun(slot)
         episode = begun.episode
-        heart = asyncio.create_task(_keep_alive(episode))
+        heart = asyncio.create_task(keep_alive(episode))
         error = where = ""
         try:
             returned = await self._while_wanted(slot.task, begun, heart)
             if episode.status == "live":
-                await self._finish(slot, episode, checked_reward(returned))
+                await self._finish(slot, episode, episode.checked(returned))
             error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
         except asyncio.CancelledError:
             if episode.status == "live":
@@ -195,7 +216,7 @@ class Runner:
         self.live.add(begun.episode)
         return begun
 
-    async def _say_goodbye(self, slot: Slot, episode: AsyncEpisode) -> None:
+    async def _say_goodbye(self, slot: Slot, episode: Attempt) -> None:
         """Abort on the way out, once nothing of ours waits for room any more: the server would give the freed place to
         a `begin` that nobody listens for. A cancelled client does not wait for a server that is gone.
         """
@@ -208,7 +229,7 @@ class Runner:
         if self.has_enough:
             self._report(slot, not_needed(slot.task, episode), True)
 
-    async def _finish(self, slot: Slot, episode: AsyncEpisode, reward: Reward) -> None:
+    async def _finish(self, slot: Slot, episode: Attempt, reward: Reward) -> None:
         """Hand in the reward. A run may be over, and this cancelled, because this very reward completed its last batch:
         what was handed in is reported all the same.
         """
@@ -224,7 +245,7 @@ class Runner:
             raise
 
 
-async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
+async def _call(agent: Agent, task: Task, episode: Attempt) -> object:
     """What the agent returns."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
         getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
@@ -235,7 +256,7 @@ async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
             raise RuntimeError(f"the agent called sys.exit({ended.code!r})") from ended
     loop = asyncio.get_running_loop()
     drive: Drive = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
-    returned = await in_thread(agent, task, Episode(episode, drive))
+    returned = await in_thread(agent, task, episode.driven(drive))
     return await returned if inspect.isawaitable(returned) else returned
 
 
@@ -261,7 +282,7 @@ async def _until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> 
         task.result()
 
 
-async def _keep_alive(episode: AsyncEpisode) -> bool:
+async def keep_alive(episode: Attempt) -> bool:
     """Heartbeat for an agent that thinks longer than its lease between two calls; ends with the episode, and tells
     whether it was the server that ended it.
     """
@@ -277,7 +298,7 @@ async def _keep_alive(episode: AsyncEpisode) -> bool:
             pass
 
 
-async def _was_spare(episode: AsyncEpisode) -> bool:
+async def _was_spare(episode: Attempt) -> bool:
     """Whether the server ended it because the batch had enough without it, or no longer wants what is so old."""
     if episode.status == "aborted" and not episode.reason:
         with contextlib.suppress(AgentJetError):
@@ -285,19 +306,26 @@ async def _was_spare(episode: AsyncEpisode) -> bool:
     return episode.status == "aborted" and episode.reason.startswith(SPARE)
 
 
-def not_needed(task: Task, episode: AsyncEpisode) -> EpisodeResult:
+def not_needed(task: Task, episode: Attempt) -> EpisodeResult:
     """The end of an episode that no batch this run waits for has a use for."""
     why = episode.reason if episode.reason.startswith(SPARE) else NOT_NEEDED
-    code = episode.request.code_version
+    code = episode.code_version
     return EpisodeResult(task.id, task.task_set, "not_needed", episode.policy_version, error=why, code_version=code)
 
 
-def _result(task: Task, episode: AsyncEpisode, error: str = "", where: str = "") -> EpisodeResult:
+def _result(task: Task, episode: Attempt, error: str = "", where: str = "") -> EpisodeResult:
     """`episode`'s end as the client knows it. An episode still "live" here could not even be aborted."""
-    reward, version, code = episode.reward, episode.policy_version, episode.request.code_version
+    reward, version, code = episode.reward, episode.policy_version, episode.code_version
     if reward is not None:
         return EpisodeResult(
-            task.id, task.task_set, "finished", version, reward.value, reward.metrics, code_version=code
+            task.id,
+            task.task_set,
+            "finished",
+            version,
+            reward.value,
+            reward.metrics,
+            by_role=reward.by_role,
+            code_version=code,
         )
     outcome: Outcome = "expired" if episode.status == "expired" else "aborted"
     return EpisodeResult(task.id, task.task_set, outcome, version, error=error, where=where, code_version=code)

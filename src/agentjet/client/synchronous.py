@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx
 
 from agentjet.client.asynchronous import AsyncSwarm
 from agentjet.client.code import Code
 from agentjet.client.connection import Retry
+from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import Episode
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent
@@ -40,6 +41,11 @@ class Swarm:
     ) -> None:
         self._swarm = AsyncSwarm(url, token, client_id=client_id, retry=retry, transport=transport)
         self._loop = LoopThread()
+
+    @property
+    def asynchronous(self) -> AsyncSwarm:
+        """A client of the same server under the same name, for the caller's own event loop."""
+        return self._swarm.again()
 
     @property
     def url(self) -> str:
@@ -96,7 +102,7 @@ class Swarm:
                 )
             )
         except (AgentJetError, KeyboardInterrupt) as error:
-            raise _told(error) from None
+            raise told(error) from None
 
     def evaluate(
         self,
@@ -107,6 +113,8 @@ class Swarm:
         concurrency: int = 64,
         progress: bool = True,
         code_version: str | None = None,
+        at_version: int | Literal["newest"] | None = None,
+        endpoint: Endpoint | None = None,
     ) -> EvalReport:
         """See `AsyncSwarm.evaluate`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
         try:
@@ -118,10 +126,12 @@ class Swarm:
                     concurrency=concurrency,
                     progress=progress,
                     code_version=code_version,
+                    at_version=at_version,
+                    endpoint=endpoint,
                 )
             )
         except (AgentJetError, KeyboardInterrupt) as error:
-            raise _told(error) from None
+            raise told(error) from None
 
     def episodes(self, limit: int = 20) -> EpisodeList:
         """See `AsyncSwarm.episodes`."""
@@ -182,7 +192,7 @@ class Swarm:
         self.close()
 
 
-def _told(error: BaseException) -> BaseException:
+def told(error: BaseException) -> BaseException:
     """What ends a script, as its author should see it: the sentence, under the line of the script."""
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt(

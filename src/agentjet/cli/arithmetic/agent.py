@@ -6,6 +6,7 @@ episode. What it returns is the reward; that is all AgentJet needs to know of it
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 
@@ -71,22 +72,26 @@ def ask(
 
 
 class FirstAnswer:
-    """The agent that is evaluated: one try, right or wrong. Keeps the answers."""
+    """The agent that is evaluated: one try, right or wrong. Keeps the answers to what each task was asked first; every
+    repeat of a task has a seed of its own."""
 
     def __init__(self, *, temperature: float = 1.0, seed: int = 0) -> None:
         self.temperature = temperature
         self.seed = seed
         self.answers: dict[str, str] = {}
         """By task id."""
+        self._repeats: dict[str, itertools.count[int]] = {}
 
     def __call__(self, task: Task, episode: Episode) -> Reward:
         """1 or 0; the metric `well_formed` is 1 where the answer was an equation for the sum."""
         a, b = task.payload
+        repeat = next(self._repeats.setdefault(task.id, itertools.count()))
         answer = ask(
             episode,
             [{"role": "user", "content": QUESTION.format(a=a, b=b)}],
             temperature=self.temperature,
-            seed=zlib.crc32(f"{self.seed}/{task.id}".encode()),
+            seed=zlib.crc32(f"{self.seed}/{task.id}{f'/{repeat}' if repeat else ''}".encode()),
         )
-        self.answers[task.id] = answer
+        if not repeat:
+            self.answers[task.id] = answer
         return Reward(float(is_right(answer, a, b)), metrics={"well_formed": float(is_equation(answer, a, b))})

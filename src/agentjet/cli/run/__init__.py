@@ -166,7 +166,12 @@ def as_document(report: TrainReport | EvalReport) -> dict[str, Any]:
             "code_changes": [dataclasses.asdict(change) for change in report.code_changes],
         }
     else:
-        shared["policy_versions"] = list(report.policy_versions)
+        mean = report.mean_at_k
+        shared |= {
+            "policy_versions": list(report.policy_versions),
+            "tasks": mean.num_tasks,
+            "mean_at_k": {"k": report.repeats, "value": mean.value, "interval": [mean.low, mean.high]},
+        }
     return {key: _without_nan(value) for key, value in shared.items()}
 
 

@@ -1,0 +1,154 @@
+"""What a team costs: `python -m bench.team`.
+
+Two servers on tiny models, one core each. The same calls to both, the same episodes and batches, in two ways:
+
+* **apart**: a run of its own on each server, side by side; the time until both are done;
+* **team**: one run of a team, whose agent asks both members at once, so that what is measured is the team and not that
+  one member waits for the other's answer.
+
+The two ways take turns, in the order apart, team, team, apart, ...; the figure is the ratio of the medians. A table,
+then one JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from agentjet import AsyncSwarm, AsyncTeam, Task
+from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.client import AsyncEpisode, AsyncTeamEpisode
+from tests.tiny import make_model
+
+MEMBERS = ("planner", "coder")
+CALLS = 2
+"""Of each member in an episode."""
+TASKS = [Task(f"t{number}") for number in range(16)]
+SETTINGS = """
+[model]
+device = "cpu"
+dtype = "float32"
+threads = 1
+[sampler]
+cache_tokens = 32768
+[job]
+batch_size = 2
+group_size = 8
+max_tokens = 48
+checkpoint_every = 0
+"""
+CONCURRENCY = 16
+
+
+async def talk(http: httpx.AsyncClient, part: AsyncEpisode, task: Task) -> float:
+    """What a member does in an episode, and what it is rewarded for."""
+    messages = [{"role": "user", "content": f"Say something about {task.id}"}]
+    length = 0
+    for _ in range(CALLS):
+        answer = await http.post(
+            f"{part.base_url}/chat/completions",
+            json={"model": part.model, "messages": messages},
+            headers={"Authorization": f"Bearer {part.api_key}"},
+        )
+        message = answer.raise_for_status().json()["choices"][0]["message"]
+        messages += [message, {"role": "user", "content": "Go on."}]
+        length += len(message["content"] or "")
+    return float(length % 7)
+
+
+async def apart(swarms: Mapping[str, AsyncSwarm], http: httpx.AsyncClient, steps: int, seed: int) -> float:
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        return await talk(http, episode, task)
+
+    began = time.perf_counter()
+    await asyncio.gather(
+        *[
+            swarm.train(agent, TASKS, steps=steps, concurrency=CONCURRENCY, seed=seed, progress=False)
+            for swarm in swarms.values()
+        ]
+    )
+    return time.perf_counter() - began
+
+
+async def together(team: AsyncTeam, http: httpx.AsyncClient, steps: int, seed: int) -> float:
+    async def agent(task: Task, episode: AsyncTeamEpisode) -> dict[str, float]:
+        rewards = await asyncio.gather(*[talk(http, part, task) for part in episode.values()])
+        return dict(zip(episode, rewards, strict=True))
+
+    began = time.perf_counter()
+    await team.train(agent, TASKS, steps=steps, concurrency=CONCURRENCY, seed=seed, progress=False)
+    return time.perf_counter() - began
+
+
+async def measured(servers: Mapping[str, tuple[str, str]], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of each run, by way; `servers` are addresses and tokens."""
+    seconds: dict[str, list[float]] = {"apart": [], "team": []}
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=120, verify=False, trust_env=False))
+        swarms = {m: await stack.enter_async_context(AsyncSwarm(*where)) for m, where in servers.items()}
+        team = await stack.enter_async_context(AsyncTeam({m: swarm.again() for m, swarm in swarms.items()}))
+        await apart(swarms, http, 1, seed=0)
+        await together(team, http, 1, seed=0)
+        for number in range(rounds):
+            for way in ("apart", "team") if number % 2 == 0 else ("team", "apart"):
+                if way == "apart":
+                    seconds[way].append(await apart(swarms, http, steps, seed=number))
+                else:
+                    seconds[way].append(await together(team, http, steps, seed=number))
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="batches of each run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, signals_unwind(), ExitStack() as stack:
+        folder = Path(name)
+        (folder / "settings.toml").write_text(SETTINGS)
+        overrides = [f"model.name={json.dumps(str(make_model(folder / 'model')))}"]
+        children = {
+            m: stack.enter_context(ChildServer(folder / "settings.toml", overrides, folder / m)) for m in MEMBERS
+        }
+        servers = {}
+        for member, child in children.items():
+            with child.connect() as swarm:
+                servers[member] = (swarm.url, (child.data_dir / "token").read_text().strip())
+        seconds = asyncio.run(measured(servers, options.rounds, options.steps))
+    medians = {way: statistics.median(runs) for way, runs in seconds.items()}
+    ratio = medians["team"] / medians["apart"]
+    table = Table("way", "median s", "runs")
+    for way, runs in seconds.items():
+        table.add_row(way, f"{medians[way]:.2f}", " ".join(f"{run:.2f}" for run in runs))
+    Console().print(table, f"team / apart = {ratio:.3f}")
+    print(
+        json.dumps(
+            {
+                "bench": "team",
+                "ratio": round(ratio, 4),
+                "seconds": {way: [round(run, 3) for run in runs] for way, runs in seconds.items()},
+                "steps": options.steps,
+                "episodes_per_run": options.steps * 16,
+                "calls_per_member_and_episode": CALLS,
+                "cores": os.cpu_count(),
+                "machine": platform.machine(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

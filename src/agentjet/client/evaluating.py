@@ -1,0 +1,74 @@
+"""One `evaluate` call: every task so many times, nothing of it trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Literal
+
+from agentjet.client.beginning import begin
+from agentjet.client.connection import Connection
+from agentjet.client.episode import GOODBYE_SECONDS
+from agentjet.client.following import status_of
+from agentjet.client.progress import progress_for
+from agentjet.client.report import EpisodeResult, EvalReport
+from agentjet.client.rollout import Begin, Runner, Slot, keep_alive
+from agentjet.errors import AgentJetError, Conflict
+from agentjet.protocol import BeginRequest
+from agentjet.types import Task
+
+EVAL_WAIT = 60.0
+"""How long an evaluation waits for a place."""
+HOLDING = "holding-the-policy-version"
+"""Task of the episode that does so."""
+
+
+@asynccontextmanager
+async def held_at(
+    connection: Connection, request: BeginRequest, at_version: int | Literal["newest"]
+) -> AsyncIterator[int]:
+    """Keep the policy at a version meanwhile, also between one episode and the next; gives the version.
+
+    It is an episode of its own that does it, aborted in the end. Raises `Conflict` (`version_gone`).
+    """
+    while True:
+        version = (await status_of(connection)).policy_version if at_version == "newest" else at_version
+        try:
+            holder = await begin(connection, request.model_copy(update={"at_version": version}), wait=EVAL_WAIT)
+            break
+        except Conflict as gone:  # It learned since the look at its status.
+            if at_version != "newest" or gone.code != "version_gone":
+                raise
+    heart = asyncio.create_task(keep_alive(holder))
+    try:
+        yield version
+    finally:
+        heart.cancel()
+        with suppress(AgentJetError, TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                await holder.abort("not needed: the evaluation it held the policy version for is over")
+
+
+async def evaluated(
+    begin_slot: Begin, tasks: Sequence[Task], *, repeats: int, concurrency: int, progress: bool
+) -> EvalReport:
+    """Run the agent that `begin_slot` gives on every task `repeats` times.
+
+    An episode whose agent fails is begun anew up to twice, then reported as aborted: it counts in no mean.
+    """
+    started = time.monotonic()
+    repeated = [task for task in tasks for _ in range(repeats)]
+    results: dict[int, EpisodeResult] = {}
+    with progress_for("evaluating", len(repeated), wanted=progress, num_lines=4) as shown:
+
+        def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
+            shown.episode(result, counts=last)
+            if last:
+                results[slot.index] = result
+
+        slots = (Slot(task, "", index) for index, task in enumerate(repeated))
+        await Runner(begin_slot, note).run(slots, min(concurrency, len(repeated)))
+    ordered = tuple(results[index] for index in sorted(results))
+    return EvalReport(results=ordered, seconds=time.monotonic() - started)
