@@ -116,7 +116,6 @@ def test_an_agent_that_calls_no_model_ends_the_run() -> None:
         assert len(swarm.evaluate(sync_agent, TASKS, concurrency=1, progress=False).finished) == len(TASKS)
 
 
-
 def broken(task: Task, episode: Episode) -> float:
     return float({}["missing"])
 
