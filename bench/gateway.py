@@ -5,8 +5,7 @@ agents that each send a growing history, every second call streamed, all episode
 
 * **capacity**: every agent sends its next call as soon as it is answered; the requests per second that come out;
 * **overhead**: the same calls at a share of that rate, completions taking half a second; the time from a request's
-  first byte to its answer's last, less that half second. Once as served, once with SQLite's `synchronous = OFF`, which
-  is the same without waiting for the disk;
+  first byte to its answer's last, less that half second. Once as served, once without waiting for the disk;
 * **the peer**: LiteLLM's proxy, one worker, over a scripted backend, under the load of `capacity` with fewer episodes.
   It authenticates and forwards; it has one HTTP hop more (its backend), and neither tokens nor a journal.
 
@@ -58,11 +57,12 @@ def measure(load: Load) -> Outcome:
     return Outcome.from_json(done.stdout.strip().splitlines()[-1])
 
 
-def ours(plan: Plan, folder: Path, *, rate: float = 0.0, seconds: float = 0.0, synchronous: str = "FULL") -> Outcome:
+def ours(plan: Plan, folder: Path, *, rate: float = 0.0, seconds: float = 0.0, wait: bool = True) -> Outcome:
     """One measurement of a gateway with a data dir of its own."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         data_dir = Path(made) / "data"
-        command = module("serve", "--data-dir", str(data_dir), "--seconds", str(seconds), "--synchronous", synchronous)
+        command = module("serve", "--data-dir", str(data_dir), "--seconds", str(seconds))
+        command += [] if wait else ["--without-fsync"]
         with started(command, Path(made) / "serve.log") as url:
             token = (data_dir / "token").read_text().strip()
             return measure(Load(url, token, MODEL, plan.episodes, plan.calls, rate, seconds))
@@ -116,7 +116,7 @@ def run(plan: Plan, folder: Path, console: Console) -> dict[str, Any]:
     console.print(f"measuring the overhead at {rate:.0f} calls/s ...")
     served = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS)
     console.print("the same without waiting for the disk ...")
-    unsynced = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS, synchronous="OFF")
+    unsynced = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS, wait=False)
     console.print("measuring the peer ...")
     peers = litellm(plan, folder)
     outcomes = {"capacity": capacity, "overhead": served, "without fsync": unsynced}

@@ -4,9 +4,10 @@
 2. The policy was asked exactly as often as the exercise has turns; nothing was asked twice, no answer got lost.
 3. Each prompt says what the client had to send: the very words that a faithful history adds, no more and no less.
 4. The recorded tree holds exactly the tokens that the sampler was fed and said. Its mask covers those it said.
-5. Timelines begin where they must and nowhere else, and the reason is counted.
-6. The forest trains every sampled token once, behind its exact context, with the advantage that the reward makes;
-   and it holds nothing else.
+5. The sampler was told to follow a grammar where the client asked for one, and the answer is one that it allows.
+6. Timelines begin where they must and nowhere else, and the reason is counted.
+7. The forest trains every sampled token once, behind its exact context, with the advantage that the reward makes,
+   and with the set it was chosen among where there was a grammar; and it holds nothing else.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def problems(exercise: Exercise, evidence: Evidence) -> list[str]:
     if len(evidence.said) != len(exercise.turns):
         return [*found, f"the policy was asked {len(evidence.said)} times, not {len(exercise.turns)}"]
     found += _prompts(exercise.turns, evidence)
+    found += _grammars(exercise, evidence)
     found += _record(exercise.turns, evidence)
     found += _training(evidence)
     return found
@@ -67,6 +69,14 @@ def _prompts(turns: tuple[Turn, ...], evidence: Evidence) -> Iterator[str]:
         before.append(said)
 
 
+def _grammars(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
+    for number, said in enumerate(evidence.said, start=1):
+        if bool(said.grammar) != exercise.is_constrained:
+            yield f"call {number} was sampled {'under a' if said.grammar else 'without a'} grammar"
+        if not said.is_allowed:
+            yield f"call {number}: the grammar does not allow the scripted answer"
+
+
 def _record(turns: tuple[Turn, ...], evidence: Evidence) -> Iterator[str]:
     calls: list[dict[str, Any]] = evidence.tree["calls"]
     if len(calls) != len(turns):
@@ -102,19 +112,20 @@ def _training(evidence: Evidence) -> Iterator[str]:
         yield f"the two episodes became {evidence.forest.num_sequences} sequences"
 
 
-Target = tuple[tuple[int, ...], float]
-"""A context with the token that was sampled in it at the end, and its advantage."""
+Target = tuple[tuple[int, ...], float, bool]
+"""A context with the token that was sampled in it at the end, its advantage, and whether its choice was restricted."""
 
 
 def _targets(said: tuple[Said, ...], advantage: float) -> Iterator[Target]:
     for one in said:
         for length in range(len(one.prompt) + 1, len(one.tokens) + 1):
-            yield one.tokens[:length], advantage
+            yield one.tokens[:length], advantage, bool(one.grammar)
 
 
 def _trained(forest: Forest) -> Iterator[Target]:
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(forest.tokens.tolist(), forest.parent.tolist(), strict=True):
         paths.append((*paths[parent], token) if parent >= 0 else (token,))
-    for node, advantage in zip(forest.node.tolist(), forest.advantage.tolist(), strict=True):
-        yield paths[node], round(advantage, 6)
+    targets = zip(forest.node.tolist(), forest.advantage.tolist(), (forest.allowed >= 0).tolist(), strict=True)
+    for node, advantage, is_restricted in targets:
+        yield paths[node], round(advantage, 6), is_restricted

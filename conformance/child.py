@@ -49,9 +49,14 @@ class Ended:
         return (self.output.strip().splitlines() or [""])[-1]
 
 
+def is_node(script: str) -> bool:
+    """Whether a script is one of `node/`."""
+    return script.endswith(".mjs")
+
+
 def command(script: str, *arguments: str) -> list[str]:
     """How a script of `clients/` or `node/` is run. The guard comes first."""
-    if script.endswith(".mjs"):
+    if is_node(script):
         return ["node", "--require", str(NODE / "guard.cjs"), str(NODE / script), *arguments]
     return [str(PYTHON), str(HERE / "clients" / script), *arguments]
 

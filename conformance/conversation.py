@@ -61,6 +61,15 @@ TWO_QUESTIONS = (
     Turn(ANSWERS[1], adds=told("84", "43")),
 )
 """The conversation of every client that has tools and keeps its history: four calls, one timeline."""
+STRICT_ADD = ("add", '{"a":17, "b": 25}')
+STRICT_BOTH = (("multiply", '{"a": 42, "b":2}'), ("add", '{"a":42, "b":1}'))
+"""Keys in the schema's order, whole numbers, one space at most: what the grammar of a JSON schema allows."""
+STRICT_TWO_QUESTIONS = (
+    replace(TWO_QUESTIONS[0], says=calling(STRICT_ADD)),
+    TWO_QUESTIONS[1],
+    replace(TWO_QUESTIONS[2], says=calling(*STRICT_BOTH, content="Both.")),
+    TWO_QUESTIONS[3],
+)
 
 
 def thinking(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:

@@ -42,6 +42,8 @@ class Exercise:
     """The model's, by its name in `tests.timeline.models`."""
     history: str = "template"
     """`job.history`."""
+    is_constrained: bool = False
+    """Whether the client asks for answers that follow a grammar: strict tools, a tool that must be called, JSON."""
 
 
 @dataclass(frozen=True)

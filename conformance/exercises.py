@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from conformance.conversation import (
-    ADD,
     ANSWERS,
     FIRST,
     FORGETTING,
     OPENING,
     SECOND,
+    STRICT_ADD,
+    STRICT_TWO_QUESTIONS,
     THINKING,
     TWO_QUESTIONS,
     Turn,
@@ -32,13 +33,18 @@ PACKAGES = {
 }
 """What a client is installed as, where that is not its name."""
 
-ASKS_TO_ADD = TWO_QUESTIONS[0]
+ASKS_TO_ADD, ASKS_STRICTLY = TWO_QUESTIONS[0], STRICT_TWO_QUESTIONS[0]
 JSON_ANSWER = '{"total":42,"currency":"€"}'
 
 
 def faithful(client: str, name: str, dialect: str, *command: str, remark: str = "") -> Exercise:
     """The conversation of two questions by a client that keeps its history: one timeline."""
     return Exercise(client, name, dialect, command, TWO_QUESTIONS, ANSWERS[1], remark)
+
+
+def strict(exercise: Exercise) -> Exercise:
+    """The same by a client that says of every tool that calls must follow its schema."""
+    return replace(exercise, turns=STRICT_TWO_QUESTIONS, is_constrained=True)
 
 
 def thinks(exercise: Exercise, remark: str, *, history: str = "as_sampled") -> Exercise:
@@ -55,7 +61,7 @@ VOTES = (
     Turn("43.", adds=told("43")),
 )
 STRUCTURED = (
-    ASKS_TO_ADD,
+    ASKS_STRICTLY,
     Turn(JSON_ANSWER, adds=told("42")),
     Turn('{"total": 85, "currency": "€"}', adds=asked(SECOND)),
 )
@@ -65,15 +71,15 @@ ACTING_IN_TEXT = (
 )
 HANDOFF = (
     Turn(calling(("transfer_to_reckoner", "{}")), sees=("You pass questions on.", '"transfer_to_reckoner"', FIRST)),
-    Turn(calling(ADD), sees=("You reckon.", '"add"', FIRST), fork="tools"),
+    Turn(calling(STRICT_ADD), sees=("You reckon.", '"add"', FIRST), fork="tools"),
     Turn(ANSWERS[0], adds=told("42")),
 )
-TYPED = (ASKS_TO_ADD, Turn(calling(("final_result", JSON_ANSWER)), adds=told("42")))
-JSON_AFTER_TOOL = (ASKS_TO_ADD, Turn(JSON_ANSWER, adds=told("42")))
+TYPED = (ASKS_STRICTLY, Turn(calling(("final_result", JSON_ANSWER)), adds=told("42")))
+JSON_AFTER_TOOL = (ASKS_STRICTLY, Turn(JSON_ANSWER, adds=told("42")))
 
-MULTIPLY = ("multiply", '{"a": 42,  "b": 2}')
+MULTIPLY = ("multiply", '{"a": 42, "b":2}')
 SMOL_TOOLS = (
-    Turn(calling(ADD), sees=("<tools>", '"add"', FIRST)),
+    Turn(calling(STRICT_ADD), sees=("<tools>", '"add"', FIRST)),
     Turn(calling(("final_answer", '{"answer": "42 €"}')), sees=(FIRST, "Observation:\n42"), fork="edit"),
     Turn(calling(MULTIPLY), sees=("Observation:\n42", "42 €", "New task:\nNow double it."), fork="edit"),
     Turn(
@@ -129,6 +135,7 @@ EXERCISES = (
         ("openai_sdk.py", "structured"),
         STRUCTURED,
         "42 85",
+        is_constrained=True,
     ),
     thinks(
         faithful(OPENAI, "", CHAT, "openai_sdk.py", "chat"),
@@ -151,9 +158,9 @@ EXERCISES = (
     thinks(
         faithful(ANTHROPIC, "", MESSAGES, "anthropic_sdk.py", "streaming"), "the thoughts come back as thinking blocks"
     ),
-    faithful(AGENTS, "strict tools, a session", RESPONSES, "openai_agents.py", "responses"),
-    faithful(AGENTS, "the same, streamed", RESPONSES, "openai_agents.py", "responses-streaming"),
-    faithful(AGENTS, "the same", CHAT, "openai_agents.py", "chat"),
+    strict(faithful(AGENTS, "strict tools, a session", RESPONSES, "openai_agents.py", "responses")),
+    strict(faithful(AGENTS, "the same, streamed", RESPONSES, "openai_agents.py", "responses-streaming")),
+    strict(faithful(AGENTS, "the same", CHAT, "openai_agents.py", "chat")),
     Exercise(
         AGENTS,
         "a handoff",
@@ -162,6 +169,7 @@ EXERCISES = (
         HANDOFF,
         ANSWERS[0],
         "the second agent has instructions and tools of its own",
+        is_constrained=True,
     ),
     faithful(LANGCHAIN, "a graph with a checkpointer", CHAT, "langgraph_agent.py", "chat"),
     faithful(LANGCHAIN, "the same, streamed", CHAT, "langgraph_agent.py", "streaming"),
@@ -170,11 +178,17 @@ EXERCISES = (
         faithful(LANGCHAIN, "", CHAT, "langgraph_agent.py", "chat"),
         "the client forgets the thoughts, the policy is fed them all the same",
     ),
-    faithful(PYDANTIC_AI, "tools, a message history", CHAT, "pydantic_ai_agent.py", "chat"),
-    faithful(PYDANTIC_AI, "the same, streamed as events", CHAT, "pydantic_ai_agent.py", "streaming"),
-    faithful(PYDANTIC_AI, "the same", RESPONSES, "pydantic_ai_agent.py", "responses"),
+    strict(faithful(PYDANTIC_AI, "tools, a message history", CHAT, "pydantic_ai_agent.py", "chat")),
+    strict(faithful(PYDANTIC_AI, "the same, streamed as events", CHAT, "pydantic_ai_agent.py", "streaming")),
+    strict(faithful(PYDANTIC_AI, "the same", RESPONSES, "pydantic_ai_agent.py", "responses")),
     Exercise(
-        PYDANTIC_AI, "typed output, `tool_choice` required", CHAT, ("pydantic_ai_agent.py", "typed"), TYPED, "42 €"
+        PYDANTIC_AI,
+        "typed output, `tool_choice` required",
+        CHAT,
+        ("pydantic_ai_agent.py", "typed"),
+        TYPED,
+        "42 €",
+        is_constrained=True,
     ),
     Exercise(
         SMOLAGENTS,
@@ -184,6 +198,7 @@ EXERCISES = (
         SMOL_TOOLS,
         "84 €",
         'words every tool call and result anew, as text ("Calling tools: ...")',
+        is_constrained=True,
     ),
     Exercise(
         SMOLAGENTS,
@@ -223,5 +238,13 @@ EXERCISES = (
     faithful(NODE_AI, "`streamText`", CHAT, "ai.mjs", "streaming"),
     faithful(NODE_AI, "`generateText`", RESPONSES, "ai.mjs", "responses"),
     faithful(NODE_AI, "`streamText`, items by reference", RESPONSES, "ai.mjs", "references"),
-    Exercise(NODE_AI, "`Output.object` after a tool", CHAT, ("ai.mjs", "object"), JSON_AFTER_TOOL, "42 €"),
+    Exercise(
+        NODE_AI,
+        "`Output.object` after a tool",
+        CHAT,
+        ("ai.mjs", "object"),
+        JSON_AFTER_TOOL,
+        "42 €",
+        is_constrained=True,
+    ),
 )

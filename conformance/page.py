@@ -19,15 +19,18 @@ Made by `make conformance`; do not edit.
 Each client below ran an agent through an episode of a real server, as a process that knew an address and a key.
 The agents use tools and take several turns. The policy's answers were scripted, and the run checked what was *trained*:
 every sampled token, behind exactly the context that the sampler was given, masked in, with the advantage that the
-episode's reward makes; each prompt in the very words that the client had to send; timelines that begin only where this
-page says so. No client reached anything but the server.
+episode's reward makes; each prompt in the very words that a faithful history adds; timelines that begin only where this
+page says so. Where a client asks for strict tools, a tool that must be called or JSON, the sampler was given a grammar
+that allows the scripted answer, and the sets of tokens it chose among are trained with it. No client reached anything
+but the server.
 
 """
 FOOT = """
 **Timelines.** A client that sends back the history it was given continues one timeline, and every token is computed
 once. One that words its history anew makes the policy see another prompt; this is how it was trained, too: the
-timeline forks there, the reason is counted (`edit`: what the policy said came back in other words; `branch`: a prompt
-of its own), and every branch is trained in its exact context. It costs speed, never exactness.
+timeline forks there, the reason is counted (`edit`: what the policy said came back in other words; `template`: the
+model's own template wrote it in other words; `tools`: other tools are on offer; `branch`: a prompt of its own), and
+every branch is trained in its exact context. It costs speed, never exactness.
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from agentjet.compute.embedded.grammar import Grammars
 from agentjet.config import JobConfig
 from agentjet.errors import ComputeError
 from agentjet.timeline import Forest
@@ -20,6 +21,10 @@ class Said:
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
+    grammar: str = ""
+    """What the sampler was told to follow; empty when it was free."""
+    is_allowed: bool = True
+    """Whether a sampler that follows `grammar` can say it."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -41,8 +46,18 @@ class Policy:
             raise ComputeError("the policy was asked once more than the exercise has turns")
         turn = self.turns[len(self.said)]
         completion = (*self.model.ids(turn.says), *([] if turn.stopped else [self.model.end]))
-        self.said.append(Said(tuple(prompt), completion))
+        is_allowed = self._allows(params.grammar, completion)
+        self.said.append(Said(tuple(prompt), completion, params.grammar, is_allowed))
         return completion
+
+    def _allows(self, grammar: str, completion: Sequence[int]) -> bool:
+        guide = Grammars(self.model.card, self.model.tokenizer.get_vocab_size()).guide(grammar)
+        for token in completion if guide is not None else ():
+            if not guide.mask[token // 8] >> token % 8 & 1:
+                return False
+            if token != self.model.end and guide.advance(token):
+                return False
+        return True
 
     def attach(self, compute: ScriptedCompute) -> None:
         """Keep what `compute` learns."""

@@ -72,7 +72,7 @@ class Outcome:
     kb_per_episode: float = 0.0
     commits: int = 0
     commit_share: float = 0.0
-    """Of the wall clock that the server spent in COMMIT."""
+    """Of the wall clock that the server's thread spent waiting for the disk; its event loop went on."""
     commit_p50_ms: float = 0.0
     commit_p99_ms: float = 0.0
 

@@ -2,7 +2,7 @@
 
 Everything of `agentjet serve` but the worker: uvicorn on loopback, keys, renderer, trees, and a journal on disk. Says
 its address on standard output when it is ready and ends on SIGTERM. Beside the product's routes it has `GET /counters`:
-resident memory, CPU seconds, and the time spent in COMMIT since that was last asked.
+resident memory, CPU seconds, and the waits for the disk since that was last asked.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import argparse
 import asyncio
 import os
 import socket
-import sqlite3
 import time
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -22,6 +20,7 @@ from agentjet.config import ServeConfig
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
 from agentjet.server.listening import calm_collector, options
+from agentjet.swarm import Journal
 from bench.gatewaying.report import Counters, percentile
 from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_card
 
@@ -29,22 +28,18 @@ ROOM = 1000
 """Groups of a batch, and episodes of a group: far more than any run begins, so that nothing is ever learned."""
 
 
-class TimedConnection:
-    """A journal's connection that remembers how long every COMMIT took."""
+class TimedSync:
+    """A journal's wait for the disk, and how long each took; or none at all."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        self.commits: list[float] = []
+    def __init__(self, journal: Journal, *, wait: bool) -> None:
+        self._sync = journal.sync if wait else lambda: None
+        self.waits: list[float] = []
+        journal.sync = self  # type: ignore[method-assign]
 
-    def execute(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
+    def __call__(self) -> None:
         began = time.perf_counter()
-        cursor = self._connection.execute(statement, *arguments)
-        if statement == "COMMIT":
-            self.commits.append(time.perf_counter() - began)
-        return cursor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
+        self._sync()
+        self.waits.append(time.perf_counter() - began)
 
 
 def config(data_dir: Path) -> ServeConfig:
@@ -52,25 +47,25 @@ def config(data_dir: Path) -> ServeConfig:
     return ServeConfig.model_validate({"model": {"name": MODEL}, "server": {"data_dir": data_dir}, "job": job})
 
 
-def counters(timed: TimedConnection) -> Counters:
+def counters(timed: TimedSync) -> Counters:
     """Since the last time; memory in MiB (Linux)."""
-    commits, timed.commits = timed.commits, []
+    waits, timed.waits = timed.waits, []
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Counters(
         rss_mb=pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
         cpu_s=time.process_time(),
-        commits=len(commits),
-        commit_s=sum(commits),
-        commit_p50_ms=1000 * percentile(commits, 50),
-        commit_p99_ms=1000 * percentile(commits, 99),
+        commits=len(waits),
+        commit_s=sum(waits),
+        commit_p50_ms=1000 * percentile(waits, 50),
+        commit_p99_ms=1000 * percentile(waits, 99),
     )
 
 
-async def serve(data_dir: Path, seconds: float, synchronous: str) -> None:
+async def serve(data_dir: Path, seconds: float, *, wait: bool) -> None:
     gateway = Gateway(config(data_dir), ScriptedCompute(make_card(data_dir / "tokenizer"), seconds))
-    gateway._journal._db.execute(f"PRAGMA synchronous = {synchronous}")
-    timed = TimedConnection(gateway._journal._db)
-    gateway._journal._db = timed  # type: ignore[assignment]
+    if not wait:
+        gateway._journal._db.execute("PRAGMA synchronous = OFF")
+    timed = TimedSync(gateway._journal, wait=wait)
     app = create_app(gateway, Keys.open(data_dir))
     app.add_api_route("/counters", lambda: counters(timed))
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
@@ -86,9 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=0.0, help="what a completion takes")
-    parser.add_argument("--synchronous", choices=("FULL", "OFF"), default="FULL", help="SQLite's; FULL is the product")
+    parser.add_argument("--without-fsync", action="store_true", help="tell before the disk has it, unlike the product")
     given = parser.parse_args()
-    asyncio.run(serve(given.data_dir, given.seconds, given.synchronous))
+    asyncio.run(serve(given.data_dir, given.seconds, wait=not given.without_fsync))
 
 
 if __name__ == "__main__":

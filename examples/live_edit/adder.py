@@ -2,7 +2,8 @@
 
 import openai
 
-QUESTION = "Write a poem about {a} + {b}."
+PROMPT = ["Write a poem about {a} + {b}."]
+"""Turns of the user and the model, by turns; the model answers the last."""
 # The server is on this machine: no proxy is asked.
 OPENAI = openai.OpenAI(
     base_url="http://127.0.0.1",
@@ -16,7 +17,10 @@ def agent(task, episode):
     a, b = task.payload
     completion = OPENAI.with_options(base_url=episode.base_url, api_key=episode.api_key).chat.completions.create(
         model=episode.model,
-        messages=[{"role": "user", "content": QUESTION.format(a=a, b=b)}],
+        messages=[
+            {"role": ("user", "assistant")[turn % 2], "content": text.format(a=a, b=b)}
+            for turn, text in enumerate(PROMPT)
+        ],
         max_completion_tokens=12,
     )
     answer = completion.choices[0].message.content or ""

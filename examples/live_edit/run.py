@@ -23,8 +23,8 @@ from agentjet.cli.arithmetic import SETTINGS, training_tasks
 from agentjet.cli.child import ChildServer, signals_unwind
 
 AGENT = Path(__file__).with_name("adder.py")
-BROKEN = "Write a poem about {a} + {b}."
-MENDED = "What is {a} + {b}? Reply with only the equation."
+BROKEN = 'PROMPT = ["Write a poem about {a} + {b}."]'
+MENDED = 'PROMPT = ["3 + 5", "3 + 5 = 8", "12 + 7", "12 + 7 = 19", "{a} + {b}"]'
 SMALLER = "job.batch_size=4"
 """Batches of 32 episodes: an edit is seen soon."""
 CONCURRENCY = 32

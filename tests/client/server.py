@@ -53,6 +53,8 @@ class FakeServer:
         self.batch_size = batch_size
         self.group_size = group_size
         self.max_steps = max_steps
+        self.num_calls = 1
+        """Of every episode that finishes."""
         self.version = 0
         self.state = "rolling"
         self.episodes: dict[str, EpisodeView] = {}
@@ -158,7 +160,13 @@ class FakeServer:
         if view.status != "live" and not (verb == "abort" and view.status in ("aborted", "expired")):
             return _problem(409, f"episode_{view.status}")
         if verb == "finish":
-            view = view.model_copy(update={"status": "finished", "reward": FinishRequest.model_validate(body).reward})
+            view = view.model_copy(
+                update={
+                    "status": "finished",
+                    "reward": FinishRequest.model_validate(body).reward,
+                    "num_calls": self.num_calls,
+                }
+            )
         elif verb == "abort" and view.status == "live":
             view = view.model_copy(update={"status": "aborted", "reason": AbortRequest.model_validate(body).reason})
             members = self.groups.get(view.group, [])

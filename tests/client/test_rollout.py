@@ -107,6 +107,18 @@ def test_an_agent_that_never_works_ends_the_run_with_its_reason(returned: object
     assert server.by_status().keys() == {"aborted"}
 
 
+def test_an_agent_that_calls_no_model_ends_the_run() -> None:
+    server = FakeServer(max_steps=0, batch_size=100)
+    server.num_calls = 0
+    with (
+        client(server) as swarm,
+        pytest.raises(AgentFailing, match=r"first 8 episodes .* no call .* episode\.base_url"),
+    ):
+        swarm.train(sync_agent, TASKS, steps=1, concurrency=4, progress=False)
+    with client(server) as swarm:  # nothing is wrong with that where nothing is trained
+        assert len(swarm.evaluate(sync_agent, TASKS, concurrency=1, progress=False).finished) == len(TASKS)
+
+
 def broken(task: Task, episode: Episode) -> float:
     return float({}["missing"])
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -25,7 +26,6 @@ from conformance.child import HERE, run
 from conformance.episode import Evidence, Exercise, play
 from conformance.exercises import EXERCISES
 from conformance.page import Result, green, page
-from conformance.policy import Said
 
 pytestmark = pytest.mark.e2e
 
@@ -51,12 +51,30 @@ def test_openais_sdk_is_green(evidence: Evidence) -> None:
     assert evidence.forest.num_targets == sampled
 
 
-def test_streaming_and_votes_are_green(tmp_path: Path) -> None:
-    streaming, votes = (next(one for one in EXERCISES if one.command[1:] == (way,)) for way in ("streaming", "votes"))
-    assert problems(streaming, played(streaming, tmp_path / "s", "streaming")) == []
-    two = played(votes, tmp_path / "v", "votes")
-    assert problems(votes, two) == []
-    assert two.num_timelines == 2
+@pytest.mark.parametrize(("way", "num_timelines"), [("streaming", 1), ("votes", 2), ("structured", 1)])
+def test_its_other_ways_are_green(way: str, num_timelines: int, tmp_path: Path) -> None:
+    exercise = next(one for one in EXERCISES if one.command == ("openai_sdk.py", way))
+    found = played(exercise, tmp_path, way)
+    assert problems(exercise, found) == []
+    assert found.num_timelines == num_timelines
+
+
+def test_an_answer_against_the_grammar_is_seen(tmp_path: Path) -> None:
+    exercise = next(one for one in EXERCISES if one.command == ("openai_sdk.py", "structured"))
+    loose = replace(exercise, turns=(CHAT.turns[0], *exercise.turns[1:]))
+    assert "call 1: the grammar does not allow the scripted answer" in problems(
+        loose, played(loose, tmp_path, "structured")
+    )
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node here")
+def test_the_guard_of_node(tmp_path: Path) -> None:
+    program = "fetch('http://203.0.113.7/').catch((error) => { console.error(error.cause.message); process.exit(1); })"
+    episode = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k"}
+    guard = str(HERE / "node" / "guard.cjs")
+    ended = asyncio.run(run(["node", "--require", guard, "-e", program], episode, tmp_path))
+    assert ended.code == 1 and "203.0.113.7 is not this machine" in ended.errors
+    assert set(ended.reached) == {"203.0.113.7"}
 
 
 def of_client(**changes: Any) -> Callable[[Evidence], Evidence]:
@@ -84,7 +102,16 @@ def of_call(number: int, how: Callable[[dict[str, Any]], object]) -> Callable[[E
 def of_prompt(number: int, how: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Callable[[Evidence], Evidence]:
     def change(evidence: Evidence) -> Evidence:
         said = list(evidence.said)
-        said[number] = Said(how(said[number].prompt), said[number].completion)
+        said[number] = replace(said[number], prompt=how(said[number].prompt))
+        return replace(evidence, said=tuple(said))
+
+    return change
+
+
+def of_said(number: int, **changes: Any) -> Callable[[Evidence], Evidence]:
+    def change(evidence: Evidence) -> Evidence:
+        said = list(evidence.said)
+        said[number] = replace(said[number], **changes)
         return replace(evidence, said=tuple(said))
 
     return change
@@ -102,6 +129,9 @@ LOSSES: dict[str, tuple[Callable[[Evidence], Evidence], str]] = {
     "a call is missing": (lambda evidence: replace(evidence, said=evidence.said[:-1]), "asked 3 times, not 4"),
     "a tool result is missing": (of_prompt(1, lambda prompt: prompt[:-9]), "call 2 adds"),
     "the tools are missing": (of_prompt(0, lambda prompt: prompt[-60:]), "call 1 was not told '<tools>'"),
+    "a grammar out of nowhere": (of_said(2, grammar="x"), "call 3 was sampled under a grammar"),
+    "an answer that no grammar allows": (of_said(2, is_allowed=False), "does not allow the scripted answer"),
+    "a set of choices is made up": (of_forest(allowed=lambda values: np.zeros_like(values)), "not trained in their"),
     "a recorded token is another": (of_call(2, lambda call: first_changed(call["tokens"])), "other tokens"),
     "context is masked in": (of_call(3, lambda call: first_changed(call["mask"])), "mask does not cover"),
     "a sampled token is masked out": (of_call(1, lambda call: call["mask"].__setitem__(-1, 0)), "mask does not"),

@@ -17,12 +17,12 @@ from tests.server.serving import TOKEN, Served, serving
 
 
 def obeys(prompt: str) -> str:
-    """An equation where one was asked for; of every fourth sum it is wrong, so that there is something to learn."""
-    asked = re.findall(r"What is (\d+) \+ (\d+)\?", prompt)
+    """A sum where sums were shown, else a poem."""
+    asked = re.findall(r"user\n(\d+) \+ (\d+)<", prompt)
     if not asked:
         return "Roses are red"
     a, b = map(int, asked[-1])
-    return f"{a} + {b} = {a + b + (a % 4 == 0)}"
+    return f"{a} + {b} = {a + b}"
 
 
 @pytest.fixture
@@ -38,8 +38,7 @@ def test_the_prompt_is_mended_without_a_restart_or_a_lost_episode(served: Served
     out = tmp_path / "out"
     out.mkdir()
     with Swarm(served.url, TOKEN) as swarm:
-        tasks = [task for task in training_tasks() if task.payload[0] % 4][:40]
-        result = edit_live(swarm, tasks, out, steps=14, edit_after=2, concurrency=6)
+        result = edit_live(swarm, training_tasks()[:40], out, steps=14, edit_after=2, concurrency=6)
     broken, mended = result["versions"]
     assert (broken["reward"], mended["reward"]) == (0.0, 1.0)
     assert broken["episodes"] + mended["episodes"] >= 14 * 6

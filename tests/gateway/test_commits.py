@@ -2,14 +2,19 @@
 
 1. what several tasks wrote in one turn of the loop is committed once, and on disk before any of them is told;
 2. one that fails undoes its own change only;
-3. when the disk refuses the commit, or takes the whole group with one write, all are told `Later` and nothing of it
-   happened, in memory either.
+3. nobody is told, and no event sent, before the disk has it, though the loop goes on; what is written meanwhile waits
+   for the next time, and whoever repeats a request waits, too;
+4. when the disk refuses the commit, or takes the whole group with one write, all are told `Later` and nothing of it
+   happened, in memory either;
+5. an answer whose agent leaves before the disk has it did not reach it;
+6. when the disk fails a sync, nobody is told, nothing is recorded any more, and a new server carries on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -69,6 +74,92 @@ async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None
         assert isinstance(results[1], Conflict)
         assert [e.task_id for e in swarm.recent_episodes(10)] == ["c", "b", "a"]
         assert on_disk(tmp_path / "d") == 3
+
+
+class SlowDisk:
+    """A journal's wait for the disk, which ends when it is let."""
+
+    def __init__(self, run: Running) -> None:
+        self._sync = run.gateway._journal.sync
+        self.asked = 0
+        self.lets = threading.Semaphore(0)
+        run.gateway._journal.sync = self  # type: ignore[method-assign]
+
+    def __call__(self) -> None:
+        self.asked += 1
+        assert self.lets.acquire(timeout=5)
+        self._sync()
+
+
+async def turns(number: int = 20) -> None:
+    """Give the loop and the thread time to do whatever they would."""
+    for _ in range(number):
+        await asyncio.sleep(0.001)
+
+
+async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        seen: list[str] = []
+        run.gateway.swarm.on_event = lambda event: event.kind == "episode" and seen.append(event.body["episode_id"])
+        await turns()  # What the start wrote is done with.
+        disk, request = SlowDisk(run), BeginRequest(task_id="a", mode="eval")
+        first = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
+        await turns()
+        again = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
+        later = [asyncio.create_task(begin(run, task)) for task in "bc"]
+        await turns()
+        assert not any(task.done() for task in (first, again, *later)), "the loop goes on, and nobody is told"
+        assert (disk.asked, seen, on_disk(tmp_path / "d")) == (1, [], 1)
+        disk.lets.release()
+        held = (await first).id
+        await turns()
+        assert not any(task.done() for task in later) and seen == [held]
+        disk.lets.release()
+        assert (await again).id == held
+        begun = await asyncio.gather(*later)
+        assert (disk.asked, seen, on_disk(tmp_path / "d")) == (2, [held, *begun], 3)
+        disk.lets.release(100)
+
+
+async def test_an_agent_that_leaves_while_the_disk_is_waited_for_heard_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="a"))
+        await turns()
+        disk = SlowDisk(run)
+        asking = asyncio.create_task(run.say(episode.id))
+        await run.until(lambda: run.gateway.swarm.episode(episode.id).num_calls == 1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        disk.lets.release(100)
+        [call] = run.gateway.swarm.tree(episode.id, "").calls
+        assert run.gateway.swarm.orphans(episode.id) == {call.id: "undelivered"}
+
+
+async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path / "d") as run:
+        swarm, seen = run.gateway.swarm, []
+        kept = await begin(run, "kept")
+        swarm.on_event = lambda event: seen.append(event)
+
+        def fails(file: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as broken:
+            broken.setattr("os.fdatasync", fails)
+            results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
+        # The disk works again, but what it has of the log nobody knows.
+        results += await asyncio.gather(
+            begin(run, "u"),
+            run.gateway.finish(kept, FinishRequest(reward=1)),
+            run.gateway.heartbeat(kept),
+            return_exceptions=True,
+        )
+        for result in results:
+            assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
+        assert not swarm.has_uncommitted and not seen
+    async with running(tmp_path / "d") as run:
+        assert run.gateway.swarm.episode(kept).status == "live"
+        await run.gateway.finish(kept, FinishRequest(reward=1))
 
 
 @pytest.mark.parametrize("write", ["commit", "insert"])

@@ -289,6 +289,9 @@ async def test_bodies_that_are_no_bodies(tmp_path: Path) -> None:
         headers = {"Content-Type": "application/json"}
         broken = await served.http.post("/swarm/v1/episodes", content=b"{", headers=headers)
         assert (broken.status_code, broken.json()["code"]) == (400, "invalid_json")
+        unmarked = await served.http.post("/swarm/v1/episodes", content=b'{"task_id": "x"}')
+        assert (unmarked.status_code, unmarked.json()["code"]) == (422, "not_json")
+        assert "Content-Type: application/json" in unmarked.json()["detail"]
         huge = await served.http.post("/swarm/v1/episodes", content=b" " * (33 * 2**20), headers=headers)
         assert (huge.status_code, huge.json()["code"]) == (413, "too_large")
 

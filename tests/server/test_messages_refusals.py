@@ -39,7 +39,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages.1"),
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.0.name"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+    (one({"type": "text", "text": "\ud800"}), "messages.0.content.0.text"),
+    ({"tools": [{"name": "f", "input_schema": {"\ud800": 1}}]}, "tools.0.input_schema"),
+    ({"system": "\ud800"}, "system"),
+    ({"tools": [{"name": "f", "description": "\ud800", "input_schema": {}}]}, "tools.0.description"),
     (one({"type": "image", "source": {"type": "url", "url": "x"}}), "messages.0.content.0"),
     (one({"type": "document", "source": {}}), "messages.0.content.0"),
     (one({"type": "tool_use", "id": "x", "name": "f", "input": {}}), "messages.0.content.0"),
@@ -106,6 +110,15 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> Non
             assert param in answer["error"]["message"], (body, answer)
             assert response.headers["x-should-retry"] == "false"
         assert served.run.compute.asked == []
+
+
+async def test_a_schema_that_cannot_be_followed_goes_by_its_own_name(tmp_path: Path) -> None:
+    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    tool = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "x"}}}, "strict": True}
+    async with serving(tmp_path / "d", card=card) as served:
+        client = served.anthropic(await served.begin())
+        with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.input_schema of 'f'"):
+            await ask(client, tools=[tool])
 
 
 async def test_what_asks_nothing_of_the_model_is_accepted(tmp_path: Path) -> None:

@@ -223,6 +223,24 @@ async def test_instructions_are_not_inherited(tmp_path: Path) -> None:
         ]
 
 
+async def test_what_was_said_is_known_after_a_restart(tmp_path: Path) -> None:
+    """Whose instructions they were, too; and raw prompts go on where they ended."""
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        first = await client.responses.create(model="policy", input="hello", instructions="Be kind.")
+        await client.completions.create(model="policy@raw", prompt="hello", max_tokens=1)
+    async with serving(tmp_path / "d") as served:
+        key = served.keys.sign(episode["episode_id"], served.run.clock() + 60)
+        client = served.openai({"base_url": f"{served.url}/v1", "api_key": key})
+        await client.responses.create(model="policy", input="again", previous_response_id=first.id)
+        await client.completions.create(model="policy@raw", prompt="helloh")
+        [_, later] = calls(served, episode)
+        assert [m.content for m in tree_messages(served, episode, later)] == ["hello", "hi", "again"]
+        one, two = served.run.gateway.swarm.tree(episode["episode_id"], "raw").calls
+        assert (two.parent, two.suffix, two.ask.after) == (one.id, (), one.id)
+
+
 def tree_messages(served: Served, episode: dict[str, Any], call: Call) -> Sequence[Any]:
     conversation, _ = served.run.gateway.swarm.tree(episode["episode_id"], "").exchange(call.id)
     return conversation.messages

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from agentjet.types import Mode
 
 CONTEXT, SAMPLED, ORPHAN, NOTE = "cyan", "bold green", "strike red", "dim"
-LEGEND = (("the agent and the template", CONTEXT), ("the policy, trained", SAMPLED), ("not trained", ORPHAN))
 
 app = typer.Typer(help="Look at episodes; begin and end them.", no_args_is_help=True)
 
@@ -39,7 +38,7 @@ def list_episodes(
     else:
         for e in found.episodes:
             reward = "" if e.reward is None else f"reward {e.reward:g}"
-            trained = "" if e.trained_in is None else f"batch {e.trained_in}"
+            trained = e.mode if e.mode == "eval" else e.reason[:60] if e.trained_in is None else f"batch {e.trained_in}"
             typer.echo(
                 f"{e.episode_id}  {e.status:8}  {e.task_id:20.20}  {e.num_calls:3} calls  {reward:12}  {trained}"
             )
@@ -130,7 +129,7 @@ def described(tree: EpisodeTree) -> list[Text]:
     """An episode as coloured lines for people."""
     from rich.text import Text
 
-    facts = [tree.status, f"task {tree.task_id}"]
+    facts = [tree.status, *(["eval"] if tree.mode == "eval" else []), f"task {tree.task_id}"]
     facts += [] if tree.reward is None else [f"reward {tree.reward:g}"]
     facts += [] if tree.trained_in is None else [f"trained in batch {tree.trained_in}"]
     facts += [tree.reason] if tree.reason else []
@@ -138,11 +137,18 @@ def described(tree: EpisodeTree) -> list[Text]:
     if not tree.calls:
         gone = "a checkpoint covers them: they are not kept" if tree.num_calls else "none"
         return [*lines, Text(f"calls: {gone}", NOTE)]
-    lines.append(Text.assemble("written by ", *((f" {who} ", style) for who, style in LEGEND)))
+    lines.append(Text.assemble("written by ", *((f" {who} ", style) for who, style in _legend(tree))))
     numbers = {call.call_id: i for i, call in enumerate(tree.calls, 1)}
     for call in tree.calls:
         lines += [Text(""), Text(_heading(call, numbers), NOTE), _body(call)]
     return lines
+
+
+def _legend(tree: EpisodeTree) -> list[tuple[str, str]]:
+    """Who wrote what, and whether that is, will or would be trained."""
+    ended_untrained = tree.trained_in is None and (tree.reason or tree.status in ("aborted", "expired"))
+    trained = "never trained" if tree.mode == "eval" or ended_untrained else "trained"
+    return [("the agent and the template", CONTEXT), (f"the policy, {trained}", SAMPLED), ("not trained", ORPHAN)]
 
 
 def _heading(call: CallView, numbers: dict[str, int]) -> str:
@@ -156,7 +162,7 @@ def _heading(call: CallView, numbers: dict[str, int]) -> str:
     parts.append(f"{len(call.tokens) - sampled} new context tokens, {sampled} sampled")
     versions = sorted({version for version in call.versions if version is not None})
     parts.append(f"policy {', '.join(map(str, versions))}" if versions else "nothing sampled")
-    parts.append(call.finish_reason)
+    parts += [call.finish_reason, f"id {call.call_id}"]
     if call.orphan:
         why = "sent again" if call.orphan == "retry" else "not delivered"
         parts.append(f"not trained: {why}")

@@ -51,7 +51,7 @@ def _client(status: StatusResponse, name: str) -> str:
 
 def _code(name: str, code: CodeVersionStatus) -> str:
     reward = "no reward yet" if code.reward_mean is None else f"reward {code.reward_mean:.4g} over {code.finished}"
-    return f"{name}: {reward}{f', {code.aborted} aborted' if code.aborted else ''}"
+    return f"{name}: {reward}{f', {code.aborted} not scored' if code.aborted else ''}"
 
 
 def _task_set(name: str, one: TaskSetStatus) -> str:

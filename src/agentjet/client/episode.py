@@ -77,6 +77,8 @@ class AsyncEpisode(_Attempt):
         """What it was finished with."""
         self.reason = ""
         """Why it ended without a reward, as the server has it."""
+        self.num_calls = 0
+        """Calls that the server recorded, as of its last answer."""
 
     async def prepare(self, reward: float | Reward) -> EpisodeView:
         """Promise the reward: `finish` with the same one will be granted, after any crash. See docs/reliability.md.
@@ -132,7 +134,7 @@ class AsyncEpisode(_Attempt):
         return self._seen(EpisodeView.model_validate(answer))
 
     def _seen(self, view: EpisodeView) -> EpisodeView:
-        self.status, self.reason = view.status, view.reason
+        self.status, self.reason, self.num_calls = view.status, view.reason, view.num_calls
         return view
 
     async def __aenter__(self) -> Self:

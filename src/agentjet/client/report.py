@@ -31,6 +31,8 @@ class EpisodeResult:
     """The version of the agent's source that ran it."""
     by_role: Mapping[str, float] = field(default_factory=dict)
     """Its rewards by agent role; of a team, by member."""
+    num_calls: int = 0
+    """Calls that the server recorded of it."""
 
 
 @dataclass(frozen=True, slots=True)

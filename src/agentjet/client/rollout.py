@@ -39,6 +39,10 @@ Report = Callable[["Slot", EpisodeResult, bool], None]
 
 SPARE = ("surplus:", "stale:")
 """How the server's reasons begin for episodes that failed in nothing."""
+_SILENT = (
+    "the first {} episodes were scored but made no call of the policy, so there is nothing to train: give the agent's "
+    "client episode.base_url and episode.api_key, and read its streams to their end"
+)
 ATTEMPTS = 3
 """Times a failed episode is begun anew in its group."""
 
@@ -58,6 +62,8 @@ class Attempt(Protocol):
     def code_version(self) -> str: ...
     @property
     def lease_seconds(self) -> float: ...
+    @property
+    def num_calls(self) -> int: ...
     def checked(self, returned: object) -> Reward: ...
     def driven(self, drive: Drive) -> object: ...
     async def finish(self, reward: Reward) -> object: ...
@@ -95,7 +101,7 @@ def training_slots(tasks: Sequence[Task], group_size: int, seed: int, spare: int
 
 
 class AgentFailing(AgentJetError):
-    """Every episode so far was aborted by the agent's own exception."""
+    """Every episode so far was aborted by the agent's own exception, or made no call."""
 
 
 class Runner:
@@ -105,9 +111,11 @@ class Runner:
     `has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed` then.
     """
 
-    def __init__(self, begin: Begin, report: Report) -> None:
+    def __init__(self, begin: Begin, report: Report, *, needs_calls: bool = False) -> None:
+        """`needs_calls`: what makes no call cannot be trained, and agents that never make one are wrong."""
         self._begin = begin
         self._report = report
+        self._needs_calls = needs_calls
         self.has_enough = False
         self.num_begun = 0
         self.live: set[Attempt] = set()
@@ -118,19 +126,20 @@ class Runner:
     async def run(self, slots: Iterator[Slot], concurrency: int) -> None:
         """Attempt every slot, `concurrency` at a time; one that fails is tried again, `ATTEMPTS` times in all.
 
-        Raises `AgentFailing` when the first `2 * concurrency` episodes all fail: then the agent is wrong, not unlucky.
+        Raises `AgentFailing` when the first `2 * concurrency` episodes all fail, or make no call where that matters:
+        then the agent is wrong, not unlucky.
         """
         if concurrency < 1:
             raise ValueError(f"concurrency = {concurrency}: it must be at least 1")
-        failures = 0
-        succeeded = False
+        failures = silent = 0
+        succeeded = called = False
         unwanted: set[str] = set()
         """Groups the server has no use for: begun again, one would be short of the members it had."""
 
         async def work() -> None:
             # A worker whose episode failed takes the freed place in the same group at once. Were the slot queued, all
             # workers could be waiting for room for new groups while this one lacks a member.
-            nonlocal failures, succeeded
+            nonlocal failures, succeeded, silent, called
             for slot in slots:
                 if slot.group and slot.group in unwanted:
                     continue
@@ -147,6 +156,10 @@ class Runner:
                         break
                     if result.outcome == "finished":
                         succeeded = True
+                        called = called or result.num_calls > 0
+                        silent += not called
+                        if self._needs_calls and silent >= 2 * concurrency:
+                            raise AgentFailing(_SILENT.format(silent))
                         break
                     failures += 1
                     if not succeeded and failures >= 2 * concurrency:
@@ -242,6 +255,8 @@ class Runner:
                 self._report(slot, _result(slot.task, episode), True)
             elif not finishing.done():
                 finishing.cancel()
+            elif not finishing.cancelled():
+                finishing.exception()  # Seen: the server ended the episode first, which is no news now.
             raise
 
 
@@ -325,6 +340,7 @@ def _result(task: Task, episode: Attempt, error: str = "", where: str = "") -> E
             reward.value,
             reward.metrics,
             by_role=reward.by_role,
+            num_calls=episode.num_calls,
             code_version=code,
         )
     outcome: Outcome = "expired" if episode.status == "expired" else "aborted"

@@ -158,7 +158,7 @@ class AsyncTeam:
                 )
                 return Begun(episode, version.agent)
 
-            runner = Runner(begun, note)
+            runner = Runner(begun, note, needs_calls=True)
 
             async def follow() -> None:
                 anchor = servers[self.anchor]

@@ -93,6 +93,11 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
         return "live" if cause is None else cause.status
 
     @property
+    def num_calls(self) -> int:
+        """Calls that the servers recorded, as of their last answers."""
+        return sum(part.num_calls for part in self.values())
+
+    @property
     def reason(self) -> str:
         """Why it ended without a reward, as the server has it that ended it."""
         cause = self._cause()

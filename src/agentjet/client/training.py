@@ -83,7 +83,7 @@ class Training:
                     opened[slot.group].set()
                 return Begun(episode, agent)
 
-            runner = Runner(begun, note)
+            runner = Runner(begun, note, needs_calls=True)
 
             async def follow() -> None:
                 await server.follow(shown.step)

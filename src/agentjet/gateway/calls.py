@@ -14,8 +14,8 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentjet.compute import Compute
@@ -69,6 +69,8 @@ class _Order:
     deadline: float
     repeats: list[str] | None = None
     """Calls that this one repeats, for the choices not yet recorded; None until the first is."""
+    kept_back: list[str] = field(default_factory=list)
+    """Calls that are recorded and not given out yet."""
 
 
 Outbox = asyncio.Queue[CallChunk | BaseException]
@@ -139,7 +141,9 @@ class CallPath:
                     item = await outbox.get()
                     if isinstance(item, BaseException):
                         raise item
-                    ended += item.call is not None
+                    if item.call is not None:
+                        ended += 1
+                        order.kept_back.remove(item.call.id)
                     yield item
             finally:
                 self._under_way[episode_id].remove(outbox)
@@ -148,6 +152,14 @@ class CallPath:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._never_given_out(order)
+
+    def _never_given_out(self, order: _Order) -> None:
+        """What was recorded when its agent left, while the disk was waited for say, did not reach it."""
+        tree = self._swarm.tree(order.episode.id, order.role)
+        if lost := [call_id for call_id in order.kept_back if tree.knows(call_id)]:
+            with suppress(Later):
+                self._swarm.undelivered(order.episode.id, lost)
 
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
         """Length of the prompt that a call with `conversation` would have just now. Nothing is sampled or recorded."""
@@ -171,11 +183,11 @@ class CallPath:
         params = sampling_params(request, job, episode)
         deadline = asyncio.get_running_loop().time() + self._call_timeout
         card, renderer = await self._known_model()
-        if renderer.reasons and not request.reasoning:
+        if renderer.reasons and request.unreasoned:
             raise InvalidRequest(
-                "This model reasons before it answers, which its template cannot switch off.",
+                f"{request.unreasoned}: this model reasons before it answers, which its template cannot switch off.",
                 code="unsupported_parameter",
-                param="thinking",
+                param=request.unreasoned,
             )
         tree = self._swarm.tree(episode.id, role)
         prompt = prepare(renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint)
@@ -306,6 +318,7 @@ class CallPath:
             allowed=pack_sets(answer.allowed) if order.episode.mode == "train" else b"",
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
+        order.kept_back.append(call.id)
         await self._commits.durable()
         self._tracing.recorded(call)
         return CallChunk(

@@ -74,7 +74,7 @@ class Gateway:
         self.changed = Broadcast()
         self.swarm.on_event = self._on_event
         self.last_event = self._journal.last_event()
-        """Number of the newest event."""
+        """Number of the newest event that is on disk."""
         self._compute = compute
         self._gate = Gate()
         metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
@@ -131,8 +131,7 @@ class Gateway:
             self._reaper.cancel()
             await asyncio.wait([self._reaper])
             self._reaper = None
-        if self._journal.has_uncommitted:
-            self.swarm.commit()
+        await self._commits.close()
         self._journal.close()
 
     async def stop_engine(self) -> None:
@@ -277,6 +276,13 @@ class Gateway:
     # ---- what others may know
     # -----------------------------------------------------------------------------------------
 
+    async def durable(self) -> None:
+        """Until all that can be seen now is on disk: whoever lost an answer and looks what became of it relies on that.
+
+        Raises `Later`.
+        """
+        await self._commits.durable()
+
     def status(self) -> StatusResponse:
         swarm, job, now = self.swarm, self.swarm.job, self._clock()
         state = self.engine.state
@@ -308,7 +314,7 @@ class Gateway:
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
         """Events numbered above `after`, until the gateway closes; None when none came for `keep_alive` seconds."""
         while not self.closing:
-            page = self.swarm.events(after, EVENTS_PAGE)
+            page = [event for event in self.swarm.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
             for event in page:
                 after = event.seq
                 yield event

@@ -28,8 +28,9 @@ class CallRequest:
     stop: tuple[str, ...] = ()
     constraint: Constraint = ANY_ANSWER
     choices: int = 1
-    reasoning: bool = True
-    """The answer may begin with reasoning. Only a template that knows none can promise that it does not."""
+    unreasoned: str = ""
+    """What the request calls its wish for an answer without reasoning, which only a template that knows none can
+    grant; empty for no such wish."""
     stream: bool = False
     """Text is wanted as it is sampled.
 

@@ -190,7 +190,7 @@ class CodeVersionStatus(Response):
     episodes: int
     finished: int
     aborted: int
-    """Expired ones included."""
+    """Those that expired or were not needed included."""
     reward_mean: float | None
     """Over the finished ones; null before the first."""
 

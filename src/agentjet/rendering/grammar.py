@@ -22,7 +22,7 @@ from llguidance import LLMatcher
 from agentjet.errors import InvalidRequest
 from agentjet.types import ANY_ANSWER, Constraint
 
-WHITE_SPACE = r"(\n[ \t]{0,64}| )?"
+WHITE_SPACE = r"(\n( {0,32}|\t{0,8})| )?"
 SCHEMAS_KEPT = 256
 
 

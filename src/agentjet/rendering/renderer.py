@@ -152,11 +152,11 @@ class Renderer:
 
     def encode_tokens(self, token_ids: Sequence[int]) -> bytes:
         """The exact encoded text of tokens."""
-        return b"".join(map(self._vocabulary.piece, token_ids))
+        return b"".join(self._vocabulary.pieces(token_ids))
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """`encode_tokens` token by token: what `ConversationTree.add` takes."""
-        return [self._vocabulary.piece(token_id) for token_id in token_ids]
+        return self._vocabulary.pieces(token_ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text for people: special tokens are left out (but what parsers look for), broken characters replaced."""

@@ -84,6 +84,11 @@ class Vocabulary:
         return {text[0]: id_ for id_, text in self._bytes.items() if len(text) == 1}
 
     @cached_property
+    def _escaped(self) -> frozenset[int]:
+        """Tokens whose bytes are written in another way in encoded text: hardly any."""
+        return frozenset(id_ for id_, raw in self._bytes.items() if ESCAPE in raw)
+
+    @cached_property
     def _missing(self) -> bytes:
         """Bytes without a token; SmolLM2 has none for a few ASCII control characters."""
         return bytes(byte for byte in range(256) if byte not in self._byte_ids)
@@ -107,6 +112,11 @@ class Vocabulary:
 
     def knows(self, token_id: int) -> bool:
         return token_id in self._bytes or token_id in self.control
+
+    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """`piece` of each token."""
+        known, escaped = self._bytes, self._escaped
+        return [known[i] if i in known and i not in escaped else self.piece(i) for i in token_ids]
 
     def piece(self, token_id: int) -> bytes:
         """Encoded text of one token. Ids unknown to the tokenizer (padding of the embedding) are escapes too."""

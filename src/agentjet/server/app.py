@@ -28,8 +28,8 @@ def create_app(gateway: Gateway, keys: Keys) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.wiring = Wiring(gateway, keys)
+    app.include_router(inference.router)  # Tried one by one, in this order: what is asked most comes first.
     app.include_router(control.router)
-    app.include_router(inference.router)
     app.include_router(health.router)
     app.add_middleware(BodyLimit, max_bytes=gateway.config.server.max_body_mb * 2**20)
     app.add_middleware(HostCheck, allowed=allowed_hosts(gateway.config.server))  # The last one added is asked first.

@@ -77,7 +77,7 @@ async def begin_episode(
     )
 
 
-@router.get("/episodes", dependencies=viewer)
+@router.get("/episodes", dependencies=viewer, responses=_problems(503))
 async def list_episodes(
     wired: Wired,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
@@ -86,13 +86,16 @@ async def list_episodes(
 ) -> EpisodeList:
     """The newest episodes, newest first: all, those of a team, those of a status."""
     found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status)
+    await wired.gateway.durable()
     return EpisodeList(episodes=[view(episode) for episode in found])
 
 
-@router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=_problems(404))
+@router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=_problems(404, 503))
 async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
     """An episode with every call: messages, tokens, who wrote them, log-probabilities and versions."""
-    return wired.gateway.episode_tree(episode_id)
+    found = wired.gateway.episode_tree(episode_id)
+    await wired.gateway.durable()
+    return found
 
 
 @router.post("/episodes/{episode_id}/heartbeat", dependencies=of_episode, responses=_problems(404, 409, 503))

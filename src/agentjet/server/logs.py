@@ -32,8 +32,14 @@ def scrubbed(text: str) -> str:
 def prepared(handler: logging.Handler, log_format: LogFormat, line: str) -> logging.Handler:
     """`handler`, writing records in a format; `line` is the text's, in `logging`'s percent style."""
     handler.addFilter(AboutFilter())
+    handler.addFilter(_says_something)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines(line))
     return handler
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """Not so what asyncio warns of when a client left in the midst of an answer, which is counted elsewhere."""
+    return not (record.name == "asyncio" and str(record.msg).startswith("socket.send() raised"))
 
 
 class TextLines(logging.Formatter):

@@ -85,6 +85,10 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ValueError | RecursionError):  # The framework's, for what the JSON parser cannot do.
+        return answer(
+            _path(request), InvalidRequest(f"The body is no JSON to be read: {error.__cause__}.", code="invalid_json")
+        )
     codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
     what = f"{request.method} {scrubbed(_path(request))}: {error.detail}"
     response = answer(
@@ -119,6 +123,12 @@ def describe_validation(error: RequestValidationError, status: int, known: tuple
     if first["type"] == "json_invalid":
         return InvalidRequest(
             f"The body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}.", code="invalid_json", status=400
+        )
+    if isinstance(first.get("input"), bytes):
+        return InvalidRequest(
+            "The body was not read as JSON: send it with the header 'Content-Type: application/json'.",
+            code="not_json",
+            status=status,
         )
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."

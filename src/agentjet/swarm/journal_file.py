@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentjet.errors import ConfigError, Later
+from agentjet.swarm.log_sync import LONGEST_LOG, LogSync
 from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 
 
@@ -25,8 +26,7 @@ class JournalFile:
         self._lock = lock
         self._depth = 0
         self._lost: sqlite3.OperationalError | None = None
-        self.commits_itself = True
-        """Whether every transaction is committed as it ends."""
+        self._log: LogSync | None = None
 
     # ---- the file ------------------------------------------------------------------------------------------
 
@@ -60,6 +60,8 @@ class JournalFile:
 
     def close(self) -> None:
         """Close the file and let others have it; idempotent."""
+        if self._log is not None:
+            self._log.close()
         self._db.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -94,6 +96,20 @@ class JournalFile:
         if model and not owner:
             self._set_meta("model", model)
 
+    def commit_together(self) -> None:
+        """From here on transactions are committed by the next `commit`, and on disk after the `sync` that follows it,
+        so that many share one wait.
+        """
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG}")
+        self._log = LogSync(self.path)
+        self.sync()  # What a server committed that was then killed is seen, and thus acknowledged, from here on.
+
+    @property
+    def commits_itself(self) -> bool:
+        """Whether every transaction is committed, and on disk, as it ends."""
+        return self._log is None
+
     @property
     def in_transaction(self) -> bool:
         return self._depth > 0
@@ -111,6 +127,7 @@ class JournalFile:
         if self._depth:
             yield
             return
+        self._refuse_to_build_on_sand()
         try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -129,8 +146,11 @@ class JournalFile:
             self._depth = 0
 
     def commit(self) -> None:
-        """Have on disk what ended transactions wrote. Raises `Later`, and then all of it is undone."""
+        """Make what ended transactions wrote one change, for `sync` to have on disk. Raises `Later`, and then all of
+        it is undone.
+        """
         assert not self._depth, "a commit comes between transactions"
+        self._refuse_to_build_on_sand()
         lost, self._lost = self._lost, None
         try:
             if lost is not None:
@@ -141,6 +161,24 @@ class JournalFile:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise _refused(error) from error
+
+    def sync(self) -> None:
+        """Have on disk what was committed. May be called from another thread.
+
+        Raises `Later`: then nobody may be told of it, and nothing more is written until the file is opened again.
+        """
+        assert self._log is not None, "transactions that commit themselves wait for the disk themselves"
+        try:
+            self._log.wait()
+        except OSError as error:
+            raise _untrusted(error) from error
+
+    def _refuse_to_build_on_sand(self) -> None:
+        """Raises `Later`, and nothing is written any more, when it is not known what of the journal is on disk."""
+        if self._log is not None and self._log.failed is not None:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise _untrusted(self._log.failed) from self._log.failed
 
     def _undo(self, error: BaseException) -> None:
         """Back to before the transaction. A disk that refuses a write may take all that is uncommitted with it: then
@@ -172,4 +210,13 @@ def _refused(error: sqlite3.OperationalError) -> Later:
         code="journal_unavailable",
         status=503,
         retry_after=5.0,
+    )
+
+
+def _untrusted(error: OSError) -> Later:
+    return Later(
+        f"The disk did not keep the journal ({error}): nothing is recorded until the server is started again.",
+        code="journal_unavailable",
+        status=503,
+        retry_after=30.0,
     )

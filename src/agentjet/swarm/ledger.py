@@ -36,6 +36,7 @@ class Ledger:
         """Called when something was written that a `commit` must follow."""
         self._clock = clock
         self._outbox: list[Event] = []
+        self._committed: list[Event] = []
         self.load()
 
     def load(self) -> None:
@@ -81,21 +82,24 @@ class Ledger:
             if self.journal.has_uncommitted:
                 self.on_uncommitted()
             else:
-                self._send_events()
+                self._committed, self._outbox = self._outbox, []
+                self.announce()
 
     def commit(self) -> None:
-        """Have on disk what is not yet there. Raises `Later`, and then all of it is undone, in memory, too."""
+        """Commit what was written. Raises `Later`, and then all of it is undone, in memory, too."""
         try:
             self.journal.commit()
         except Later:
             self._outbox.clear()
             self.load()
             raise
-        self._send_events()
+        self._committed += self._outbox
+        self._outbox.clear()
 
-    def _send_events(self) -> None:
-        outbox, self._outbox = self._outbox, []
-        for event in outbox:
+    def announce(self) -> None:
+        """Send out the events of what was committed."""
+        committed, self._committed = self._committed, []
+        for event in committed:
             if self.on_event is not None:
                 self.on_event(event)
 

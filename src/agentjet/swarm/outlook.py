@@ -19,6 +19,9 @@ from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import EpisodeStatus
 
+SILENT_SECONDS = 20.0
+"""Without a sign of life an episode is worth a word after so long."""
+
 
 class Outlook:
     """Episodes, groups, batches and counts, as they are now."""
@@ -150,8 +153,19 @@ class Outlook:
             for_whom += f" of {sets}"
         return (
             f"{for_whom}: {self.groups_complete} of {self.job.batch_size} groups are complete, "
-            f"{self.groups_open} open, {live} episodes live"
+            f"{self.groups_open} open, {live} episodes live{self._silent()}"
         )
+
+    def _silent(self) -> str:
+        """In words: the live training episode that showed no life for longest, if that is long."""
+        lively = [episode for episode in self._ledger.live() if episode.group_id is not None]
+        if not lively:
+            return ""
+        oldest = min(lively, key=self.expires_at)
+        left = self.expires_at(oldest) - self._clock()
+        if left > self.job.lease_seconds - SILENT_SECONDS:
+            return ""
+        return f"; the longest silent one, of client {oldest.client_id}, is reclaimed in {max(0.0, left):.0f} s"
 
     def events(self, after: int = 0, limit: int = 1000) -> list[Event]:
         """The oldest `limit` events numbered above `after`."""

@@ -272,11 +272,13 @@ class Swarm(Learning):
         return self._ledger.transaction()
 
     def commit_together(self, on_uncommitted: Callable[[], None]) -> None:
-        """From here on changes are on disk with the next `commit` only, which may serve many at once.
+        """From here on changes are made with the next `commit` and are on disk after the `sync` that follows, which
+        may serve many at once.
 
-        `on_uncommitted` is called when there is something to commit. Whoever acknowledges a change must commit first.
+        `on_uncommitted` is called when there is something to commit. Whoever acknowledges a change must have it on disk
+        first.
         """
-        self._journal.commits_itself = False
+        self._journal.commit_together()
         self._ledger.on_uncommitted = on_uncommitted
 
     @property
@@ -284,8 +286,19 @@ class Swarm(Learning):
         return self._journal.has_uncommitted
 
     def commit(self) -> None:
-        """Have every change on disk. Raises `Later` when the disk refuses: then nothing since the last happened."""
+        """Make every change so far one. Raises `Later` when the disk refuses: then nothing since the last happened."""
         self._ledger.commit()
+
+    def sync(self) -> None:
+        """Have on disk what was committed. The one method that another thread may call, which waits for the disk.
+
+        Raises `Later`: nobody may be told of it, and every further change is refused.
+        """
+        self._journal.sync()
+
+    def announce(self) -> None:
+        """Pass on the events of what was committed, now that it is on disk."""
+        self._ledger.announce()
 
     # ---- inside --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from agentjet.server.dialects.bodies import Body, Finite, RequestBody, Seed, Stop, StreamOptions
+from agentjet.server.dialects.bodies import Body, Finite, JsonObject, RequestBody, Seed, Stop, StreamOptions, Text
 from agentjet.server.dialects.gathering import UsageBody
 from agentjet.server.dialects.neutral import Neutral
 
@@ -80,8 +80,8 @@ class FunctionBody(Body):
     """A function the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -97,7 +97,7 @@ class NamedSchema(Body):
 
     name: str
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agentjet.errors import Forbidden, Later, NotFound, RequestError, Unauthorized
+from agentjet.errors import Forbidden, NotFound, RequestError, Unauthorized
 from agentjet.server.dialects.dialect import ErrorShape, sse
 
 
@@ -27,13 +27,9 @@ class OpenAIError(BaseModel):
 
 def openai_error(error: RequestError) -> dict[str, Any]:
     """The body of an error."""
-    kind = {
-        Unauthorized: "authentication_error",
-        Forbidden: "permission_error",
-        NotFound: "not_found_error",
-        Later: "server_error",
-    }
-    name = "rate_limit_error" if error.status == 429 else kind.get(type(error), "invalid_request_error")
+    kind = {Unauthorized: "authentication_error", Forbidden: "permission_error", NotFound: "not_found_error"}
+    name = kind.get(type(error), "server_error" if error.status >= 500 else "invalid_request_error")
+    name = "rate_limit_error" if error.status == 429 else name
     body = OpenAIErrorBody(message=error.message, type=name, param=error.param, code=error.code)
     return OpenAIError(error=body).model_dump()
 

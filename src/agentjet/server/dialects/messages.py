@@ -32,6 +32,7 @@ from agentjet.server.dialects.messages_bodies import (
 )
 from agentjet.server.dialects.messages_errors import ANTHROPIC
 from agentjet.server.dialects.messages_inputs import to_arguments
+from agentjet.server.dialects.neutral import refuse_unless_neutral, refuse_value
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 
@@ -52,7 +53,7 @@ def to_request(body: MessagesBody) -> CallRequest:
         stop=tuple(body.stop_sequences or ()),
         constraint=_constraint(body),
         stream=bool(body.stream),
-        reasoning=body.thinking is None or body.thinking.type != "disabled",
+        unreasoned="thinking" if body.thinking is not None and body.thinking.type == "disabled" else "",
     )
 
 
@@ -74,28 +75,16 @@ def to_conversation(body: CountBody) -> Conversation:
 
 
 def _refuse_what_is_not_honoured(body: CountBody) -> None:
-    for name, neutral in NEUTRAL.items():
-        _refuse_unless_neutral(getattr(body, name, None), neutral, name)
-    thinking = body.thinking
+    refuse_unless_neutral(body, NEUTRAL)
     if body.output_config is not None:
-        _refuse_unless_neutral(body.output_config.effort, (), "output_config.effort")
-    if thinking is not None and thinking.type in ("enabled", "between_tools"):
-        raise _unsupported(
-            "thinking", thinking.type, "use 'adaptive': the policy alone decides when and how much it thinks"
+        refuse_value(body.output_config.effort, (), "output_config.effort")
+    if body.thinking is not None and body.thinking.type in ("enabled", "between_tools"):
+        raise InvalidRequest(
+            f"thinking = {body.thinking.type!r} is not supported: use 'adaptive', since the policy alone decides when "
+            "and how much it thinks.",
+            code="unsupported_parameter",
+            param="thinking",
         )
-
-
-def _refuse_unless_neutral(value: Any, neutral: Sequence[Any], where: str) -> None:
-    if value is None or value in neutral:
-        return
-    way_out = f"leave it out or use {' or '.join(repr(v) for v in neutral)}" if neutral else "leave it out"
-    raise _unsupported(where, value, way_out)
-
-
-def _unsupported(where: str, value: Any, way_out: str) -> InvalidRequest:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequest(f"{where} = {shown} is not supported: {way_out}.", code="unsupported_parameter", param=where)
 
 
 def _check_keys(part: Open, keys: Keys, where: str) -> None:
@@ -107,7 +96,7 @@ def _check_keys(part: Open, keys: Keys, where: str) -> None:
     for name in sorted(given - {*keys.required, *keys.optional}):
         place = f"{where}.{name}"
         if name in keys.neutral:
-            _refuse_unless_neutral(getattr(part, name), keys.neutral[name], place)
+            refuse_value(getattr(part, name), keys.neutral[name], place)
             continue
         near = get_close_matches(name, [*keys.required, *keys.optional, *keys.neutral, "cache_control"], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
@@ -122,7 +111,7 @@ def _turn(turn: TurnBody, where: str) -> list[Message]:
     for i, block in enumerate(blocks):
         _check_block(block, f"{where}.content.{i}", ALLOWED[turn.role], f"{turn.role} message")
     if turn.role == "assistant":
-        return [_answer(blocks, where)]
+        return [_answer(blocks)]
     if not blocks:
         raise InvalidRequest(
             f"{where}.content is empty: only an assistant message may have no content.", param=f"{where}.content"
@@ -148,14 +137,14 @@ def _check_block(block: Block, where: str, allowed: Sequence[str], parent: str) 
     raise InvalidRequest(f"{where} is of type {block.type!r}, which {why}.", code="unsupported_content", param=where)
 
 
-def _answer(blocks: Sequence[Block], where: str) -> Message:
+def _answer(blocks: Sequence[Block]) -> Message:
     return Message(
         "assistant",
         content="".join(block.text or "" for block in blocks),
         reasoning="".join(block.thinking or "" for block in blocks),
         tool_calls=tuple(
-            ToolCall(block.id or "", block.name or "", to_arguments(block.input or {}, f"{where}.content.{i}.input"))
-            for i, block in enumerate(blocks)
+            ToolCall(block.id or "", block.name or "", to_arguments(block.input or {}))
+            for block in blocks
             if block.type == "tool_use"
         ),
     )

@@ -5,13 +5,13 @@ What cannot be honoured is listed here, to be refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentjet.server.dialects.bodies import Body, Finite, RequestBody
+from agentjet.server.dialects.bodies import Body, Finite, JsonObject, RequestBody, Text
+from agentjet.server.dialects.neutral import Neutral
 
 
 class Open(BaseModel):
@@ -24,14 +24,14 @@ class Block(Open):
     """A content block; `BLOCKS` has the keys of each type."""
 
     type: str
-    text: str | None = None
-    thinking: str | None = None
+    text: Text | None = None
+    thinking: Text | None = None
     signature: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    id: Text | None = None
+    name: Text | None = None
+    input: JsonObject | None = None
+    tool_use_id: Text | None = None
+    content: Text | list[Block] | None = None
     """Of a tool's result."""
     is_error: bool | None = None
 
@@ -41,8 +41,8 @@ class Tool(Open):
 
     type: str | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    description: Text | None = None
+    input_schema: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -55,7 +55,7 @@ class Keys:
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    neutral: Neutral = field(default_factory=dict)
 
 
 BLOCKS: dict[str, Keys] = {
@@ -90,14 +90,14 @@ class TurnBody(Body):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: Text | list[Block]
 
 
 class ToolChoice(Body):
     """Whether the model may, must or must not call tools."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Text | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -113,7 +113,7 @@ class OutputFormat(Body):
     """The JSON schema that the answer follows."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
 class OutputConfig(Body):
@@ -128,7 +128,7 @@ class CountBody(Body):
 
     model: Annotated[str, Field(min_length=1)]
     messages: Annotated[list[TurnBody], Field(min_length=1)]
-    system: str | list[Block] | None = None
+    system: Text | list[Block] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -161,7 +161,7 @@ class MessagesBody(CountBody, RequestBody):
     inference_geo: Any = None
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: Neutral = {
     "context_management": ({"edits": []},),
     "mcp_servers": ([],),
     "speed": ("standard",),
@@ -170,7 +170,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "diagnostics": (),
     "inference_geo": (),
 }
-"""The values of a key that ask for nothing; null always does. Any other value is refused."""
 
 
 class TextBlock(BaseModel):

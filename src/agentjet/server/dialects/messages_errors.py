@@ -47,6 +47,7 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
     kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     is_named = error.param is None or error.param in error.message
     message = error.message if is_named else f"{error.param}: {error.message}"
+    message = message.replace(".function.parameters", ".input_schema")  # What the grammar calls it in any dialect.
     details = AnthropicErrorDetails(error_code=error.code)
     return AnthropicError(error=AnthropicErrorBody(type=kind, message=message, details=details)).model_dump()
 

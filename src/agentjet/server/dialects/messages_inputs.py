@@ -12,8 +12,6 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from agentjet.errors import InvalidRequest
-
 KEY = "INVALID_JSON"
 
 
@@ -32,13 +30,6 @@ def is_wrapped(value: dict[str, Any]) -> bool:
     return value.keys() == {KEY} and isinstance(value[KEY], str)
 
 
-def to_arguments(value: dict[str, Any], where: str) -> str:
-    """JSON text of an input. Raises `InvalidRequest` naming the place of one that is no JSON."""
-    if is_wrapped(value):
-        return str(value[KEY])
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        raise InvalidRequest(
-            f"{where} is no JSON: it holds NaN or infinity, or nests too deep.", code="invalid_value", param=where
-        ) from None
+def to_arguments(value: dict[str, Any]) -> str:
+    """JSON text of an input."""
+    return str(value[KEY]) if is_wrapped(value) else json.dumps(value, ensure_ascii=False)

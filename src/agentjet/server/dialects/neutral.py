@@ -14,16 +14,24 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 
 def refuse_unless_neutral(body: BaseModel, neutral: Neutral) -> None:
-    """Raises `InvalidRequest` naming the first key of `neutral` that asks for something, and the way out."""
+    """Raises `InvalidRequest` naming the first key of `neutral` that asks for something, and the way out. Keys that the
+    body has not are passed over.
+    """
     for name, values in neutral.items():
-        value = getattr(body, name)
-        if value is not None and value not in values:
-            either = " or ".join(repr(_shown(v)) for v in values)
-            way_out = f"leave it out or use {either}" if values else "leave it out"
-            raise InvalidRequest(
-                f"{name} = {_shown(value)!r} is not supported: {way_out}.", code="unsupported_parameter", param=name
-            )
+        refuse_value(getattr(body, name, None), values, name)
 
 
-def _shown(value: Any) -> Any:
-    return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+def refuse_value(value: Any, neutral: tuple[Any, ...], where: str) -> None:
+    """The same for one value, which stands at `where`."""
+    if value is None or value in neutral:
+        return
+    either = " or ".join(map(_shown, neutral))
+    way_out = f"leave it out or use {either}" if neutral else "leave it out"
+    raise InvalidRequest(
+        f"{where} = {_shown(value)} is not supported: {way_out}.", code="unsupported_parameter", param=where
+    )
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

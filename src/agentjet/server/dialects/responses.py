@@ -23,7 +23,7 @@ from agentjet.server.dialects.responses_items import to_messages
 from agentjet.server.dialects.responses_shapes import ResponseAnswer
 from agentjet.types import Constraint, Conversation, Message
 
-PARAMS = {"messages": "input", "thinking": "reasoning"}
+PARAMS = {"messages": "input"}
 """What this dialect calls what others gave its name to."""
 
 
@@ -47,7 +47,7 @@ def to_request(body: ResponsesBody, past: Past) -> CallRequest:
         top_p=1.0 if body.top_p is None else body.top_p,
         constraint=_constraint(body),
         stream=bool(body.stream),
-        reasoning=body.reasoning is None or body.reasoning.effort is None,
+        unreasoned="reasoning.effort" if body.reasoning is not None and body.reasoning.effort is not None else "",
     )
 
 

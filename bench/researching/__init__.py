@@ -1,0 +1,1 @@
+"""Studies with known answers, on a world fast enough to compute them."""

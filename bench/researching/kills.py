@@ -1,0 +1,81 @@
+"""A study killed by SIGKILL at every entry of its journal, and gone on with: is it the same study in the end?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentjet.research.journal import Journal, Kind
+from agentjet.research.models import Study, Trial, canonical
+from agentjet.research.scheduler import conduct
+from bench.researching.runner import WorldRunner
+from bench.researching.world import World
+
+
+class KeptRunner(WorldRunner):
+    """Launches outlive the process that made them, as files; a second launch of a key is an error."""
+
+    def __init__(self, world: World, rungs: tuple[float, ...], folder: Path) -> None:
+        super().__init__(world, rungs)
+        self._folder = folder
+        for path in folder.glob("*-*"):
+            super().launch(path.name, Trial.from_json(json.loads(path.read_text(encoding="utf-8"))))
+
+    def launch(self, key: str, trial: Trial) -> None:
+        with (self._folder / key).open("x", encoding="utf-8") as file:
+            file.write(canonical(trial.to_json()))
+        super().launch(key, trial)
+
+
+class Doomed(Journal):
+    """Kills its process as soon as an entry is on disk, before anybody acts on it."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self._number = number
+        super().__init__(path)
+
+    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        super().append(kind, body)
+        if self.num_entries > self._number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+Ending = tuple[list[dict[str, Any]], float, list[str]]
+"""Findings, spending, and the keys that were launched."""
+
+
+def resume_identical(study: Study, world: World) -> tuple[bool, int]:
+    """Whether one journal, killed at each of its entries in turn, ends as an undisturbed one; and how many kills."""
+    with tempfile.TemporaryDirectory() as name:
+        quiet, stormy = Path(name, "quiet"), Path(name, "stormy")
+        quiet.mkdir()
+        stormy.mkdir()
+        undisturbed = finish(study, world, quiet)
+        num_entries = len((quiet / "journal").read_bytes().splitlines())
+        for number in range(num_entries):
+            begin_and_die(study, world, stormy, number)
+        return finish(study, world, stormy) == undisturbed, num_entries
+
+
+def finish(study: Study, world: World, folder: Path) -> Ending:
+    with Journal(folder / "journal") as journal:
+        findings, desk = conduct(study, journal, KeptRunner(world, study.rungs, folder))
+    return [found.to_json() for found in findings], desk.ledger.total, sorted(p.name for p in folder.glob("*-*"))
+
+
+def begin_and_die(study: Study, world: World, folder: Path, number: int) -> None:
+    """In a process of its own. Raises `RuntimeError` when the study ended, or failed, before it was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            conduct(study, Doomed(folder / "journal", number), KeptRunner(world, study.rungs, folder))
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+        raise RuntimeError(f"the study was to be killed at entry {number}, and ended with status {status}")

@@ -1,0 +1,143 @@
+"""Confirming: the chosen settings are frozen, run with fresh seeds, and judged at the looks declared before.
+
+Holm's procedure over the confirmatory hypotheses, by looks (Maurer and Bretz 2013): each is tested at its share of
+alpha, and a hypothesis that is called by its sign hands its share on. Equivalence is a family of its own, with an alpha
+of its own: a hypothesis has an effect or has none, so at most one of its two errors is possible.
+
+A difference may be called at any look, equivalence at the last one only: a few seeds that agree say little about
+the one in ten that fails, and a single test needs no correction for looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agentjet.research.desk import Desk
+from agentjet.research.ledger import OutOfBudget
+from agentjet.research.models import Finding, Hypothesis, Outcome, Setting, Study, Trial
+from agentjet.research.seeds import seed_of
+from agentjet.research.statistics import nominal_level, permutation_p, read
+
+FEWEST = 4
+"""Scores per arm without which there is no verdict."""
+CALLED = ("supported", "refuted")
+
+
+@dataclass
+class Evidence:
+    """Outcomes of the confirming trials, by arm, in the order of their seeds."""
+
+    settings: Mapping[str, Setting]
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+
+    def scores(self, arm: str) -> list[float]:
+        """Of every run that is a result: the diverged ones too."""
+        return [outcome.score for outcome in self.outcomes.get(arm, []) if outcome.score is not None]
+
+    def trials(self, *arms: str) -> tuple[str, ...]:
+        return tuple(outcome.trial for arm in arms for outcome in self.outcomes.get(arm, []))
+
+
+def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[Finding]:
+    """One finding for each hypothesis, in their order."""
+    desk.book.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
+    evidence = Evidence(settings)
+    findings: dict[str, Finding] = {}
+    why = "the last look left it open"
+    for seeds in study.looks:
+        still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= settings.keys()]
+        if not still_open:
+            break
+        try:
+            extend(study, evidence, still_open, seeds, desk)
+        except OutOfBudget as refusal:
+            why = str(refusal)
+            break
+        judge(study, evidence, still_open, findings)
+    for hypothesis in study.hypotheses:
+        if hypothesis.id not in findings:
+            tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
+            reason = why if tuned else "the budget did not suffice to tune both arms"
+            findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=open_shares(study, {}))
+    for hypothesis in study.hypotheses:
+        desk.book.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
+    return [findings[hypothesis.id] for hypothesis in study.hypotheses]
+
+
+def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int, desk: Desk) -> None:
+    """Run every arm that is still asked about up to so many seeds. Raises `OutOfBudget`, having run none of it."""
+    asked = {name for hypothesis in hypotheses for name in (hypothesis.arm, hypothesis.against)}
+    arms = [arm.name for arm in study.arms if arm.name in asked]
+    trials = [
+        Trial(study.id, arm, evidence.settings[arm], seed_of(study, "confirm", number), "confirm")
+        for arm in arms
+        for number in range(len(evidence.outcomes.get(arm, [])), seeds)
+    ]
+    for trial, outcome in zip(trials, desk.run(trials), strict=True):
+        evidence.outcomes.setdefault(trial.arm, []).append(outcome)
+
+
+def judge(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]) -> None:
+    """Add what this look decides. A decision raises the shares of the others, so it is gone over until none falls."""
+    while True:
+        shares = open_shares(study, findings)
+        news = [finding(study, evidence, h, shares=shares) for h in hypotheses if h.id not in findings]
+        decided = [found for found in news if found.verdict != "inconclusive"]
+        if not decided:
+            return
+        findings.update({found.hypothesis: found for found in decided})
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Alpha of a confirmatory hypothesis that is still open, for each of the two families."""
+
+    difference: float
+    equivalence: float
+
+
+def open_shares(study: Study, findings: Mapping[str, Finding]) -> Shares:
+    family = [h.id for h in study.hypotheses if h.confirmatory]
+    verdicts = [findings[name].verdict for name in family if name in findings]
+    called = sum(verdict in CALLED for verdict in verdicts)
+    equivalent = verdicts.count("practically_equivalent")
+    return Shares(
+        study.alpha / max(1, len(family) - called),
+        study.alpha / max(1, len(family) - equivalent),
+    )
+
+
+def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares: Shares, reason: str = "") -> Finding:
+    """What the scores so far say of one hypothesis. An exploratory one is read at the full alpha, and says so."""
+    a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
+    chosen = {
+        arm: dict(evidence.settings[arm]) for arm in (hypothesis.arm, hypothesis.against) if arm in evidence.settings
+    }
+    trials = evidence.trials(hypothesis.arm, hypothesis.against)
+    if min(len(a), len(b)) < FEWEST:
+        reason = reason or f"{min(len(a), len(b))} seeds came back, and fewer than {FEWEST} prove nothing"
+        return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
+    if not hypothesis.confirmatory:
+        shares = Shares(study.alpha, study.alpha)
+    reading = read(
+        a,
+        b,
+        sesoi=study.sesoi,
+        difference_level=nominal_level(study.looks, shares.difference),
+        equivalence_level=shares.equivalence if max(len(a), len(b)) >= study.looks[-1] else None,
+    )
+    return Finding(
+        hypothesis.id,
+        reading.verdict,
+        reason or f"look at {max(len(a), len(b))} seeds" + ("" if hypothesis.confirmatory else ", exploratory"),
+        estimate=reading.estimate,
+        low=reading.low,
+        high=reading.high,
+        confidence=1 - reading.level,
+        p_value=reading.p_value,
+        permutation_p=permutation_p(a, b),
+        seeds=min(len(a), len(b)),
+        settings=chosen,
+        trials=trials,
+    )

@@ -1,0 +1,185 @@
+"""The one record of a study: what was fixed, launched, measured and decided, in the order it happened.
+
+A `Book` is the record in memory. A `Journal` is a book whose every entry is on disk before anybody acts on it: lines
+of JSON in a file that only grows, each with its number and the hash of the line before, one writer at a time. A last
+line that a crash tore is cut off when the file is opened; a line that was changed is refused.
+
+A study goes on by being run again over its book: the scheduler is a function of the study and of the outcomes, what the
+book has is not launched twice, and a decision that comes out differently from the recorded one is an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from agentjet.errors import ConfigError
+from agentjet.research.models import Outcome, Study, Trial, canonical
+
+Kind = Literal["study", "intent", "ack", "outcome", "decision", "finding"]
+
+
+class Book:
+    """Entries, and what they add up to."""
+
+    def __init__(self) -> None:
+        self.study: Study | None = None
+        self.trials: dict[str, Trial] = {}
+        """By id: every trial that was meant to be launched."""
+        self.unacknowledged: dict[str, str] = {}
+        """Launch key to trial id: meant to be launched, and nobody knows whether it was."""
+        self.attempts: dict[str, int] = {}
+        """By trial id: how often it was launched."""
+        self.outcomes: dict[str, list[Outcome]] = {}
+        """By trial id, one for each launch that ended."""
+        self.decisions: dict[str, object] = {}
+        """By name: what was decided, and from then on stands."""
+        self.num_entries = 0
+
+    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        self._apply(kind, body)
+        self.num_entries += 1
+
+    def open_study(self, study: Study) -> None:
+        """Fix the study. Raises `ConfigError` when the book is another study's."""
+        if self.study is None:
+            self.append("study", study.to_json())
+        elif self.study.id != study.id:
+            raise ConfigError(
+                f"this journal is of study {self.study.id} ({self.study.topic!r}), not of {study.id}: a study is fixed "
+                "before its data; start a new journal for a changed one"
+            )
+
+    def decide(self, name: str, content: object, *, kind: Literal["decision", "finding"] = "decision") -> None:
+        """Record a decision once. Raises `ConfigError` when it differs from the one recorded under this name."""
+        content = json.loads(canonical(content))
+        if name not in self.decisions:
+            self.append(kind, {"name": name, "content": content})
+        elif self.decisions[name] != content:
+            raise ConfigError(
+                f"decision {name!r} was {canonical(self.decisions[name])} and would now be {canonical(content)}: the "
+                "study's code changed since; finish it with the version that began it"
+            )
+
+    def _apply(self, kind: str, body: Mapping[str, Any]) -> None:
+        match kind:
+            case "study":
+                self.study = Study.from_json(body)
+            case "intent":
+                trial = Trial.from_json(body["trial"])
+                self.trials[trial.id] = trial
+                self.unacknowledged[body["key"]] = trial.id
+                self.attempts[trial.id] = self.attempts.get(trial.id, 0) + 1
+            case "ack":
+                del self.unacknowledged[body["key"]]
+            case "outcome":
+                outcome = Outcome.from_json(body)
+                self.outcomes.setdefault(outcome.trial, []).append(outcome)
+            case "decision" | "finding":
+                self.decisions[body["name"]] = body["content"]
+            case _:
+                raise ConfigError(f"journal entry of kind {kind!r}: written by a newer AgentJet; use that one")
+
+
+class Journal(Book):
+    """A book in a file. Open it, and close it or leave its block."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError` when another process has the file, or a line in it was changed."""
+        super().__init__()
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._last = ""
+        try:
+            self._lock()
+            self._replay()
+            sync_folder(path.parent)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        """Write, force to disk, then count. A disk that refuses leaves the book as it was."""
+        line = entry(self.num_entries, self._last, kind, body)
+        end = os.fstat(self._file).st_size
+        try:
+            remaining = memoryview(line)
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, end)
+            raise
+        self._last = digest(line)
+        super().append(kind, body)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{self.path} is being written by another process: stop that one first") from None
+
+    def _replay(self) -> None:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        good = 0
+        for number, line in enumerate(lines):
+            fields = parsed(line)
+            if fields is None or fields["seq"] != number or fields["prev"] != self._last:
+                if number == len(lines) - 1 and fields is None:  # torn by a crash: nobody has acted on it
+                    os.ftruncate(self._file, good)
+                    os.fsync(self._file)
+                    return
+                raise ConfigError(
+                    f"{self.path}, line {number + 1}: was changed after it was written; restore the file from a copy"
+                )
+            self._last = digest(line)
+            good += len(line)
+            super().append(fields["kind"], fields["body"])
+
+
+def entry(number: int, previous: str, kind: str, body: Mapping[str, Any]) -> bytes:
+    """A line of the file. `sum` is over the rest, so that a change in the last line shows too."""
+    content = {"seq": number, "prev": previous, "kind": kind, "body": body}
+    return (canonical({**content, "sum": digest(canonical(content).encode())}) + "\n").encode()
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The fields of a line, or None when it is torn or was changed."""
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        claimed = fields.pop("sum")
+        whole = line.endswith(b"\n") and digest(canonical(fields).encode()) == claimed
+    except (ValueError, KeyError, AttributeError):
+        return None
+    return fields if whole else None
+
+
+def digest(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()[:32]
+
+
+def sync_folder(folder: Path) -> None:
+    """A new file survives a power cut only when its folder does."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,212 @@
+"""What a study is made of, as frozen dataclasses whose id is the hash of their content.
+
+    Study ── Arm ── Knob          fixed before the first trial: what is compared, and how it will be judged
+      │       └── Trial ── Outcome    one run of an arm with one seed, and how it ended
+      └── Hypothesis ── Finding       a claim, and what the outcomes say about it
+
+Everything goes to JSON and comes back equal; nothing is pickled. Two objects with the same content have the same id,
+in every process, so a journal can be replayed against a plan and a trial can be launched under its own name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from agentjet.errors import ConfigError
+
+Value = bool | int | float | str
+Setting = Mapping[str, Value]
+"""Names and values of settings, as a job understands them."""
+Phase = Literal["explore", "confirm"]
+End = Literal["completed", "pruned", "diverged", "infra_failed"]
+Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
+
+
+ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def adapter(kind: type) -> TypeAdapter[Any]:
+    """Built once for a class: that takes a millisecond."""
+    if kind not in ADAPTERS:
+        ADAPTERS[kind] = TypeAdapter(kind)
+    return ADAPTERS[kind]
+
+
+class Record:
+    """To and from JSON, and the id."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @cached_property
+    def id(self) -> str:
+        """The first 64 bits of the SHA-256 of the content, in hexadecimal."""
+        return hashlib.sha256(canonical(self.to_json()).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every subclass is a dataclass
+
+    @classmethod
+    def from_json(cls, content: object) -> Self:
+        """Raises `ConfigError` naming the first field that does not fit."""
+        try:
+            checked: Self = adapter(cls).validate_json(canonical(content), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or cls.__name__
+            raise ConfigError(f"{cls.__name__}: {where} = {first['input']!r}: {first['msg']}") from None
+        return checked
+
+
+def canonical(content: object) -> str:
+    """JSON with one spelling per content. Not-a-number and infinities are refused."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Knob(Record):
+    """A nuisance setting that every arm may tune for itself, over the same values."""
+
+    name: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Arm(Record):
+    """One side of a comparison: what it changes of the base, the code it runs, and what is tuned before."""
+
+    name: str
+    changes: Setting = field(default_factory=dict)
+    nuisance: tuple[Knob, ...] = ()
+    code: str = ""
+    """Hash of the agent's code, where arms differ in code."""
+
+
+@dataclass(frozen=True)
+class Hypothesis(Record):
+    """`arm` scores higher than `against`, by at least the study's smallest effect of interest."""
+
+    claim: str
+    arm: str
+    against: str
+    confirmatory: bool = True
+    origin: Literal["prior", "llm", "human"] = "prior"
+
+
+@dataclass(frozen=True)
+class Study(Record):
+    """A question with everything that decides its answer, fixed before the data.
+
+    Costs are in full runs: a trial of a third of the length costs 1/3. `sesoi` is in units of the metric.
+    """
+
+    topic: str
+    metric: str
+    sesoi: float
+    """The smallest effect of interest: less does not matter to whoever asks."""
+    arms: tuple[Arm, ...]
+    hypotheses: tuple[Hypothesis, ...]
+    budget: float
+    reserve: float = 0.4
+    """The share of the budget that exploring may not touch."""
+    alpha: float = 0.05
+    """The chance that any confirmatory claim is called where there is nothing, over all looks."""
+    looks: tuple[int, ...] = (4, 8, 12)
+    """Seeds per arm at which the confirmation is looked at."""
+    rungs: tuple[float, ...] = (1 / 9, 1 / 3, 1.0)
+    """Fractions of a full run at which exploring drops the worse part."""
+    evaluator: str = ""
+    """Hash of what computes the metric."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        refuse(len(set(names)) < len(names), f"arms = {names}: two arms have one name; rename one")
+        for hypothesis in self.hypotheses:
+            for name in (hypothesis.arm, hypothesis.against):
+                refuse(name not in names, f"hypotheses: {name!r} is no arm of the study; the arms are {names}")
+            refuse(hypothesis.arm == hypothesis.against, f"hypotheses: {hypothesis.arm!r} is compared with itself")
+        refuse(not self.sesoi > 0, f"sesoi = {self.sesoi}: give the smallest difference that matters, above 0")
+        refuse(not 0 < self.alpha < 0.5, f"alpha = {self.alpha}: choose one between 0 and 0.5, such as 0.05")
+        refuse(not 0 <= self.reserve < 1, f"reserve = {self.reserve}: choose a share from 0 up to, not including, 1")
+        refuse(not self.budget > 0, f"budget = {self.budget}: give a number of full runs above 0")
+        rising = list(self.looks) == sorted(set(self.looks)) and bool(self.looks)
+        refuse(not rising or self.looks[0] < 4, f"looks = {self.looks}: seeds must rise, from 4 (fewer prove nothing)")
+        climbing = list(self.rungs) == sorted(set(self.rungs)) and bool(self.rungs) and self.rungs[0] > 0
+        refuse(not climbing or self.rungs[-1] != 1.0, f"rungs = {self.rungs}: fractions must rise and end with 1.0")
+        for knob in (knob for arm in self.arms for knob in arm.nuisance):
+            refuse(not knob.values, f"nuisance knob {knob.name!r} has no values to try")
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+def refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class Trial(Record):
+    """A run of an arm with one seed, up to a fraction of its length. Its id is the key it is launched under.
+
+    Trials that differ in `fidelity` alone continue each other: the shorter one is a prefix of the longer.
+    """
+
+    study: str
+    arm: str
+    setting: Setting
+    """The whole difference from the base: the arm's changes and the tuned knobs."""
+    seed: int
+    phase: Phase
+    fidelity: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome(Record):
+    """How a trial ended. A diverged run is a result and carries its score; an infrastructure failure has none."""
+
+    trial: str
+    end: End
+    score: float | None = None
+    """The metric at the trial's last step, never its best one."""
+    curve: tuple[float, ...] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        refuse(
+            (self.score is None) != (self.end == "infra_failed"),
+            f"outcome of trial {self.trial}: end = {self.end!r} with score = {self.score}: every run has a score, "
+            "and only an infrastructure failure has none",
+        )
+        refuse(self.score is not None and not math.isfinite(self.score), f"outcome: score = {self.score} is no number")
+
+
+@dataclass(frozen=True)
+class Finding(Record):
+    """What the outcomes say about a hypothesis. The interval is the one the verdict was read from."""
+
+    hypothesis: str
+    verdict: Verdict
+    reason: str
+    estimate: float | None = None
+    """Mean of `arm` minus mean of `against`, over the confirming seeds only."""
+    low: float | None = None
+    high: float | None = None
+    confidence: float | None = None
+    """Nominal level of the interval at this look; over all looks it is 1 - alpha or better."""
+    p_value: float | None = None
+    """Welch's, two-sided, to be held against 1 - `confidence` of the look, not against alpha."""
+    permutation_p: float | None = None
+    seeds: int = 0
+    """Per arm."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """By arm, the setting it was judged at."""
+    trials: tuple[str, ...] = ()

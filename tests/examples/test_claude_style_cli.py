@@ -1,0 +1,186 @@
+"""1. The tasks are broken as they stand. 2. The tools keep to their folder, the tests cannot be talked into passing.
+3. Against a real server: the model's tool uses are trained, with exact context and on one timeline; the example and
+what the tools said are not. 4. The program alone, with nothing but Anthropic's variables. 5. The run shortened, on a
+tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import anthropic
+import pytest
+
+from agentjet import Swarm
+from agentjet.client.threads import LoopThread
+from agentjet.config import load_config
+from examples.claude_style_cli import cli, train
+from examples.claude_style_cli.cli import EXAMPLE, ToolError, Workspace
+from examples.claude_style_cli.repairs import TASKS
+from tests.fakes import saying
+from tests.server.serving import TOKEN, Served, serving
+from tests.tiny import make_card, make_model
+
+ADD = TASKS[0]
+FIXED = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture(autouse=True)
+def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of the example's client: closed with the test, not with the process."""
+    with anthropic.DefaultHttpxClient(trust_env=False) as http:
+        monkeypatch.setattr(train, "ANTHROPIC", train.ANTHROPIC.copy(http_client=http))
+        yield
+
+
+def test_every_task_is_broken_as_it_stands(tmp_path: Path) -> None:
+    assert len({task.id for task in TASKS}) == len(TASKS)
+    for task in TASKS:
+        workspace = Workspace(tmp_path, task.payload.tests)
+        (tmp_path / f"{task.id}.py").write_text(task.payload.code)
+        assert not workspace.passes(), task.id
+    (tmp_path / "add.py").write_text(FIXED)
+    assert Workspace(tmp_path, ADD.payload.tests).passes()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos._exit(0)\n",
+        "raise SystemExit(0)\n",
+        "import sys\nprint('the tests passed')\nsys.stdout.flush()\nraise SystemExit\n",
+        "while True:\n    pass\n",
+        "x = bytes(2**30)\n",
+        "def add(a, b):\n    return a - b\n",
+    ],
+)
+def test_tests_cannot_be_talked_into_passing(tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "SECONDS", 1)
+    (tmp_path / "add.py").write_text(code)
+    with pytest.raises(ToolError):
+        Workspace(tmp_path, ADD.payload.tests).run_tests()
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/b", "", ".", "..", "x\0y", "x" * 101])
+def test_tools_keep_to_their_folder(tmp_path: Path, path: str) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    workspace = Workspace(folder, "")
+    for name, arguments in (("read_file", {"path": path}), ("write_file", {"path": path, "content": "x"})):
+        with pytest.raises((ToolError, OSError)):
+            workspace.call(name, dict(arguments))
+    assert list(tmp_path.rglob("*")) == [folder]
+
+
+def test_tools_say_what_they_take(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path, "")
+    for name, arguments in (("write_file", {"path": "x"}), ("read_file", {"path": 3}), ("run_tests", {"x": "y"})):
+        with pytest.raises(ToolError, match="takes these texts"):
+            workspace.call(name, dict(arguments))
+    with pytest.raises(ToolError, match="no tool 'rm'"):
+        workspace.call("rm", {})
+
+
+def call(name: str, **arguments: str) -> str:
+    """A tool use as the tiny model's template has it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+CALLS = [
+    call("read_file", path="add.py"),
+    call("run_tests"),
+    call("write_file", path="add.py", content=FIXED),
+    call("run_tests"),
+]
+
+
+def has_learned(prompt: str) -> str:
+    """A model that has learned it: its next call is the one after as many as it has made here."""
+    asked = prompt.rindex("The function in add.py")
+    return CALLS[prompt.count("</tool_response>", asked)]
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(cli, "MAX_TOKENS", 512)  # the tiny vocabulary spells everything out
+    loop = LoopThread()
+    card = make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes")
+    context = serving(tmp_path / "data", saying(has_learned), card=card, job={"batch_size": 1, "group_size": 2})
+    yield loop.run(context.__aenter__())
+    loop.run(context.__aexit__(None, None, None))
+    loop.stop()
+
+
+def test_what_the_model_said_is_trained_on_one_timeline(served: Served) -> None:
+    with Swarm(served.url, TOKEN) as swarm:
+        with swarm.episode(ADD.id) as episode:
+            reward = train.agent(ADD, episode)
+            episode.finish(reward)
+        assert (reward.value, reward.metrics) == (1.0, {"solved": 1.0, "tools": 4.0})
+        calls = swarm.episode_tree(episode.id).calls
+    assert len(calls) == len(CALLS)
+    for expected, one, asked in zip(CALLS, calls, served.run.compute.asked, strict=True):
+        said = "".join(text for text, mask in zip(one.texts, one.mask, strict=True) if mask)
+        assert said == expected + "<|im_end|>"
+        assert asked.params.grammar, "tool_choice binds the answer"
+        assert one.orphan == one.fork == ""
+    for before, one in pairwise(calls):
+        assert one.parent == before.call_id and one.kept == before.kept + len(before.tokens)
+    heard = "".join(text for text, mask in zip(calls[2].texts, calls[2].mask, strict=True) if not mask)
+    assert "Error: the tests failed: AssertionError: add(2, 3) == 5" in heard and "half.py" not in heard
+
+
+def test_no_tool_is_the_end_of_it(served: Served) -> None:
+    served.run.compute.script = saying(lambda prompt: "I cannot do that.")
+    with Swarm(served.url, TOKEN) as swarm, swarm.episode(ADD.id) as episode:
+        assert train.agent(ADD, episode).value == 0.0
+        assert len(swarm.episode_tree(episode.id).calls) == 1
+
+
+def test_the_program_alone(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "add.py").write_text(ADD.payload.code)
+    (folder / "tests.py").write_text(ADD.payload.tests)
+    with Swarm(served.url, TOKEN) as swarm, swarm.episode(ADD.id) as episode:
+        monkeypatch.setenv("ANTHROPIC_BASE_URL", episode.anthropic_base_url)
+        monkeypatch.setenv("ANTHROPIC_API_KEY", episode.api_key)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        assert cli.main(str(folder), "The function in add.py is wrong. Repair it.") == 0
+    assert (folder / "add.py").read_text() == FIXED
+
+
+def test_the_example_uses_the_tools_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("def half(x):\n    return x * 2\n")
+    workspace = Workspace(tmp_path, "from half import half\nassert half(4) == 2")
+    contents = [message["content"] for message in EXAMPLE[1:-1]]
+    for used, result in zip(contents[::2], contents[1::2], strict=True):
+        [block], [answer] = list(used), list(result)  # type: ignore[var-annotated]
+        assert workspace.call(block["name"], block["input"]) == answer["content"]
+
+
+def test_the_shipped_settings_load() -> None:
+    job = load_config(train.SETTINGS, environ={}).job
+    assert job.max_steps > 0 and job.group_size > 1
+
+
+@pytest.mark.e2e
+def test_the_run_shortened(tmp_path: Path) -> None:
+    settings = {
+        "model.name": str(make_model(tmp_path / "model", template="qwen3")),
+        "model.device": "cpu",
+        "model.dtype": "float32",
+        "model.threads": 1,
+        "sampler.cache_tokens": 16384,
+        "job.max_steps": 1,
+        "job.batch_size": 1,
+        "job.group_size": 2,
+    }
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    result = train.main(["--out", str(tmp_path / "out"), "--repeats", "1", *sets])
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
+    assert (result["batches"], result["aborted"]) == (1, 0)
+    assert 0 <= result["before"] <= 1 and 0 <= result["rewards"][0] <= 1

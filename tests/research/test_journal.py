@@ -1,0 +1,173 @@
+"""1. What a journal took is there when it is opened again; a torn last line is cut off, a changed line refused.
+2. One writer. A study is fixed, and so is what was decided.
+3. Killed at every entry, before it, in the middle of it and after it, a study ends with an undisturbed one's findings,
+   launches nothing twice, and its ledger comes to the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.errors import ConfigError
+from agentjet.research.journal import Journal, Kind, entry
+from agentjet.research.models import Arm, Knob, Outcome, Study, Trial
+from agentjet.research.scheduler import conduct
+from tests.research.world import STUDY, Formula
+
+FEW = replace(
+    STUDY,
+    arms=(replace(STUDY.arms[0], nuisance=(Knob("lr", (8.0, 16.0)),)), Arm("b", {"gain": 3.0, "lr": 16.0})),
+    rungs=(1.0,),
+    looks=(4,),
+    budget=30.0,
+)
+TRIAL = Trial(STUDY.id, "a", {"lr": 1.0}, 3, "confirm")
+
+
+def written(path: Path) -> Journal:
+    """A study, a launch and its outcome."""
+    journal = Journal(path)
+    journal.open_study(STUDY)
+    journal.append("intent", {"key": "k", "trial": TRIAL.to_json()})
+    journal.append("ack", {"key": "k"})
+    journal.append("outcome", Outcome(TRIAL.id, "completed", score=1 / 3).to_json())
+    journal.decide("rungs", [1.0])
+    journal.close()
+    return journal
+
+
+def test_what_was_written_is_there(tmp_path: Path) -> None:
+    before = written(tmp_path / "j")
+    with Journal(tmp_path / "j") as after:
+        assert after.study == STUDY
+        assert after.trials == {TRIAL.id: TRIAL}
+        assert after.outcomes == before.outcomes
+        assert (after.unacknowledged, after.attempts, after.num_entries) == ({}, {TRIAL.id: 1}, 5)
+        after.decide("rungs", (1.0,))  # the same again
+        assert after.num_entries == 5
+
+
+def test_a_torn_line_is_cut_off_wherever_it_tore(tmp_path: Path) -> None:
+    written(tmp_path / "j")
+    whole = (tmp_path / "j").read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    for end in range(start, len(whole)):
+        (tmp_path / "j").write_bytes(whole[:end])
+        with Journal(tmp_path / "j") as journal:
+            assert (journal.num_entries, journal.decisions) == (4, {})
+            journal.decide("rungs", [1.0])
+        assert (tmp_path / "j").read_bytes() == whole
+
+
+@pytest.mark.parametrize("line", [0, 1, 3])
+def test_a_changed_line_is_refused(tmp_path: Path, line: int) -> None:
+    written(tmp_path / "j")
+    lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
+    lines[line] = lines[line].replace(b'"kind"', b'"Kind"')
+    (tmp_path / "j").write_bytes(b"".join(lines))
+    with pytest.raises(ConfigError, match=f"line {line + 1}: was changed"):
+        Journal(tmp_path / "j")
+
+
+def test_a_line_rewritten_with_its_sum_breaks_the_chain(tmp_path: Path) -> None:
+    written(tmp_path / "j")
+    lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
+    fields = json.loads(lines[3])
+    lines[3] = entry(3, fields["prev"], "outcome", {**fields["body"], "score": 9.0})
+    (tmp_path / "j").write_bytes(b"".join(lines))
+    with pytest.raises(ConfigError, match="line 5: was changed"):
+        Journal(tmp_path / "j")
+
+
+def test_one_writer(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j"), pytest.raises(ConfigError, match="another process"):
+        Journal(tmp_path / "j")
+    Journal(tmp_path / "j").close()
+
+
+def test_a_study_and_its_decisions_are_fixed(tmp_path: Path) -> None:
+    written(tmp_path / "j")
+    with Journal(tmp_path / "j") as journal:
+        with pytest.raises(ConfigError, match="fixed before its data"):
+            journal.open_study(replace(STUDY, sesoi=0.1))
+        with pytest.raises(ConfigError, match="'rungs' was"):
+            journal.decide("rungs", [0.5, 1.0])
+
+
+# ---- kills ------------------------------------------------------------------------------------------------------
+
+
+class Doomed(Journal):
+    """Dies at one of its entries: before it is written, with half of it on disk, or after."""
+
+    def __init__(self, path: Path, number: int, moment: str) -> None:
+        self._doom = (number, moment)
+        super().__init__(path)
+
+    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        number, moment = self._doom
+        if self.num_entries < number:
+            super().append(kind, body)
+            return
+        if moment == "torn":
+            line = entry(self.num_entries, self._last, kind, body)
+            os.write(self._file, line[: len(line) // 2])
+        elif moment == "after":
+            super().append(kind, body)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def study_until_killed(folder: Path, number: int, moment: str) -> None:
+    """In a process of its own."""
+    child = os.fork()
+    if child == 0:
+        try:
+            conduct(FEW, Doomed(folder / "journal", number, moment), Formula(folder=folder))
+        finally:
+            os._exit(1)  # not killed: the parent will see
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"entry {number}: {status}"
+
+
+def finish(study: Study, folder: Path) -> tuple[list[dict[str, Any]], float, set[str]]:
+    """Findings, spending, and the keys that were launched."""
+    with Journal(folder / "journal") as journal:
+        findings, desk = conduct(study, journal, Formula(folder=folder))
+        assert journal.unacknowledged == {}
+    keys = {path.name for path in folder.iterdir()} - {"journal"}
+    return [finding.to_json() for finding in findings], desk.ledger.total, keys
+
+
+@pytest.mark.parametrize("moment", ["before", "torn", "after"])
+def test_killed_at_every_entry(tmp_path: Path, moment: str) -> None:
+    """`Formula.launch` refuses a key it has, so a second launch fails the study."""
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    undisturbed = finish(FEW, quiet)
+    assert undisturbed[0][0]["verdict"] == "supported"
+    num_entries = len((quiet / "journal").read_bytes().splitlines())
+    assert num_entries > 40
+    for number in range(num_entries):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        study_until_killed(folder, number, moment)
+        assert finish(FEW, folder) == undisturbed, number
+
+
+def test_killed_at_one_entry_after_the_other(tmp_path: Path) -> None:
+    """The same journal, killed at each of its entries in turn."""
+    quiet, stormy = tmp_path / "quiet", tmp_path / "stormy"
+    quiet.mkdir()
+    stormy.mkdir()
+    undisturbed = finish(FEW, quiet)
+    for number in range(len((quiet / "journal").read_bytes().splitlines())):
+        study_until_killed(stormy, number, "after")
+    assert finish(FEW, stormy) == undisturbed

@@ -1,0 +1,173 @@
+"""1. Each arm is tuned before it is judged, by fewer runs than all of them, and judged on seeds nobody tuned on.
+2. Halving is left out where early ranks mislead.
+3. The budget is kept, the reserve too; what cannot be paid ends as inconclusive, with the reason.
+4. Lost runs are repeated with their seed, diverged ones count.
+5. Holm over looks: shares are handed on by those that were called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from agentjet.research.confirm import Evidence, Shares, judge, open_shares
+from agentjet.research.desk import Desk
+from agentjet.research.journal import Book
+from agentjet.research.ledger import Ledger, OutOfBudget
+from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Trial
+from agentjet.research.scheduler import conduct
+from tests.research.world import STUDY, Formula, late
+
+
+def conducted(study: Study, runner: Formula) -> tuple[Finding, Book, Ledger]:
+    book = Book()
+    [finding], desk = conduct(study, book, runner)
+    return finding, book, desk.ledger
+
+
+def test_arms_are_tuned_then_judged_on_fresh_seeds() -> None:
+    finding, book, ledger = conducted(STUDY, Formula())
+    assert finding.verdict == "supported"
+    assert finding.estimate == pytest.approx(3.0, abs=0.6)
+    assert finding.low is not None and finding.high is not None and 0 < finding.low < 3.0 < finding.high
+    assert {arm: setting["lr"] for arm, setting in finding.settings.items()} == {"a": 16.0, "b": 16.0}
+    assert finding.seeds == 4, "a difference of ten deviations needs no second look"
+    phases = {phase: {t.seed for t in book.trials.values() if t.phase == phase} for phase in ("explore", "confirm")}
+    assert not phases["explore"] & phases["confirm"]
+    assert {book.trials[name].phase for name in finding.trials} == {"confirm"}
+    assert ledger.total < 8 * 2 * 4 / 2, "the grid with as many seeds, halved"
+
+
+def test_without_an_effect_it_is_equivalence_at_the_last_look() -> None:
+    same = replace(STUDY, arms=(STUDY.arms[0], Arm("b", {"gain": 0.0}, STUDY.arms[0].nuisance)))
+    finding, _, _ = conducted(same, Formula(noise=0.6))
+    assert (finding.verdict, finding.seeds) == ("practically_equivalent", 12)
+    assert finding.low is not None and finding.high is not None and -1 < finding.low < finding.high < 1
+
+
+def test_halving_drops_at_the_first_rung() -> None:
+    _, book, _ = conducted(STUDY, Formula())
+    assert book.decisions["rungs"] == [1 / 9, 1 / 3, 1.0]
+    ran = [t.fidelity for t in book.trials.values() if t.arm == "b" and t.phase == "explore"]
+    assert (ran.count(1 / 9), ran.count(1 / 3), ran.count(1.0)) == (8, 3, 3 + 2 * 3)
+
+
+def test_misleading_rungs_are_left_out() -> None:
+    finding, book, _ = conducted(STUDY, Formula(score=late))
+    assert book.decisions["rungs"] == [1.0]
+    assert finding.settings["b"]["lr"] == 1.0
+    assert finding.verdict == "supported"
+
+
+def test_the_budget_is_kept_and_the_reserve_is() -> None:
+    for budget in (0.5, 3.0, 12.0, 25.0, 40.0):
+        finding, _, ledger = conducted(replace(STUDY, budget=budget), Formula())
+        assert ledger.total <= budget
+        assert ledger.spent["explore"] <= 0.6 * budget + 1e-9
+        if finding.verdict == "inconclusive":
+            assert "budget" in finding.reason or "are left" in finding.reason
+    assert finding.verdict == "supported"
+
+
+def test_too_small_a_budget_is_said() -> None:
+    finding, _, _ = conducted(replace(STUDY, budget=0.5), Formula())
+    assert (finding.verdict, finding.estimate, finding.trials) == ("inconclusive", None, ())
+    assert "budget" in finding.reason
+
+
+def test_a_continued_run_costs_what_it_adds() -> None:
+    ledger = Ledger(STUDY)
+    third = Trial(STUDY.id, "a", {"lr": 1.0}, 1, "explore", 1 / 3)
+    ledger.reserve([third])
+    ledger.reserve([replace(third, fidelity=1.0), replace(third, seed=2, fidelity=1 / 9)])
+    assert ledger.total == pytest.approx(1 + 1 / 9)
+    with pytest.raises(OutOfBudget):
+        ledger.reserve([replace(third, seed=seed, fidelity=1.0) for seed in range(3, 60)])
+    assert ledger.total == pytest.approx(1 + 1 / 9)
+
+
+def test_a_lost_run_is_repeated_with_its_seed() -> None:
+    runner = Formula(lost={1, 2, 30})
+    finding, book, ledger = conducted(STUDY, runner)
+    undisturbed, _, _ = conducted(STUDY, Formula())
+    assert finding == undisturbed
+    assert sorted(book.attempts.values())[-3:] == [2, 2, 2]
+    assert ledger.repeated > 0
+    repeated = [key for key in runner.launched if key.endswith("-2")]
+    assert all(runner.launched[key] == runner.launched[key[:-1] + "1"] for key in repeated)
+
+
+def test_an_infrastructure_that_loses_everything_proves_nothing() -> None:
+    finding, book, ledger = conducted(STUDY, Formula(always_lost=True))
+    assert (finding.verdict, finding.seeds) == ("inconclusive", 0)
+    assert ledger.total <= STUDY.budget
+    assert max(book.attempts.values()) <= 3
+
+
+def test_a_diverged_run_counts() -> None:
+    evidence = Evidence({}, {"a": [Outcome("t", "diverged", score=-5.0), Outcome("u", "infra_failed")]})
+    assert evidence.scores("a") == [-5.0]
+
+
+def test_another_outcome_of_the_same_trial_is_not_asked_for() -> None:
+    """A second desk on the same book launches nothing."""
+    book, runner = Book(), Formula()
+    first, _ = conduct(STUDY, book, runner)
+    entries = book.num_entries
+    second, _ = conduct(STUDY, book, Formula(noise=99.0))
+    assert (second, book.num_entries) == (first, entries)
+
+
+# ---- several hypotheses -----------------------------------------------------------------------------------------
+
+
+FAMILY = replace(
+    STUDY,
+    arms=(Arm("a"), Arm("b"), Arm("c"), Arm("d")),
+    hypotheses=(Hypothesis("", "b", "a"), Hypothesis("", "c", "a"), Hypothesis("", "d", "a", confirmatory=False)),
+)
+
+
+def evidence(**scores: list[float]) -> Evidence:
+    outcomes = {arm: [Outcome(f"{arm}{i}", "completed", score=s) for i, s in enumerate(v)] for arm, v in scores.items()}
+    return Evidence({arm: {} for arm in scores}, outcomes)
+
+
+def test_shares_are_handed_on_within_their_family() -> None:
+    b, c, _ = FAMILY.hypotheses
+    assert open_shares(FAMILY, {}) == Shares(0.025, 0.025)
+    assert open_shares(FAMILY, {b.id: Finding(b.id, "refuted", "")}) == Shares(0.05, 0.025)
+    assert open_shares(FAMILY, {c.id: Finding(c.id, "practically_equivalent", "")}) == Shares(0.025, 0.05)
+
+
+def test_a_called_hypothesis_helps_the_next() -> None:
+    """c is significant at the whole alpha of this look and not at half of it: it is called because b is."""
+    base = [0.0, 0.5, 1.0, 1.5]
+    c = [1.5, 2.05, 2.5, 2.95]
+    alone, together = dict[str, Finding](), dict[str, Finding]()
+    judge(FAMILY, evidence(a=base, b=base, c=c, d=base), list(FAMILY.hypotheses), alone)
+    judge(FAMILY, evidence(a=base, b=[9.0, 9.5, 9.1, 9.3], c=c, d=base), list(FAMILY.hypotheses), together)
+    assert alone == {}
+    first, second, _ = FAMILY.hypotheses
+    assert {name: found.verdict for name, found in together.items()} == {first.id: "supported", second.id: "supported"}
+    assert together[first.id].confidence == pytest.approx(1 - 0.0104, abs=1e-3)
+    assert together[second.id].confidence == pytest.approx(1 - 0.0221, abs=1e-3)
+
+
+def test_an_exploratory_hypothesis_takes_no_share_and_says_so() -> None:
+    found: dict[str, Finding] = {}
+    third = FAMILY.hypotheses[2]
+    judge(FAMILY, evidence(a=[0.0, 0.1, 0.2, 0.1], d=[5.0, 5.1, 5.2, 5.1]), [third], found)
+    assert found[third.id].verdict == "supported"
+    assert "exploratory" in found[third.id].reason
+    assert open_shares(FAMILY, found) == Shares(0.025, 0.025)
+
+
+def test_a_runner_that_answers_for_another_trial_is_found_out() -> None:
+    class Confused(Formula):
+        def collect(self, key: str) -> Outcome:
+            return replace(super().collect(key), trial="other")
+
+    with pytest.raises(AssertionError, match="outcome of other"):
+        Desk(STUDY, Book(), Confused()).run([Trial(STUDY.id, "a", {"lr": 1.0, "gain": 0.0}, 1, "explore")])

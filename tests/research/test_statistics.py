@@ -1,0 +1,162 @@
+"""1. Welch, permutations, Holm and Pocock's boundary against numbers by hand or from the papers.
+2. Simulated: all looks together err at alpha, on small samples, too; equivalence is not called at the edge of interest.
+3. A verdict and its interval agree.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from agentjet.research.statistics import (
+    Difference,
+    any_crossing,
+    holm,
+    largest_unseen_rate,
+    nominal_level,
+    permutation_p,
+    power,
+    read,
+    welch,
+)
+
+LOOKS = (4, 8, 12)
+
+
+def test_welch_by_hand() -> None:
+    """Variances 1 and 4 over three each: error sqrt(5/3), degrees (5/3)^2 / ((1/9 + 16/9) / 2) = 50/17."""
+    found = welch([2.0, 3.0, 4.0], [0.0, 2.0, 4.0])
+    assert found.estimate == 1.0
+    assert found.error == pytest.approx(np.sqrt(5 / 3))
+    assert found.degrees == pytest.approx(50 / 17)
+    assert found.p_value() == pytest.approx(stats.ttest_ind([2, 3, 4], [0, 2, 4], equal_var=False).pvalue)
+
+
+def test_interval_excludes_zero_where_p_is_below_the_level() -> None:
+    found = Difference(1.0, 0.4, 10.0)
+    for level in (0.5 * found.p_value(), found.p_value() * 0.999, found.p_value() * 1.001):
+        low, high = found.interval(level)
+        assert (low > 0) == (found.p_value() < level)
+        assert (low + high) / 2 == pytest.approx(1.0)
+
+
+def test_permutations_by_hand() -> None:
+    """Of the 70 ways to split eight numbers in halves, two are as far apart as these."""
+    assert permutation_p([5, 6, 7, 8], [1, 2, 3, 4]) == pytest.approx(2 / 70)
+    assert permutation_p([1, 4], [2, 3]) == 1.0
+
+
+def test_sampled_permutations_are_near_the_exact_ones() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(0.8, 1, 12), rng.normal(0, 1, 12)
+    assert permutation_p(list(a), list(b)) == pytest.approx(welch(list(a), list(b)).p_value(), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("looks", "alpha", "published"),
+    [((1, 2), 0.05, 0.0294), ((4, 8, 12), 0.05, 0.0221), ((1, 2, 3, 4, 5), 0.05, 0.0158), ((1, 2, 3), 0.01, 0.0041)],
+)
+def test_pococks_levels(looks: tuple[int, ...], alpha: float, published: float) -> None:
+    assert nominal_level(looks, alpha) == pytest.approx(published, abs=6e-5)
+
+
+def test_one_look_costs_nothing_and_uneven_looks_are_integrated() -> None:
+    assert nominal_level((9,), 0.05) == 0.05
+    rng = np.random.default_rng(1)
+    sums = rng.normal(size=(100_000, 16)).cumsum(axis=1)
+    level = nominal_level((4, 8, 16), 0.05)
+    bound = stats.norm.ppf(1 - level / 2)
+    crossed = np.any([np.abs(sums[:, n - 1]) > bound * np.sqrt(n) for n in (4, 8, 16)], axis=0)
+    assert any_crossing((4, 8, 16), level) == pytest.approx(0.05, abs=1e-9)
+    assert crossed.mean() == pytest.approx(0.05, abs=0.003)
+
+
+def simulated(draws: int, effect: float, deviations: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(2)
+    return rng.normal(effect, deviations[0], (draws, 12)), rng.normal(0, deviations[1], (draws, 12))
+
+
+def welch_p(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Vectorised over rows, by the library."""
+    return np.asarray(stats.ttest_ind(a, b, axis=1, equal_var=False).pvalue)
+
+
+@pytest.mark.parametrize(("deviations", "at_most"), [((1.0, 1.0), 0.053), ((1.0, 3.0), 0.06)])
+def test_three_looks_together_err_at_alpha(deviations: tuple[float, float], at_most: float) -> None:
+    """Student's t at normal boundaries is approximate: here is by how much. Peeking at .05 would err twice as often."""
+    a, b = simulated(20_000, 0.0, deviations)
+    p = np.stack([welch_p(a[:, :n], b[:, :n]) for n in LOOKS])
+    assert (p < nominal_level(LOOKS, 0.05)).any(axis=0).mean() <= at_most
+    assert (p < 0.05).any(axis=0).mean() > 0.08
+
+
+def test_verdicts_err_at_alpha_and_agree_with_their_intervals() -> None:
+    a, b = simulated(400, 0.0, (1.0, 1.0))
+    wrong = 0
+    for x, y in zip(a, b, strict=True):
+        for n, equivalence in zip(LOOKS, (None, None, 0.05), strict=True):
+            found = read(list(x[:n]), list(y[:n]), sesoi=0.5, difference_level=0.0221, equivalence_level=equivalence)
+            match found.verdict:
+                case "supported":
+                    assert found.low > 0 and found.estimate >= 0.5
+                case "refuted":
+                    assert found.high < 0 and found.estimate <= -0.5
+                case "practically_equivalent":
+                    assert found.low > -0.5 and found.high < 0.5
+            if found.verdict != "inconclusive":
+                wrong += found.verdict != "practically_equivalent"
+                break
+    assert wrong / 400 <= 0.08  # two standard errors above .05
+
+
+def test_equivalence_is_not_called_at_the_edge_of_interest() -> None:
+    a, b = simulated(4_000, 1.0, (0.5, 0.5))
+    said = [
+        read(list(x), list(y), sesoi=1.0, difference_level=1e-9, equivalence_level=0.05).verdict
+        for x, y in zip(a, b, strict=True)
+    ]
+    assert 0.03 <= said.count("practically_equivalent") / len(said) <= 0.06
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        ([5.0, 5.1, 4.9, 5.0], [1.0, 1.1, 0.9, 1.0], "supported"),
+        ([1.0, 1.1, 0.9, 1.0], [5.0, 5.1, 4.9, 5.0], "refuted"),
+        ([1.0, 1.1, 0.9, 1.0], [1.05, 1.1, 0.95, 1.0], "practically_equivalent"),
+        ([1.3, 1.31, 1.29, 1.3], [1.0, 1.01, 0.99, 1.0], "practically_equivalent"),  # there, and too small to matter
+        ([1.0, 9.0, 4.0, 2.0], [2.0, 7.0, 1.0, 3.0], "inconclusive"),
+        ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], "inconclusive"),  # no spread: is the seed ignored?
+    ],
+)
+def test_readings(a: list[float], b: list[float], verdict: str) -> None:
+    assert read(a, b, sesoi=1.0, difference_level=0.02, equivalence_level=0.05).verdict == verdict
+
+
+def test_too_few_scores_are_refused() -> None:
+    with pytest.raises(ValueError, match="two scores each"):
+        welch([1.0], [1.0, 2.0])
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([]) == []
+
+
+def test_unseen_rate_is_about_three_in_n() -> None:
+    assert largest_unseen_rate(16) == pytest.approx(0.171, abs=1e-3)
+
+
+@pytest.mark.parametrize(("effect", "spread"), list(product((0.0, 0.4, 1.6), (0.5, 1.0))))
+def test_power_is_what_happens(effect: float, spread: float) -> None:
+    a, b = simulated(2_000, effect, (spread, 1.5 * spread))
+    right = "supported" if effect >= 1 else "practically_equivalent"
+    level = 0.0221 if effect >= 1 else 0.1
+    said = [
+        read(list(x), list(y), sesoi=1.0, difference_level=0.0221, equivalence_level=0.05).verdict == right
+        for x, y in zip(a, b, strict=True)
+    ]
+    assert power(effect, (spread, 1.5 * spread), 12, sesoi=1.0, level=level) == pytest.approx(np.mean(said), abs=0.035)
