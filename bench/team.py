@@ -6,8 +6,9 @@ Two servers on tiny models, one core each. The same calls to both, the same epis
 * **team**: one run of a team, whose agent asks both members at once, so that what is measured is the team and not that
   one member waits for the other's answer.
 
-The two ways take turns, in the order apart, team, team, apart, ...; the figure is the ratio of the medians. A table,
-then one JSON object as the last line.
+The two ways take turns, in the order apart, team, team, apart, ...; the figure is the ratio of the medians. What a team
+costs is a matter of requests, so it is the same for each episode whatever the model: `--size small` shows it at its
+dearest, on a model that answers at once. A table, then one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ cache_tokens = 32768
 [job]
 batch_size = 2
 group_size = 8
-max_tokens = 48
 checkpoint_every = 0
 """
 CONCURRENCY = 16
+SIZES = {"small": (2, 32, 48), "large": (6, 384, 160)}
+"""Layers, width, and tokens of an answer at most."""
 
 
 async def talk(http: httpx.AsyncClient, part: AsyncEpisode, task: Task) -> float:
@@ -113,13 +115,18 @@ async def measured(servers: Mapping[str, tuple[str, str]], rounds: int, steps: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="large", help="of the models and their answers")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6, help="batches of each run")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, signals_unwind(), ExitStack() as stack:
         folder = Path(name)
         (folder / "settings.toml").write_text(SETTINGS)
-        overrides = [f"model.name={json.dumps(str(make_model(folder / 'model')))}"]
+        layers, hidden, max_tokens = SIZES[options.size]
+        overrides = [
+            f"job.max_tokens={max_tokens}",
+            f"model.name={json.dumps(str(make_model(folder / 'model', layers=layers, hidden=hidden)))}",
+        ]
         children = {
             m: stack.enter_context(ChildServer(folder / "settings.toml", overrides, folder / m)) for m in MEMBERS
         }
@@ -130,15 +137,18 @@ def main() -> None:
         seconds = asyncio.run(measured(servers, options.rounds, options.steps))
     medians = {way: statistics.median(runs) for way, runs in seconds.items()}
     ratio = medians["team"] / medians["apart"]
+    extra = 1000 * (medians["team"] - medians["apart"]) / (options.steps * 16)
     table = Table("way", "median s", "runs")
     for way, runs in seconds.items():
         table.add_row(way, f"{medians[way]:.2f}", " ".join(f"{run:.2f}" for run in runs))
-    Console().print(table, f"team / apart = {ratio:.3f}")
+    Console().print(table, f"team / apart = {ratio:.3f}; {extra:.1f} ms an episode")
     print(
         json.dumps(
             {
                 "bench": "team",
+                "size": options.size,
                 "ratio": round(ratio, 4),
+                "extra_ms_per_episode": round(extra, 2),
                 "seconds": {way: [round(run, 3) for run in runs] for way, runs in seconds.items()},
                 "steps": options.steps,
                 "episodes_per_run": options.steps * 16,

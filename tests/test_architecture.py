@@ -195,7 +195,18 @@ def test_light_rooms_load_no_torch(module: str) -> None:
 @pytest.mark.parametrize("module", ["agentjet", "agentjet.client", "agentjet.cli.main"])
 def test_client_loads_nothing_of_the_servers(module: str) -> None:
     """`pip install agentjet` without an extra must be able to import these."""
-    servers = {"fastapi", "jinja2", "matplotlib", "msgpack", "numpy", "openai", "starlette", "tokenizers", "uvicorn"}
+    servers = {
+        "fastapi",
+        "jinja2",
+        "matplotlib",
+        "msgpack",
+        "numpy",
+        "openai",
+        "scipy",
+        "starlette",
+        "tokenizers",
+        "uvicorn",
+    }
     assert not loaded_by(module) & servers
 
 

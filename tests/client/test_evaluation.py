@@ -10,6 +10,7 @@ from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 
+import httpx
 import pytest
 
 from agentjet.client import (
@@ -158,6 +159,27 @@ def test_learning_waits_for_an_evaluation_at_a_version(tmp_path: Path, at_versio
             with pytest.raises(Conflict) as gone:
                 await swarm.evaluate(agent, TASKS, progress=False, at_version=0)
             assert gone.value.code == "version_gone"
+
+    asyncio.run(scenario())
+
+
+def test_the_temperature_of_an_evaluation_is_that_of_every_call(tmp_path: Path) -> None:
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        async with httpx.AsyncClient(base_url=episode.base_url, verify=False, trust_env=False) as http:
+            body = {"model": episode.model, "messages": [{"role": "user", "content": "hi"}], "temperature": 0.7}
+            headers = {"Authorization": f"Bearer {episode.api_key}"}
+            (await http.post("/chat/completions", json=body, headers=headers)).raise_for_status()
+        return 1.0
+
+    async def scenario() -> None:
+        async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+            await swarm.evaluate(agent, TASKS[:1], progress=False, temperature=0.0)
+            await swarm.evaluate(agent, TASKS[:1], progress=False)
+            assert [asked.params.temperature for asked in served.run.compute.asked] == [0.0, 0.7]
+            stored = served.run.gateway.swarm.recent_episodes(2)
+            assert [episode.temperature for episode in stored] == [None, 0.0]
+            refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t", "temperature": 0.5})
+            assert refused.status_code == 422 and "mode 'eval'" in refused.text
 
     asyncio.run(scenario())
 

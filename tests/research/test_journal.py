@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -100,6 +101,24 @@ def test_a_study_and_its_decisions_are_fixed(tmp_path: Path) -> None:
             journal.open_study(replace(STUDY, sesoi=0.1))
         with pytest.raises(ConfigError, match="'rungs' was"):
             journal.decide("rungs", [0.5, 1.0])
+
+
+def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
+    """The limit lets half of the line through."""
+    with Journal(tmp_path / "j") as journal:
+        journal.open_study(STUDY)
+        before = (tmp_path / "j").read_bytes()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, hard))
+        try:
+            with pytest.raises(OSError):
+                journal.decide("rungs", [1.0])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (journal.decisions, (tmp_path / "j").read_bytes()) == ({}, before)
+        journal.decide("rungs", [1.0])
+    with Journal(tmp_path / "j") as journal:
+        assert journal.decisions == {"rungs": [1.0]}
 
 
 # ---- kills ------------------------------------------------------------------------------------------------------

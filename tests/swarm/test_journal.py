@@ -31,24 +31,27 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> None:
     world = World(tmp_path)
     episode = world.begin(task_set="algebra")
     call = world.call(episode, 7)
     world.close()
-    newer = {"calls": "allowed", "episodes": "code_version team at_version"}
-    newer |= {"groups": "task_set code_version", "batches": "carry"}
+    newer = {"episodes": "temperature"}
+    dropped = []
+    if version < 3:
+        newer = {"calls": "allowed", "episodes": "code_version team at_version temperature"}
+        newer |= {"groups": "task_set code_version", "batches": "carry"}
+        dropped += ["INDEX episodes_of_team", "INDEX episodes_of_code", "TABLE promises"]
+    if version < 2:
+        newer["calls"] += " ask fork retry_of context"
+        dropped.append("TABLE undelivered")
     with closing(sqlite3.connect(world.path)) as db, db:  # as that schema had it
-        if version == 1:
-            newer["calls"] += " ask fork retry_of context"
-            db.execute("DROP TABLE undelivered")
-        for index in ("team", "code"):
-            db.execute(f"DROP INDEX episodes_of_{index}")
+        for what in dropped:
+            db.execute(f"DROP {what}")
         for table, columns in newer.items():
             for column in columns.split():
                 db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        db.execute("DROP TABLE promises")
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
     world.open()
     assert world.swarm.groups[0].task_set == episode.task_set == "algebra"

@@ -168,20 +168,25 @@ class AsyncSwarm:
         concurrency: int = 64,
         progress: bool = True,
         code_version: str | None = None,
+        temperature: float | None = None,
         at_version: int | Literal["newest"] | None = None,
         endpoint: Endpoint | None = None,
     ) -> EvalReport:
         """Run `agent` on every task `repeats` times and report; nothing of it is trained on.
 
         An episode whose agent fails is begun anew up to twice, then reported as aborted: it counts in no mean.
+        `temperature` replaces that of every call, 0 is greedy; by default it is the agent's, or the job's.
         `at_version` is the policy version that answers throughout, "newest" the present one: learning waits for it, at
         most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) when the server is at another one. With
         `endpoint` the agent talks to another model instead, and the server is not asked at all.
         """
         if not tasks:
             raise ValueError("there are no tasks to evaluate on")
-        if endpoint is not None and at_version is not None:
-            raise ValueError("at_version is for the policy of a server: an endpoint has no versions")
+        if endpoint is not None and (at_version, temperature) != (None, None):
+            raise ValueError(
+                "at_version and temperature are for the policy of a server: an endpoint has no versions, and is asked "
+                "with the agent's own temperature"
+            )
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
 
         async def run(pinned: int | None) -> EvalReport:
@@ -190,7 +195,7 @@ class AsyncSwarm:
                 request = self.asking(task.id, task.task_set, mode="eval", code_version=code)
                 if endpoint is not None:
                     return Begun(endpoint.begin(request), version.agent)
-                request = request.model_copy(update={"at_version": pinned})
+                request = request.model_copy(update={"at_version": pinned, "temperature": temperature})
                 return Begun(await begin(self._connection, request, wait=EVAL_WAIT), version.agent)
 
             return await evaluated(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)

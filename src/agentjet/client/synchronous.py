@@ -113,6 +113,7 @@ class Swarm:
         concurrency: int = 64,
         progress: bool = True,
         code_version: str | None = None,
+        temperature: float | None = None,
         at_version: int | Literal["newest"] | None = None,
         endpoint: Endpoint | None = None,
     ) -> EvalReport:
@@ -126,6 +127,7 @@ class Swarm:
                     concurrency=concurrency,
                     progress=progress,
                     code_version=code_version,
+                    temperature=temperature,
                     at_version=at_version,
                     endpoint=endpoint,
                 )

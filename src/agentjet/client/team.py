@@ -118,8 +118,8 @@ class AsyncTeam:
         member talks to. Agents return rewards as `AsyncTeamEpisode.checked` takes them.
 
         Otherwise as `AsyncSwarm.train`. The servers' jobs must have the same `group_size`. Parts of episodes that a
-        client left in doubt are settled before and meanwhile. A server may learn more than `steps` batches while
-        another is behind (it dropped groups, say).
+        client left in doubt are settled before, meanwhile and in the end. A server may learn more than `steps` batches
+        while another is behind (it dropped groups, say).
         """
         if not tasks:
             raise ValueError("there are no tasks to train on")
@@ -169,6 +169,8 @@ class AsyncTeam:
             running = runner.run(training_slots(tasks, sizes[self.anchor], seed), concurrency)
             waiting = say_what_it_waits_for(list(self._connections.values()), runner, shown)
             await first_to_end([running, follow(), waiting, self._recover_now_and_then()])
+        with suppress(AgentJetError):
+            await self.recover()
         return TeamReport(
             results=tuple(results),
             steps={member: tuple(server.learned) for member, server in servers.items()},
@@ -184,6 +186,7 @@ class AsyncTeam:
         concurrency: int = 64,
         progress: bool = True,
         code_version: str | None = None,
+        temperature: float | None = None,
     ) -> EvalReport:
         """As `AsyncSwarm.evaluate`, over all servers; an episode's reward is the mean of its members'."""
         if not tasks:
@@ -192,10 +195,12 @@ class AsyncTeam:
 
         async def begun(slot: Slot) -> Begun:
             task, code = slot.task, version.code_version
-            episode = await self._begin(
-                EVAL_WAIT, lambda swarm: swarm.asking(task.id, task.task_set, "", "eval", code_version=code)
-            )
-            return Begun(episode, version.agent)
+
+            def asking(swarm: AsyncSwarm) -> BeginRequest:
+                request = swarm.asking(task.id, task.task_set, "", "eval", code_version=code)
+                return request.model_copy(update={"temperature": temperature})
+
+            return Begun(await self._begin(EVAL_WAIT, asking), version.agent)
 
         try:
             return await evaluated(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)

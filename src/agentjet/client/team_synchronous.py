@@ -75,6 +75,7 @@ class Team:
         concurrency: int = 64,
         progress: bool = True,
         code_version: str | None = None,
+        temperature: float | None = None,
     ) -> EvalReport:
         """See `AsyncTeam.evaluate`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
         try:
@@ -86,6 +87,7 @@ class Team:
                     concurrency=concurrency,
                     progress=progress,
                     code_version=code_version,
+                    temperature=temperature,
                 )
             )
         except (AgentJetError, KeyboardInterrupt) as error:

@@ -180,7 +180,7 @@ class CallPath:
     async def _order(self, episode: Episode, role: str, request: CallRequest) -> tuple[_Order, int]:
         """Everything that can be wrong with a request is found here, before it is held for a batch."""
         job = self._swarm.job
-        params = sampling_params(request, job, episode.mode)
+        params = sampling_params(request, job, episode)
         deadline = asyncio.get_running_loop().time() + self._call_timeout
         card, renderer = await self._known_model()
         if renderer.reasons and request.unreasoned:

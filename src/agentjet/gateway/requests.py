@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from agentjet.config import JobConfig
 from agentjet.errors import InvalidRequest
-from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, FinishReason, Mode, SamplingParams
+from agentjet.swarm import Episode
+from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, FinishReason, SamplingParams
 
 MAX_CHOICES = 64
 PIECE_TOKENS = 64
@@ -79,16 +80,17 @@ class CallChunk:
         return None if self.call is None else self.call.finish_reason
 
 
-def sampling_params(request: CallRequest, job: JobConfig, mode: Mode) -> SamplingParams:
+def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> SamplingParams:
     """What the worker is asked for, before `max_tokens` is cut to the context, the grammar is written and the seed is
     given to each choice.
 
     Raises `InvalidRequest` for what a training episode cannot use: greedy tokens were not sampled from anything.
     """
-    temperature = job.temperature if request.temperature is None else request.temperature
+    asked = request.temperature if episode.temperature is None else episode.temperature
+    temperature = job.temperature if asked is None else asked
     if not 1 <= request.choices <= MAX_CHOICES:
         raise InvalidRequest(f"n = {request.choices} is outside 1 to {MAX_CHOICES}.", param="n")
-    if mode == "train" and temperature == 0:
+    if episode.mode == "train" and temperature == 0:
         raise InvalidRequest(
             "temperature = 0 is not possible in a training episode, because the learner could not recompute what was "
             "sampled: use a positive one, or begin the episode with mode 'eval'.",

@@ -44,6 +44,8 @@ class BeginRequest(Request):
     """Only in eval mode: the policy version that must answer it, however long it takes. 409 `version_gone` when the
     server is at another one.
     """
+    temperature: float | None = Field(None, ge=0, le=10, allow_inf_nan=False)
+    """Only in eval mode: of every call of the episode, whatever the call asks for; 0 is greedy."""
     team: Name = ""
     """Common to the episodes on several servers that begin and end as one; also the name to look it up by."""
 
@@ -51,6 +53,8 @@ class BeginRequest(Request):
     def _only_evaluation_is_pinned(self) -> Self:
         if self.at_version is not None and self.mode != "eval":
             raise ValueError("at_version is for mode 'eval': a training episode may see the policy learn")
+        if self.temperature is not None and self.mode != "eval":
+            raise ValueError("temperature is for mode 'eval': in training it is the job's, or the call's")
         return self
 
 

@@ -75,7 +75,7 @@ class Journal(JournalFile):
             "episodes",
             (
                 *(e.seq, e.id, e.client_id, e.task_id, e.task_set, e.group, e.group_id, e.mode),
-                *(e.policy_version, e.begun, e.code_version, e.team, e.at_version),
+                *(e.policy_version, e.begun, e.code_version, e.team, e.at_version, e.temperature),
             ),
         )
 

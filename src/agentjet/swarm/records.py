@@ -52,6 +52,8 @@ class Episode:
     team: str = ""
     at_version: int | None = None
     """The policy version that an eval episode is pinned to."""
+    temperature: float | None = None
+    """Of all calls of an eval episode that was begun with one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ completion's tokens, joined, with the length of each in `piece_lengths` (int32).
 A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -41,7 +41,8 @@ CREATE TABLE episodes (
     begun REAL NOT NULL,
     code_version TEXT NOT NULL DEFAULT '',
     team TEXT NOT NULL DEFAULT '',
-    at_version INTEGER
+    at_version INTEGER,
+    temperature REAL
 );
 CREATE INDEX episodes_of_group ON episodes (group_id);
 CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
@@ -173,6 +174,9 @@ MIGRATIONS = {
         metrics TEXT NOT NULL,
         prepared REAL NOT NULL
     ) WITHOUT ROWID;
+    """,
+    3: """
+    ALTER TABLE episodes ADD COLUMN temperature REAL;
     """,
 }
 """From each older version to the next."""

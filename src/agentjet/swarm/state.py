@@ -83,6 +83,7 @@ class Swarm(Learning):
                 code_version=request.code_version,
                 team=request.team,
                 at_version=request.at_version,
+                temperature=request.temperature,
             )
             if joined is not None:
                 groups.join(self._ledger, joined, episode)
