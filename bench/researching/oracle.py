@@ -92,7 +92,7 @@ def truths(case: Case, found: Grid) -> list[Truth]:
         verdict: Verdict = "practically_equivalent"
         level = 2 * share
         if abs(effect) >= case.sesoi:
-            verdict, level = "supported" if effect > 0 else "refuted", nominal_level(LOOKS, share)
+            verdict, level = "supported" if effect > 0 else "refuted", nominal_level(LOOKS, 2 * share)
         spreads = (spread(case, x), spread(case, y))
         chance = power(effect, spreads, LOOKS[-1], sesoi=case.sesoi, level=level)
         error = float(np.sqrt(x.var(ddof=1) / len(x) + y.var(ddof=1) / len(y)))
@@ -124,7 +124,7 @@ def grid_verdicts(case: Case, found: Grid, num_seeds: int, rng: np.random.Genera
             said.append(sign if abs(effect) >= case.sesoi else "practically_equivalent")
         else:
             x, y = list(chosen[a]), list(chosen[b])
-            said.append(read(x, y, sesoi=case.sesoi, difference_level=share, equivalence_level=share).verdict)
+            said.append(read(x, y, sesoi=case.sesoi, difference_level=2 * share, equivalence_level=share).verdict)
     return said
 
 

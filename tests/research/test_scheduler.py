@@ -17,6 +17,7 @@ from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger, OutOfBudget
 from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
+from agentjet.research.statistics import nominal_level
 from tests.research.world import STUDY, Formula, late
 
 
@@ -144,15 +145,15 @@ def test_shares_are_handed_on_within_their_family() -> None:
 def test_a_called_hypothesis_helps_the_next() -> None:
     """c is significant at the whole alpha of this look and not at half of it: it is called because b is."""
     base = [0.0, 0.5, 1.0, 1.5]
-    c = [1.5, 2.05, 2.5, 2.95]
+    c = [2.25, 2.8, 3.25, 3.7]
     alone, together = dict[str, Finding](), dict[str, Finding]()
     judge(FAMILY, evidence(a=base, b=base, c=c, d=base), list(FAMILY.hypotheses), alone)
     judge(FAMILY, evidence(a=base, b=[9.0, 9.5, 9.1, 9.3], c=c, d=base), list(FAMILY.hypotheses), together)
     assert alone == {}
     first, second, _ = FAMILY.hypotheses
     assert {name: found.verdict for name, found in together.items()} == {first.id: "supported", second.id: "supported"}
-    assert together[first.id].confidence == pytest.approx(1 - 0.0104, abs=1e-3)
-    assert together[second.id].confidence == pytest.approx(1 - 0.0221, abs=1e-3)
+    assert together[first.id].confidence == pytest.approx(1 - 0.0221, abs=1e-3)
+    assert together[second.id].confidence == pytest.approx(1 - nominal_level(FAMILY.looks, 0.1))
 
 
 def test_an_exploratory_hypothesis_takes_no_share_and_says_so() -> None:

@@ -17,7 +17,7 @@ from agentjet.research.desk import Desk
 from agentjet.research.ledger import OutOfBudget
 from agentjet.research.models import Finding, Hypothesis, Outcome, Setting, Study, Trial
 from agentjet.research.seeds import seed_of
-from agentjet.research.statistics import nominal_level, permutation_p, read
+from agentjet.research.statistics import Reading, nominal_level, permutation_p, read
 
 FEWEST = 4
 """Scores per arm without which there is no verdict."""
@@ -124,13 +124,14 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         a,
         b,
         sesoi=study.sesoi,
-        difference_level=nominal_level(study.looks, shares.difference),
+        difference_level=nominal_level(study.looks, 2 * shares.difference),  # one side of it can err
         equivalence_level=shares.equivalence if max(len(a), len(b)) >= study.looks[-1] else None,
     )
     return Finding(
         hypothesis.id,
         reading.verdict,
-        reason or f"look at {max(len(a), len(b))} seeds" + ("" if hypothesis.confirmatory else ", exploratory"),
+        reason + ("; there is a difference, whether it matters is open" if reason and not_nothing(reading) else "")
+        or f"look at {max(len(a), len(b))} seeds" + ("" if hypothesis.confirmatory else ", exploratory"),
         estimate=reading.estimate,
         low=reading.low,
         high=reading.high,
@@ -141,3 +142,8 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         settings=chosen,
         trials=trials,
     )
+
+
+def not_nothing(reading: Reading) -> bool:
+    """Whether the interval excludes 0."""
+    return reading.low > 0 or reading.high < 0

@@ -91,7 +91,7 @@ class Arm(Record):
 
 @dataclass(frozen=True)
 class Hypothesis(Record):
-    """`arm` scores higher than `against`, by at least the study's smallest effect of interest."""
+    """`arm` scores higher than `against`, by more than the study's smallest effect of interest."""
 
     claim: str
     arm: str
@@ -117,7 +117,7 @@ class Study(Record):
     reserve: float = 0.4
     """The share of the budget that exploring may not touch."""
     alpha: float = 0.05
-    """The chance that any confirmatory claim is called where there is nothing, over all looks."""
+    """The chance that any confirmatory claim is called where nothing that matters is, over all looks."""
     looks: tuple[int, ...] = (4, 8, 12)
     """Seeds per arm at which the confirmation is looked at."""
     rungs: tuple[float, ...] = (1 / 9, 1 / 3, 1.0)

@@ -127,10 +127,11 @@ def read(
 ) -> Reading:
     """What a look says of "a scores higher than b".
 
-    Supported or refuted: the interval excludes 0 and the estimate reaches the smallest effect of interest. Practically
-    equivalent: the interval lies inside ±sesoi, which is two one-sided tests at `equivalence_level` (Schuirmann 1987);
-    None leaves that for a later look. Anything else, an excluded 0 with a small estimate too, is inconclusive so far.
-    Scores without any spread in both arms are inconclusive: identical runs are no evidence.
+    Supported or refuted: the interval lies beyond the smallest effect of interest on that side (the minimum-effect test
+    of Murphy and Myors 1999). Practically equivalent: it lies inside ±sesoi (two one-sided tests, Schuirmann 1987), at
+    `equivalence_level` a side; None leaves that for a later look. Anything else is inconclusive so far. Scores without
+    any spread in both arms are too: identical runs are no evidence. `difference_level` is of both sides together; only
+    one side can err, so half of it is the chance to call an effect that does not matter.
     """
     found = welch(a, b)
     low, high = found.interval(difference_level)
@@ -138,8 +139,8 @@ def read(
     level = difference_level
     if found.error == 0:
         pass
-    elif (low > 0 or high < 0) and abs(found.estimate) >= sesoi:
-        verdict = "supported" if found.estimate > 0 else "refuted"
+    elif low > sesoi or high < -sesoi:
+        verdict = "supported" if low > sesoi else "refuted"
     elif equivalence_level is not None:
         inner_low, inner_high = found.interval(2 * equivalence_level)
         if -sesoi < inner_low and inner_high < sesoi:
@@ -179,7 +180,7 @@ def power(effect: float, deviations: tuple[float, float], seeds: int, *, sesoi: 
     scales = np.linspace(1e-6, math.sqrt(degrees) + 8, 2_000)
     estimated = error * scales / math.sqrt(degrees)
     if abs(effect) >= sesoi:
-        needed = np.maximum(sesoi, quantile * estimated)
+        needed = sesoi + quantile * estimated
         return over_errors(stats.norm.sf(needed, loc=abs(effect), scale=error), scales)
     room = np.maximum(0.0, sesoi - quantile * estimated)
     return over_errors(
