@@ -6,9 +6,9 @@ Two servers on tiny models, one core each. The same calls to both, the same epis
 * **team**: one run of a team, whose agent asks both members at once, so that what is measured is the team and not that
   one member waits for the other's answer.
 
-The two ways take turns, in the order apart, team, team, apart, ...; the figure is the ratio of the medians. What a team
-costs is a matter of requests, so it is the same for each episode whatever the model: `--size small` shows it at its
-dearest, on a model that answers at once. A table, then one JSON object as the last line.
+The two ways take turns, in the order apart, team, team, apart, ...; the figure is the ratio of the medians. With
+`--size small` the models answer at once, and requests are most of the work. A table, then one JSON object as the last
+line.
 """
 
 from __future__ import annotations
