@@ -138,13 +138,17 @@ def test_a_wrong_sum_gets_feedback_and_a_second_try_worth_less(model: ScriptedMo
 
 
 def test_the_evaluation_counts_the_first_answer_only(model: ScriptedModel) -> None:
-    model.script = ["3 + 4 = 8", "seven", "3 + 4 = 7"]
+    model.script = ["3 + 4 = 8", "seven", "3 + 4 = 7", "3 + 4 = 7"]
     examiner = FirstAnswer(temperature=0.0, seed=3)
-    rewards = [examiner(TASK, model.episode(TASK)) for _ in model.script]
+    rewards = [examiner(TASK, model.episode(TASK)) for _ in range(3)]
     assert [reward.value for reward in rewards] == [0.0, 0.0, 1.0]
     assert [reward.metrics["well_formed"] for reward in rewards] == [1.0, 0.0, 1.0]
-    assert examiner.answers == {"3+4": "3 + 4 = 7"}
-    assert {(body["temperature"], body["seed"]) for body in model.asked} == {(0.0, model.asked[0]["seed"])}
+    assert examiner.answers == {"3+4": "3 + 4 = 8"}, "what the task was asked first"
+    assert {body["temperature"] for body in model.asked} == {0.0}
+    assert len({body["seed"] for body in model.asked}) == 3, "greedy or not, each repeat has its own"
+    again = FirstAnswer(temperature=0.0, seed=3)
+    again(TASK, model.episode(TASK))
+    assert model.asked[-1]["seed"] == model.asked[0]["seed"], "the same seeds in every run"
 
 
 def test_the_example_is_the_same_agent() -> None:

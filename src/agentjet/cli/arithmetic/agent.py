@@ -92,6 +92,5 @@ class FirstAnswer:
             temperature=self.temperature,
             seed=zlib.crc32(f"{self.seed}/{task.id}{f'/{repeat}' if repeat else ''}".encode()),
         )
-        if not repeat:
-            self.answers[task.id] = answer
+        self.answers.setdefault(task.id, answer)
         return Reward(float(is_right(answer, a, b)), metrics={"well_formed": float(is_equation(answer, a, b))})
