@@ -73,6 +73,10 @@ class ScriptedCompute:
         self.version = 0
         self.may_sample = asyncio.Event()
         """Clear it, and samples stop before their next piece."""
+        self.stuck: Callable[[int, int], bool] = lambda request, piece: False
+        """Which request (as `asked` counts them) stops before which piece for good: a test that watches from across a
+        socket cannot time `may_sample`.
+        """
         self.may_sample.set()
         self.may_learn = asyncio.Event()
         """Clear it, and `learn` takes until it is set."""
@@ -105,7 +109,7 @@ class ScriptedCompute:
         return self.card
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
-        asked = Asked(tuple(token_ids), params)
+        asked, number = Asked(tuple(token_ids), params), len(self.asked)
         self.asked.append(asked)
         if self.cache_tokens is not None and len(token_ids) + params.max_tokens > self.cache_tokens:
             raise OutOfCache(
@@ -116,6 +120,8 @@ class ScriptedCompute:
         tokens = tokens[: params.max_tokens] if end is None else tokens[: min(params.max_tokens, end + 1)]
         for i in range(0, max(1, len(tokens)), self.piece):
             await self._while_alive(self.may_sample.wait())
+            if self.stuck(number, i // self.piece):
+                await self._while_alive(asyncio.Event().wait())
             piece = tuple(tokens[i : i + self.piece])
             last = i + self.piece >= len(tokens)
             reason = ("stop" if tokens and tokens[-1] in self.card.end_tokens else "length") if last else None

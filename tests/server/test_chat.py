@@ -208,11 +208,10 @@ async def test_a_disconnect_cancels_the_sampling(tmp_path: Path, stream: bool) -
 
 async def test_a_disconnect_in_the_middle_of_a_stream(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
+        served.run.compute.stuck = lambda request, piece: piece == 10
         episode = await served.begin()
         stream = await served.openai(episode).chat.completions.create(model="policy", messages=HELLO, stream=True)
-        async for _ in stream:
-            served.run.compute.may_sample.clear()
-            break
+        await anext(aiter(stream))
         await stream.close()
         await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
         assert served.run.gateway.swarm.episode(episode["episode_id"]).num_calls == 0
@@ -401,9 +400,9 @@ async def test_control_tokens_in_user_text_stay_text(tmp_path: Path) -> None:
 
 async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
+        served.run.compute.stuck = lambda request, piece: piece == 10
         client = served.openai(await served.begin())
         stream = await client.chat.completions.create(model="policy", messages=HELLO, stream=True)
         with pytest.raises(openai.APIError, match="worker died"):
             async for _ in stream:
-                served.run.compute.may_sample.clear()
                 served.run.compute.die()

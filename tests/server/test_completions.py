@@ -183,11 +183,11 @@ async def test_neutral_values_are_accepted(tmp_path: Path) -> None:
 
 async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
+        served.run.compute.stuck = lambda request, piece: piece == 10
         client = served.openai(await served.begin())
         stream = await client.completions.create(model="policy", prompt="x", stream=True)
         with pytest.raises(openai.APIError, match="worker died"):
             async for _ in stream:
-                served.run.compute.may_sample.clear()
                 served.run.compute.die()
 
 

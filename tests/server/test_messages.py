@@ -349,9 +349,9 @@ async def test_a_model_that_reasons_cannot_be_told_not_to(tmp_path: Path, tool_c
 
 async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
+        served.run.compute.stuck = lambda request, piece: piece == 10
         client = served.anthropic(await served.begin())
         stream = await client.messages.create(model="policy", messages=HELLO, max_tokens=30, stream=True)
         with pytest.raises(anthropic.APIStatusError, match="worker died"):
             async for _ in stream:
-                served.run.compute.may_sample.clear()
                 served.run.compute.die()

@@ -409,13 +409,13 @@ async def test_neutral_values_are_accepted(tmp_path: Path) -> None:
 
 async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
+        served.run.compute.stuck = lambda request, piece: piece == 10
         client = served.openai(await served.begin())
         stream = await client.responses.create(model="policy", input="x", stream=True)
         numbers: list[int] = []
         with pytest.raises(openai.APIError, match="worker died") as broken:
             async for event in stream:
                 numbers.append(event.sequence_number)
-                served.run.compute.may_sample.clear()
                 served.run.compute.die()
         assert broken.value.code == "worker_died" and numbers == list(range(len(numbers)))
 

@@ -89,25 +89,20 @@ async def test_a_retry_of_what_was_never_answered_leaves_an_equal_vote_alone(tmp
         served.run.compute.may_sample.clear()
         with pytest.raises(openai.APITimeoutError):
             await chat(client, timeout=0.2)
-        while served.run.gateway.status().calls_active:
-            await asyncio.sleep(0.01)
+        await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
         served.run.compute.may_sample.set()
         await chat(client, extra_headers=RETRY)
         assert await orphans(served, episode) == ["", ""]
 
 
 async def test_a_choice_recorded_before_the_client_left_is_not_trained(tmp_path: Path) -> None:
-    replies = iter(["one", "the other one, which takes long"])
-    async with serving(tmp_path / "d", saying(lambda _: next(replies))) as served:
+    async with serving(tmp_path / "d") as served:
+        served.run.compute.stuck = lambda request, piece: request == 1
         episode = await served.begin()
-        client = served.openai(episode)
-        asking = asyncio.create_task(chat(client, n=2))
-        while served.run.gateway.swarm.episode(episode["episode_id"]).num_calls < 1:
-            await asyncio.sleep(0.001)
-        served.run.compute.may_sample.clear()
+        asking = asyncio.create_task(chat(served.openai(episode), n=2))
+        await served.run.until(lambda: served.run.gateway.swarm.episode(episode["episode_id"]).num_calls == 1)
         asking.cancel()
-        while served.run.gateway.status().calls_active:
-            await asyncio.sleep(0.01)
+        await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
         assert await orphans(served, episode) == ["undelivered"]
 
 
