@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Outcome, Study, Trial, canonical
+from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical
 
-Kind = Literal["study", "intent", "ack", "outcome", "decision", "finding"]
+Kind = Literal["study", "intent", "ack", "outcome", "decision", "finding", "diagnosis"]
 
 
 class Book:
@@ -38,6 +38,8 @@ class Book:
         """By trial id: how often it was launched."""
         self.outcomes: dict[str, list[Outcome]] = {}
         """By trial id, one for each launch that ended."""
+        self.diagnoses: dict[str, list[Diagnosis]] = {}
+        """By trial id."""
         self.decisions: dict[str, object] = {}
         """By name: what was decided, and from then on stands."""
         self.num_entries = 0
@@ -81,6 +83,9 @@ class Book:
             case "outcome":
                 outcome = Outcome.from_json(body)
                 self.outcomes.setdefault(outcome.trial, []).append(outcome)
+            case "diagnosis":
+                diagnosis = Diagnosis.from_json(body)
+                self.diagnoses.setdefault(diagnosis.trial, []).append(diagnosis)
             case "decision" | "finding":
                 self.decisions[body["name"]] = body["content"]
             case _:

@@ -178,6 +178,11 @@ class Outcome(Record):
     score: float | None = None
     """The metric at the trial's last step, never its best one."""
     curve: tuple[float, ...] = ()
+    """The metric on the way, for the plots."""
+    signals: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """What training reported of itself, by the name of its metric, a value for each step: what diagnosis reads. None
+    where a step reported none, or what is no number.
+    """
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -187,6 +192,22 @@ class Outcome(Record):
             "and only an infrastructure failure has none",
         )
         refuse(self.score is not None and not math.isfinite(self.score), f"outcome: score = {self.score} is no number")
+
+
+@dataclass(frozen=True)
+class Diagnosis(Record):
+    """What is the matter with a trial: what was seen, what was tried to tell it from its likes, and what it meant."""
+
+    trial: str
+    cause: str
+    """One of `agentjet.research.diagnosis`."""
+    seen: str
+    tried: str = ""
+    meaning: str = ""
+    step: int | None = None
+    """From which step on it showed."""
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that `seen` and `tried` speak of, by name."""
 
 
 @dataclass(frozen=True)
