@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
@@ -28,9 +28,6 @@ Text = Annotated[str, AfterValidator(_whole)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
 """An object that any JSON parser reads: without NaN and half characters, nested about 200 deep at most."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Stop = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
-"""One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows 4."""
 
 
 class Body(BaseModel):
@@ -46,8 +43,8 @@ class RequestBody(Body):
     stream: bool | None = None
 
 
-class StreamOptions(Body):
-    """What a stream carries besides the answer."""
+class Part(Body):
+    """A part of a message's content. Only text can be heard; what else it may hold differs by dialect."""
 
-    include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
+    type: str
+    text: str | None = None
