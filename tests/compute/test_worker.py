@@ -37,7 +37,7 @@ from agentjet.types import SamplingParams
 from tests.compute.conftest import tokens
 from tests.e2e.server import environment, is_running
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 RESTRICTIONS: tuple[dict[str, Any], ...] = ({"grammar": "start: /[a-z]+/\n", "piece_tokens": 4}, {"top_p": 0.8}, {})

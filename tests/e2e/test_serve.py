@@ -23,7 +23,7 @@ import pytest
 from tests.e2e.server import Server, environment, is_running, serve_command
 from tests.tiny import make_model, make_tokenizer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
