@@ -105,7 +105,7 @@ def test_a_worker_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> Non
         episode = server.begin(mode="eval")
         [worker] = server.workers()
         answers: list[Any] = []
-        asking = threading.Thread(target=lambda: answers.append(server.ask(episode, "hello", max_tokens=1500, n=8)))
+        asking = threading.Thread(target=lambda: answers.append(server.ask(episode, "hello", max_tokens=500, n=8)))
         asking.start()
         server.until(lambda: server.get("/status")["calls_active"] == 1)
         os.kill(worker, signal.SIGKILL)
