@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -38,3 +40,14 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector, at a quarter of the suite's time, need not look through it."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clients_of_agents_are_closed() -> Iterator[None]:
+    """An agent has one HTTP client, which lives as long as its process: here, as long as the session."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("agentjet.", "examples.")):
+            for client in ("OPENAI", "ANTHROPIC"):
+                if hasattr(vars(module).get(client), "close"):
+                    vars(module)[client].close()

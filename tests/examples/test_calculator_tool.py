@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from agentjet import Swarm
-from agentjet.client.threads import LoopThread
 from agentjet.config import load_config
 from agentjet.types import Task
 from examples.calculator_tool.agent import (
@@ -26,7 +25,7 @@ from examples.calculator_tool.agent import (
 )
 from examples.calculator_tool.train import SETTINGS, main
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
+from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.tiny import make_card, make_model
 
 
@@ -95,13 +94,10 @@ def uses_the_tool(prompt: str) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    loop = LoopThread()
     card = make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes")
     job = {"batch_size": 1, "group_size": 2, "max_tokens": 512}
-    context = serving(tmp_path / "data", saying(uses_the_tool), card=card, job=job)
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(tmp_path / "data", saying(uses_the_tool), card=card, job=job)) as (served, _):
+        yield served
 
 
 def test_what_the_model_said_is_trained_and_what_the_tool_said_is_not(

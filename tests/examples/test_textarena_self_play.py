@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from agentjet import Swarm
-from agentjet.client.threads import LoopThread
 from agentjet.config import load_config
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
+from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.tiny import make_model
 
 pytest.importorskip("textarena", reason="textarena is not installed: pip install -e '.[examples]'")
@@ -63,11 +62,11 @@ def first_free(prompt: str) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    loop = LoopThread()
-    context = serving(tmp_path / "data", saying(first_free), job={"batch_size": 1, "group_size": 2})
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(tmp_path / "data", saying(first_free), job={"batch_size": 1, "group_size": 2})) as (
+        served,
+        _,
+    ):
+        yield served
 
 
 def test_each_side_is_trained_on_its_own_moves_and_its_own_result(served: Served) -> None:
