@@ -26,7 +26,7 @@ from examples.calculator_tool.agent import (
 from examples.calculator_tool.train import SETTINGS, main
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
-from tests.tiny import make_card, make_model
+from tests.tiny import make_card, make_model, set_options
 
 
 def test_held_out_questions_are_neither_trained_on_nor_shown() -> None:
@@ -134,17 +134,7 @@ def test_a_model_that_does_not_call_earns_nothing_and_is_not_asked_again(served:
 
 @pytest.mark.e2e
 def test_the_run_shortened(tmp_path: Path) -> None:
-    settings = {
-        "model.name": str(make_model(tmp_path / "model", template="qwen3")),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 16384,
-        "job.max_steps": 2,
-        "job.batch_size": 2,
-        "job.group_size": 2,
-    }
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    sets = set_options(make_model(tmp_path / "model", template="qwen3"), max_steps=2, batch_size=2, group_size=2)
     out = tmp_path / "out"
     result = main(["--out", str(out), "--tasks", "6", "--seed", "3", *sets])
     assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))

@@ -21,7 +21,7 @@ from examples.claude_style_cli.cli import EXAMPLE, ToolError, Workspace
 from examples.claude_style_cli.repairs import TASKS
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
-from tests.tiny import make_card, make_model
+from tests.tiny import make_card, make_model, set_options
 
 ADD = TASKS[0]
 FIXED = "def add(a, b):\n    return a + b\n"
@@ -166,17 +166,7 @@ def test_the_shipped_settings_load() -> None:
 
 @pytest.mark.e2e
 def test_the_run_shortened(tmp_path: Path) -> None:
-    settings = {
-        "model.name": str(make_model(tmp_path / "model", template="qwen3")),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 16384,
-        "job.max_steps": 1,
-        "job.batch_size": 1,
-        "job.group_size": 2,
-    }
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    sets = set_options(make_model(tmp_path / "model", template="qwen3"), max_steps=1, batch_size=1, group_size=2)
     result = train.main(["--out", str(tmp_path / "out"), "--repeats", "1", *sets])
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     assert (result["batches"], result["aborted"]) == (1, 0)

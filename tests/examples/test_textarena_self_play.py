@@ -16,7 +16,7 @@ from agentjet import Swarm
 from agentjet.config import load_config
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
-from tests.tiny import make_model
+from tests.tiny import make_model, set_options
 
 pytest.importorskip("textarena", reason="textarena is not installed: pip install -e '.[examples]'")
 
@@ -103,17 +103,7 @@ def test_the_evaluation_plays_both_sides_and_speaks_for_one(served: Served, side
 
 @pytest.mark.e2e
 def test_the_run_shortened(tmp_path: Path) -> None:
-    settings = {
-        "model.name": str(make_model(tmp_path / "model")),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 16384,
-        "job.max_steps": 2,
-        "job.batch_size": 2,
-        "job.group_size": 2,
-    }
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    sets = set_options(make_model(tmp_path / "model"), max_steps=2, batch_size=2, group_size=2)
     out = tmp_path / "out"
     result = main(["--out", str(out), "--games", "4", *sets])
     assert json.loads((out / "result.json").read_text()) == result
