@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
+
+from agentjet.errors import InvalidRequest
 
 
 def _whole(text: str) -> str:
@@ -48,3 +51,17 @@ class Part(Body):
 
     type: str
     text: str | None = None
+
+
+def text_of(content: str | Sequence[Part], kinds: Sequence[str], where: str) -> str:
+    """The text of a content, `kinds` being the types of part that hold text. Raises `InvalidRequest` for any other."""
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type not in kinds or part.text is None:
+            raise InvalidRequest(
+                f"{where}.{i} is of type {part.type!r}: the policy reads text only.",
+                code="unsupported_content",
+                param=f"{where}.{i}",
+            )
+    return "".join(part.text or "" for part in content)

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest, TokenLogprob
+from agentjet.server.dialects.bodies import text_of
 from agentjet.server.dialects.chat_bodies import (
     NEUTRAL,
     AnswerBody,
@@ -29,12 +30,7 @@ from agentjet.server.dialects.constraints import ANY_OBJECT, checked, function_t
 from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
-from agentjet.server.dialects.refusals import (
-    refuse_idle_stream_options,
-    refuse_other_tokens,
-    refuse_unless_neutral,
-    text_of,
-)
+from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens, refuse_unless_neutral
 from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
 
 from agentjet.errors import InvalidRequest
-from agentjet.server.dialects.bodies import Part, RequestBody
+from agentjet.server.dialects.bodies import RequestBody
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """The values of a key that ask for nothing; null always does. Any other value is refused."""
@@ -48,20 +48,6 @@ def refuse_idle_stream_options(body: RequestBody, options: BaseModel | None) -> 
     """Raises `InvalidRequest` for options of a stream that is not asked for."""
     if options is not None and not body.stream:
         raise InvalidRequest("stream_options need stream = true.", param="stream_options")
-
-
-def text_of(content: str | Sequence[Part], kinds: Sequence[str], where: str) -> str:
-    """The text of a content, `kinds` being the types of part that hold text. Raises `InvalidRequest` for any other."""
-    if isinstance(content, str):
-        return content
-    for i, part in enumerate(content):
-        if part.type not in kinds or part.text is None:
-            raise InvalidRequest(
-                f"{where}.{i} is of type {part.type!r}: the policy reads text only.",
-                code="unsupported_content",
-                param=f"{where}.{i}",
-            )
-    return "".join(part.text or "" for part in content)
 
 
 def _shown(value: Any) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentjet.errors import InvalidRequest, NotFound
+from agentjet.server.dialects.bodies import text_of
 from agentjet.server.dialects.dialect import Past
-from agentjet.server.dialects.refusals import text_of
 from agentjet.server.dialects.responses_bodies import (
     FunctionCallItem,
     FunctionOutputItem,
