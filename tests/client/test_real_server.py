@@ -59,6 +59,23 @@ def test_train_evaluate_checkpoint_and_export(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_one_client_with_two_task_sets_fills_the_batches_by_weight(tmp_path: Path) -> None:
+    """Most tasks are of one set. Its workers must not wait for room in it while the other set's place is free: nobody
+    else would take that.
+    """
+    tasks = [Task(f"{name}{n}", name, n) for name, count in (("many", 8), ("one", 1)) for n in range(count)]
+
+    async def scenario() -> None:
+        job = {"task_weights": {"many": 1.0, "one": 1.0}}
+        async with serving(tmp_path / "data", saying(last_letter), job=job) as served, client(served) as swarm:
+            async with asyncio.timeout(60):
+                report = await swarm.train(agent, tasks, steps=6, concurrency=4, progress=False)
+        shares = [step.metrics.get("batch/share/one", 0.0) for step in report.steps]
+        assert sum(shares) >= 2.5, "of the first batch it may have none: it had not been asked for"
+
+    asyncio.run(scenario())
+
+
 def test_the_way_of_one_episode_and_its_refusals(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:

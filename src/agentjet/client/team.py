@@ -20,8 +20,9 @@ from agentjet.client.evaluating import EVAL_WAIT, evaluated
 from agentjet.client.following import Server, say_what_it_waits_for
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, EvalReport, TeamReport
-from agentjet.client.rollout import Agent, Begun, Runner, Slot, all_to_end, first_to_end, training_slots
+from agentjet.client.rollout import Agent, Begun, Runner, all_to_end, first_to_end
 from agentjet.client.team_episode import AsyncTeamEpisode
+from agentjet.client.turns import Slot, Turns
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeList, EpisodeView, FinishRequest
 from agentjet.types import Mode, Task
@@ -166,7 +167,7 @@ class AsyncTeam:
                 await all_to_end([anchor.follow(shown.step), *others])
                 runner.has_enough = True
 
-            running = runner.run(training_slots(tasks, sizes[self.anchor], seed), concurrency)
+            running = runner.run(Turns.training(tasks, sizes[self.anchor], seed), concurrency)
             waiting = say_what_it_waits_for(list(self._connections.values()), runner, shown)
             await first_to_end([running, follow(), waiting, self._recover_now_and_then()])
         with suppress(AgentJetError):

@@ -22,7 +22,8 @@ from agentjet.client.following import Server, say_what_it_waits_for
 from agentjet.client.live import LiveCode
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, TrainReport
-from agentjet.client.rollout import Begun, Runner, Slot, first_to_end, not_needed, training_slots
+from agentjet.client.rollout import Begun, Runner, first_to_end, not_needed
+from agentjet.client.turns import Slot, Turns
 from agentjet.protocol import BeginRequest
 from agentjet.types import Task
 
@@ -44,6 +45,7 @@ class Training:
         started = time.monotonic()
         server = await Server.reach(self.connection, steps)
         status = server.status
+        turns = Turns.training(self.tasks, status.group_size, seed, status.spare_episodes)
         with progress_for("training", steps, wanted=progress) as shown:
             live = LiveCode(
                 self.version,
@@ -74,6 +76,7 @@ class Training:
                         group=slot.group,
                         client_id=self.client_id,
                         join_only=slot.spare,
+                        unless_full=len(turns.task_sets) > 1,
                         code_version=code_version,
                     )
                     return begin(self.connection, request, wait=math.inf, given_back=give_back)
@@ -89,8 +92,7 @@ class Training:
                 await server.follow(shown.step)
                 runner.has_enough = True
 
-            slots = training_slots(self.tasks, status.group_size, seed, status.spare_episodes)
-            running = runner.run(slots, concurrency)
+            running = runner.run(turns, concurrency)
             beside = [follow(), say_what_it_waits_for([self.connection], runner, shown)]
             await first_to_end([running, *beside, *([live.watch()] if self.code is not None else [])])
         return TrainReport(
