@@ -30,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentjet import AsyncSwarm, AsyncTeam, Task
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
 from agentjet.client import AsyncEpisode, AsyncTeamEpisode
+from agentjet.client.signals import signals_unwind
 from tests.tiny import make_model
 
 MEMBERS = ("planner", "coder")

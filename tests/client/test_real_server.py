@@ -147,32 +147,46 @@ swarm.train(agent, [Task("a")], steps=1, concurrency=int(sys.argv[3]), progress=
 """
 
 
+async def end_while_agents_hang(served: Served, folder: Path, number: signal.Signals, concurrency: int) -> list[str]:
+    """A real process and a real signal: afterwards nothing of it is live, what it had begun is aborted. Returns what it
+    said on its stderr."""
+    script = folder / "train.py"
+    script.write_text(HANGING)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(script), served.url, TOKEN, str(concurrency)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        hanging = [await process.stdout.readline(), await process.stdout.readline()]
+        process.send_signal(number)
+        out, err = await process.communicate()
+    counts = served.run.gateway.swarm.status_counts()
+    assert (counts["live"], counts["finished"]) == (0, 0)
+    assert len(hanging) + out.count(b"hanging") <= counts["aborted"] <= 4
+    assert process.returncode == (-number if number == signal.SIGINT else 128 + number)
+    return err.decode().splitlines()
+
+
 @pytest.mark.parametrize("concurrency", [2, 8])
 def test_ctrl_c_on_a_script_whose_agents_hang_leaves_no_live_episode(tmp_path: Path, concurrency: int) -> None:
-    """A real process and a real SIGINT; of eight episodes wanted at most four find room."""
-    script = tmp_path / "train.py"
-    script.write_text(HANGING)
+    """Of eight episodes wanted at most four find room."""
 
     async def scenario() -> None:
         async with serving(tmp_path / "data") as served:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, str(script), served.url, TOKEN, str(concurrency)),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-            )
-            assert process.stdout is not None
-            async with asyncio.timeout(60):
-                hanging = [await process.stdout.readline(), await process.stdout.readline()]
-                process.send_signal(signal.SIGINT)
-                out, err = await process.communicate()
-            counts = served.run.gateway.swarm.status_counts()
-            assert (counts["live"], counts["finished"]) == (0, 0)
-            assert len(hanging) + out.count(b"hanging") <= counts["aborted"] <= 4
-            lines = err.decode().splitlines()
-            assert lines[-1].startswith("KeyboardInterrupt: interrupted: this client's live episodes were aborted")
-            assert sum(line.startswith("  File ") for line in lines) == 2, err.decode()
-        assert process.returncode == -signal.SIGINT
+            lines = await end_while_agents_hang(served, tmp_path, signal.SIGINT, concurrency)
+        assert lines[-1].startswith("KeyboardInterrupt: interrupted: this client's live episodes were aborted")
+        assert sum(line.startswith("  File ") for line in lines) == 2, lines
+
+    asyncio.run(scenario())
+
+
+def test_sigterm_on_a_script_whose_agents_hang_leaves_no_live_episode_either(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path / "data") as served:
+            assert await end_while_agents_hang(served, tmp_path, signal.SIGTERM, 8) == []
 
     asyncio.run(scenario())
 

@@ -87,9 +87,9 @@ class Swarm:
         reload: bool | Code = False,
         code_version: str | None = None,
     ) -> TrainReport:
-        """See `AsyncSwarm.train`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
+        """See `AsyncSwarm.train`. Ctrl-C aborts what is live, raises `KeyboardInterrupt`; SIGTERM `SystemExit`."""
         try:
-            return self._loop.run(
+            return self._loop.run_agents(
                 self._swarm.train(
                     agent,
                     tasks,
@@ -117,9 +117,9 @@ class Swarm:
         at_version: int | Literal["newest"] | None = None,
         endpoint: Endpoint | None = None,
     ) -> EvalReport:
-        """See `AsyncSwarm.evaluate`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
+        """See `AsyncSwarm.evaluate`. Ctrl-C aborts what is live, raises `KeyboardInterrupt`; SIGTERM `SystemExit`."""
         try:
-            return self._loop.run(
+            return self._loop.run_agents(
                 self._swarm.evaluate(
                     agent,
                     tasks,

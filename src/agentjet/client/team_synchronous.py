@@ -50,9 +50,9 @@ class Team:
         progress: bool = True,
         code_version: str | None = None,
     ) -> TeamReport:
-        """See `AsyncTeam.train`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
+        """See `AsyncTeam.train`. Ctrl-C aborts what is live, raises `KeyboardInterrupt`; SIGTERM `SystemExit`."""
         try:
-            return self._loop.run(
+            return self._loop.run_agents(
                 self._team.train(
                     agent,
                     tasks,
@@ -77,9 +77,9 @@ class Team:
         code_version: str | None = None,
         temperature: float | None = None,
     ) -> EvalReport:
-        """See `AsyncTeam.evaluate`. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
+        """See `AsyncTeam.evaluate`. Ctrl-C aborts what is live, raises `KeyboardInterrupt`; SIGTERM `SystemExit`."""
         try:
-            return self._loop.run(
+            return self._loop.run_agents(
                 self._team.evaluate(
                     agent,
                     tasks,
