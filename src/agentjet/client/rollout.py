@@ -206,6 +206,8 @@ class Runner:
                 await asyncio.wait([working])
 
     async def _begun(self, slot: Slot) -> Begun:
+        if slot.spare:
+            await slot.opened.wait()
         self._num_beginning += 1
         self._none_beginning.clear()
         try:
@@ -214,6 +216,7 @@ class Runner:
             self._num_beginning -= 1
             if not self._num_beginning:
                 self._none_beginning.set()
+        slot.opened.set()
         self.num_begun += 1
         self.live.add(begun.episode)
         return begun

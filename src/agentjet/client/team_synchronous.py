@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
+from agentjet.client.endpoint import Endpoint
 from agentjet.client.report import EvalReport, TeamReport
 from agentjet.client.rollout import Agent
 from agentjet.client.synchronous import Swarm, told
@@ -76,6 +77,8 @@ class Team:
         progress: bool = True,
         code_version: str | None = None,
         temperature: float | None = None,
+        at_version: int | Literal["newest"] | Mapping[str, int] | None = None,
+        endpoint: Endpoint | Mapping[str, Endpoint] | None = None,
     ) -> EvalReport:
         """See `AsyncTeam.evaluate`. Ctrl-C aborts what is live, raises `KeyboardInterrupt`; SIGTERM `SystemExit`."""
         try:
@@ -88,6 +91,8 @@ class Team:
                     progress=progress,
                     code_version=code_version,
                     temperature=temperature,
+                    at_version=at_version,
+                    endpoint=endpoint,
                 )
             )
         except (AgentJetError, KeyboardInterrupt) as error:

@@ -6,10 +6,8 @@ nothing, and one at the agent's files. The run ends when the steps are there, or
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,12 +58,7 @@ class Training:
                 live.ended(slot, result, last)
                 shown.episode(result)
 
-            opened: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-
             async def begun(slot: Slot) -> Begun:
-                if slot.spare:  # It joins a group, so one of those that open it must have begun.
-                    await opened[slot.group].wait()
-
                 def give_back(episode: AsyncEpisode) -> None:
                     note(slot, not_needed(slot.task, episode), True)
 
@@ -82,8 +75,6 @@ class Training:
                     return begin(self.connection, request, wait=math.inf, given_back=give_back)
 
                 episode, agent = await live.begin(slot, ask, give_back)
-                if status.spare_episodes:
-                    opened[slot.group].set()
                 return Begun(episode, agent)
 
             runner = Runner(begun, note, needs_calls=True)

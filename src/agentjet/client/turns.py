@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentjet.types import Task
 
@@ -21,6 +22,8 @@ class Slot:
     index: int
     spare: bool = False
     """Beyond what its group needs: not begun when the group has all it needs by then."""
+    opened: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+    """Common to a group's slots, set when one of them has begun. A spare one joins a group, and so waits for it."""
 
 
 class Turns:
@@ -44,8 +47,9 @@ class Turns:
 
         def slots(own: Sequence[Task]) -> Iterator[Slot]:
             for epoch, task in _epochs(own, seed):
+                group, opened = f"{task.id[:200]}/{run}/{epoch}", asyncio.Event()
                 for is_spare in members:
-                    yield Slot(task, f"{task.id[:200]}/{run}/{epoch}", next(index), spare=is_spare)
+                    yield Slot(task, group, next(index), is_spare, opened)
 
         task_sets = dict.fromkeys(task.task_set for task in tasks)
         by_set = {name: slots([task for task in tasks if task.task_set == name]) for name in task_sets}
