@@ -25,10 +25,6 @@ Asking = Callable[[str], BeginRequest]
 """A member's request, made anew each time its server is asked."""
 
 
-async def nothing_to_learn_from(member: str) -> None:
-    pass
-
-
 async def begin_on_all(
     swarms: Mapping[str, AsyncSwarm],
     asking: Asking,
@@ -36,7 +32,7 @@ async def begin_on_all(
     wait: float,
     outside: Mapping[str, Endpoint] | None = None,
     deciding: set[str] | None = None,
-    refused: Callable[[str], Awaitable[None]] = nothing_to_learn_from,
+    refused: Callable[[str], Awaitable[None]] | None = None,
 ) -> AsyncTeamEpisode:
     """An episode of the members of `swarms`, the anchor first; those in `outside` talk to other models.
 
@@ -66,7 +62,8 @@ async def begin_on_all(
             left = deadline - retry.clock()
             if not isinstance(error, Later) or left <= 0:
                 raise
-        await refused(member)
+        if refused is not None:
+            await refused(member)
         await retry.sleep(min(left, retry.delay(attempt)))
         attempt = attempt + 1 if parts else 0  # Who held no place has waited with the server.
 
