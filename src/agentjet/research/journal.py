@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentjet.errors import ConfigError
+from agentjet.research.files import sync_folder
 from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical
 
 Kind = Literal["study", "intent", "ack", "outcome", "decision", "finding", "diagnosis"]
@@ -179,12 +180,3 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def digest(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()[:32]
-
-
-def sync_folder(folder: Path) -> None:
-    """A new file survives a power cut only when its folder does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
