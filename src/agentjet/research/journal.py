@@ -20,9 +20,21 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical
+from agentjet.research.models import Amendment, Diagnosis, Exchange, Outcome, Study, Trial, canonical
 
-Kind = Literal["study", "intent", "ack", "outcome", "decision", "finding", "diagnosis"]
+Kind = Literal[
+    "study",
+    "intent",
+    "ack",
+    "outcome",
+    "decision",
+    "finding",
+    "diagnosis",
+    "point",
+    "amendment",
+    "refusal",
+    "exchange",
+]
 
 
 class Book:
@@ -42,6 +54,11 @@ class Book:
         """By trial id."""
         self.decisions: dict[str, object] = {}
         """By name: what was decided, and from then on stands."""
+        self.amendments: list[Amendment] = []
+        """Requests that were granted and those that were refused, in the order they were taken."""
+        self.exchanges: list[Exchange] = []
+        self.num_points = 0
+        """Fixed points that were passed: what is asked now is taken at a later one."""
         self.num_entries = 0
 
     def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
@@ -69,6 +86,19 @@ class Book:
                 "study's code changed since; finish it with the version that began it"
             )
 
+    def annex(self, number: int) -> Book:
+        """The book of what was added to this study later."""
+        return Book()
+
+    def close(self) -> None:
+        """Nothing more is recorded."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
     def _apply(self, kind: str, body: Mapping[str, Any]) -> None:
         match kind:
             case "study":
@@ -88,6 +118,12 @@ class Book:
                 self.diagnoses.setdefault(diagnosis.trial, []).append(diagnosis)
             case "decision" | "finding":
                 self.decisions[body["name"]] = body["content"]
+            case "point":
+                self.num_points += 1
+            case "amendment" | "refusal":
+                self.amendments.append(Amendment.from_json(body))
+            case "exchange":
+                self.exchanges.append(Exchange.from_json(body))
             case _:
                 raise ConfigError(f"journal entry of kind {kind!r}: written by a newer AgentJet; use that one")
 
@@ -130,11 +166,9 @@ class Journal(Book):
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+    def annex(self, number: int) -> Journal:
+        """A file beside this one."""
+        return Journal(self.path.with_name(f"{self.path.stem}-annex-{number}{self.path.suffix}"))
 
     def _lock(self) -> None:
         try:
