@@ -19,12 +19,15 @@ from agentjet.research.records import Record, Setting, Value, canonical, refuse
 from agentjet.research.subject import Subject
 
 __all__ = [
+    "Amendment",
     "Arm",
     "Diagnosis",
     "End",
+    "Exchange",
     "Finding",
     "Hypothesis",
     "Knob",
+    "Origin",
     "Outcome",
     "Phase",
     "Record",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -19,7 +19,7 @@ ArmName = Annotated[str, Field(pattern=r"^[\w.+-][\w .+-]{0,39}$")]
 SettingName = Annotated[str, Field(pattern=r"^[a-z_0-9]+(\.[a-z_0-9]+)*$", max_length=60)]
 Why = Annotated[str, Field(max_length=300)]
 LONGEST_TEXT = 2_000
-"""Characters of a malformed request that are kept."""
+"""Characters that are kept of what was refused."""
 
 
 class Refused(AgentJetError):
@@ -57,7 +57,7 @@ class AddSeeds(Action):
     """The last look at so many seeds an arm: of the plan before the data, of what is added after it."""
 
     kind: Literal["add_seeds"] = "add_seeds"
-    seeds: Annotated[int, Field(ge=4)]
+    seeds: Annotated[int, Field(ge=4, le=10_000)]
     why: Why = ""
 
 
@@ -125,9 +125,9 @@ def parse(schema: TypeAdapter[A], fields: object) -> A:
     """An action, or `Refused` with the first thing that is wrong about it."""
     try:
         return schema.validate_python(fields)
-    except (ValidationError, RecursionError) as error:
-        if isinstance(error, RecursionError):
-            raise Refused("this is nested too deeply for an action") from None
+    except RecursionError:
+        raise Refused("this is nested too deeply for an action") from None
+    except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "action"
         raise Refused(f"{where}: {first['msg']}; actions have no other fields and kinds than their schema") from None
@@ -145,9 +145,10 @@ def loads(text: str | bytes) -> object:
         raise Refused(f"this is no JSON: {error}") from None
 
 
-def recorded(fields: object) -> dict[str, Any]:
-    """What was asked, as the journal keeps it: the fields, or as text what has none."""
-    text = fields if isinstance(fields, str) else json.dumps(fields, ensure_ascii=False, default=str)
-    if isinstance(fields, dict) and len(text) <= LONGEST_TEXT and all(isinstance(key, str) for key in fields):
-        return fields
-    return {"text": text[:LONGEST_TEXT]}
+def as_text(content: object) -> str:
+    """What was said, as far as it is kept: valid Unicode, of a bounded length."""
+    try:
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    except RecursionError:
+        text = "(nested too deeply)"
+    return text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
