@@ -168,7 +168,7 @@ class Journal(Book):
 
     def annex(self, number: int) -> Journal:
         """A file beside this one."""
-        return Journal(self.path.with_name(f"{self.path.stem}-annex-{number}{self.path.suffix}"))
+        return Journal(annex_path(self.path, number))
 
     def _lock(self) -> None:
         try:
@@ -192,6 +192,11 @@ class Journal(Book):
             self._last = digest(line)
             good += len(line)
             super().append(fields["kind"], fields["body"])
+
+
+def annex_path(path: Path, number: int) -> Path:
+    """Where the journal of a study's n-th annex is."""
+    return path.with_name(f"{path.stem}-annex-{number}{path.suffix}")
 
 
 def entry(number: int, previous: str, kind: str, body: Mapping[str, Any]) -> bytes:

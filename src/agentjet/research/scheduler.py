@@ -54,15 +54,17 @@ def see_through(
     chapters: list[Chapter] = []
     with ExitStack() as books:
         following: Study | None = study
+        current = book
         while following is not None:
-            findings, desk = conduct(following, book, runner, steering)
-            chapters.append(Chapter(following, book, findings, desk))
+            findings, desk = conduct(following, current, runner, steering)
+            chapters.append(Chapter(following, current, findings, desk))
             if adviser and len(chapters) <= MAX_ADVICE:
                 adviser.advise(desk, findings)
             probe(desk)
-            following = annex(desk.helm.course, frozen(book), desk.ledger.left("confirm"))
-            steering = desk.helm.steering_after()
-            book = books.enter_context(book.annex(len(chapters))) if following else book
+            following = annex(desk.helm.course, frozen(current), desk.ledger.left("confirm"))
+            if following:
+                steering = desk.helm.steering_after()
+                current = books.enter_context(book.annex(len(chapters)))
     return chapters
 
 

@@ -60,14 +60,15 @@ class Prior(BaseModel):
         return None
 
     def tried(self, base: Value) -> tuple[float, ...]:
-        """The values to try, around the base where the prior has a ladder."""
-        assert self.low is not None and self.high is not None
+        """The values to try, around the base where the prior has a ladder. Empty: nobody varies it by degrees."""
         if not self.ladder:
             return self.values
-        assert not isinstance(base, str)
+        assert self.low is not None and self.high is not None and not isinstance(base, str)
         steps = (rounded(base * factor) for factor in self.ladder)
-        kept = {min(self.high, max(self.low, float(round(step) if self.whole else step))) for step in steps}
-        return tuple(int(value) if self.whole else value for value in sorted(kept))
+        return tuple(sorted({min(self.high, max(self.low, round(s) if self.whole else s)) for s in steps}))
+
+    def typed(self, value: float | str) -> Value:
+        return int(value) if self.whole else value
 
 
 @cache
@@ -90,7 +91,7 @@ def base_value(name: str, settings: Setting) -> Value:
 
 def knob(name: str, settings: Setting) -> Knob:
     """A setting to be tuned, over the values its prior would try."""
-    return Knob(name, priors()[name].tried(base_value(name, settings)))
+    return Knob(name, tuple(map(float, priors()[name].tried(base_value(name, settings)))))
 
 
 def rounded(value: float) -> float:
