@@ -19,12 +19,15 @@ from agentjet.research.records import Record, Setting, Value, canonical, refuse
 from agentjet.research.subject import Subject
 
 __all__ = [
+    "Amendment",
     "Arm",
     "Diagnosis",
     "End",
+    "Exchange",
     "Finding",
     "Hypothesis",
     "Knob",
+    "Origin",
     "Outcome",
     "Phase",
     "Record",
@@ -41,6 +44,7 @@ __all__ = [
 Phase = Literal["explore", "confirm"]
 End = Literal["completed", "pruned", "diverged", "infra_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
+Origin = Literal["prior", "llm", "human"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Hypothesis(Record):
     arm: str
     against: str
     confirmatory: bool = True
-    origin: Literal["prior", "llm", "human"] = "prior"
+    origin: Origin = "prior"
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,30 @@ class Diagnosis(Record):
     """From which step on it showed."""
     evidence: Mapping[str, float] = field(default_factory=dict)
     """The numbers that `seen` and `tried` speak of, by name."""
+
+
+@dataclass(frozen=True)
+class Amendment(Record):
+    """What was asked of a study besides its plan, and whether it was granted."""
+
+    point: int
+    """The fixed point it was taken at: so many batches of trials had ended."""
+    origin: Origin
+    asked: Mapping[str, Any]
+    """An action of `agentjet.research.planner.actions`, or what was no action, as `text`."""
+    refused: str = ""
+    """Why not, as a sentence; empty where it was granted."""
+
+
+@dataclass(frozen=True)
+class Exchange(Record):
+    """A question to a language model or a coding agent, and what came back."""
+
+    moment: str
+    question: str
+    answer: str
+    failed: str = ""
+    """Why no answer came."""
 
 
 @dataclass(frozen=True)
