@@ -36,13 +36,17 @@ class Prior(BaseModel):
     choices: Mapping[str, tuple[str, ...]] = {}
     ladder: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
-    off: float | str | None = None
-    on: float | str | None = None
+    off: str | float | None = None
+    on: str | float | None = None
     tune: tuple[str, ...] = ()
     hold: tuple[str, ...] = ()
     sign: Sign = "?"
     why: str = ""
     reference: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        return not self.switch and not self.choices
 
     def refusal(self, name: str, value: Value) -> str | None:
         """Why a study may not set this, or None."""
@@ -94,9 +98,9 @@ def knob(name: str, settings: Setting) -> Knob:
     return Knob(name, tuple(map(float, priors()[name].tried(base_value(name, settings)))))
 
 
-def rounded(value: float) -> float:
-    """To two significant digits: nobody tunes finer."""
-    return float(f"{value:.1e}")
+def rounded(value: float, digits: int = 2) -> float:
+    """To so many significant digits: nobody tunes finer."""
+    return float(f"{value:.{digits - 1}e}")
 
 
 # ---- what may be changed --------------------------------------------------------------------------------------------
