@@ -146,7 +146,7 @@ class Work:
 
 async def carried_out(order: Order) -> Outcome:
     """Raises `ConfigError`."""
-    async with AsyncSwarm(order.address.url, order.address.token) as swarm:
+    async with AsyncSwarm(order.address.url, order.address.token, lease=order.address.lease) as swarm:
         return await Work(order, swarm).done()
 
 

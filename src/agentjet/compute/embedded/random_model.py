@@ -46,7 +46,7 @@ def make_random_model(folder: Path, *, layers: int = 2, width: int = 32, seed: i
         eos_token_id=2,
         pad_token_id=0,
     )
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder)
