@@ -3,7 +3,8 @@
 1. Whatever is killed in the middle of a study, the researcher with all it started, or a server alone: the study ends,
    nothing was launched twice or lost, the ledger says what an undisturbed study's would, and no process is left.
 2. A longer trial goes on from where the shorter one ended.
-3. A run whose environment is dead, or whose tasks cannot be played, has no score; code that changed stops the study.
+3. A server of somebody else is leased: strangers are refused meanwhile, and find their own run as they left it.
+4. A run whose environment is dead, or whose tasks cannot be played, has no score; code that changed stops the study.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from agentjet.cli.research.local import LocalPlace, local_places
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import read_book
+from agentjet.research.leased import LeasedPlace
 from agentjet.research.models import Arm, Hypothesis, Study, Subject, Trial
 from agentjet.research.swarm_runner import SwarmRunner, name_of_run
-from tests.e2e.server import PATIENCE, environment, is_running
+from tests.e2e.server import PATIENCE, Server, environment, is_running
 from tests.tiny import make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -187,6 +189,34 @@ def test_a_longer_trial_goes_on_from_the_shorter_one(subject: Subject, tmp_path:
     assert second.signals["reward/mean"][:1] == first.signals["reward/mean"]
     with SwarmRunner(subject, tmp_path, []) as later:  # what ended is known without a server
         assert later.has("long") and later.collect("long") == second
+
+
+def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path: Path) -> None:
+    trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", fidelity) for seed, fidelity in LINES]
+    with Server(Path(subject.model), tmp_path / "server", "--set", "job.checkpoint_every=0") as server:
+        server.batch()
+        admin = (server.data_dir / "admin-token").read_text().strip()
+        with SwarmRunner(subject, tmp_path, [LeasedPlace(server.url, admin, "a study")]) as runner:
+            runner.launch("0", trials[0])
+            server.until(lambda: server.get("/lease")["run"] == name_of_run(trials[0]))
+            stranger = server.http.post("/episodes", json={"task_id": "t"})
+            assert (stranger.status_code, stranger.json()["code"]) == (409, "leased")
+            for number, trial in enumerate(trials[1:], 1):
+                runner.launch(str(number), trial)
+            outcomes = [runner.collect(str(number)) for number in range(len(trials))]
+        assert [(outcome.end, len(outcome.curve)) for outcome in outcomes] == [
+            ("completed", 1),
+            ("completed", STEPS),
+            ("completed", STEPS),
+        ]
+        assert outcomes[2].curve[0] == outcomes[0].curve[0]  # the same run, gone on with
+        assert server.get("/lease")["run"] == ""
+        assert server.get("/status")["policy_version"] == 1
+        server.batch()
+
+
+LINES = ((5, 1 / 3), (6, 1.0), (5, 1.0))
+"""Seeds and fidelities: the third trial continues the first."""
 
 
 def test_a_dead_environment_is_no_score(subject: Subject, tmp_path: Path) -> None:

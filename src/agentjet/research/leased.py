@@ -1,11 +1,11 @@
-"""`LeasedPlace`: a server that somebody else started, had for the study alone while a trial lasts."""
+"""`LeasedPlace`: a server that somebody else started, had for the study alone."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +17,6 @@ from agentjet.research.servers import Address
 
 SECONDS = 60.0
 """Of a lease: how long a researcher may be silent before others may have the server."""
-PATIENCE = 600.0
-"""How long a model may take to load."""
 POLL_SECONDS = 0.5
 OWN = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
 """Settings that are the server's own affair: how fast it is, not what is trained."""
@@ -52,13 +50,16 @@ class LeasedServed:
         self._renewed = self.monotonic()
 
 
-@dataclass(frozen=True)
+@dataclass
 class LeasedPlace:
-    """A server at `url`, with its admin token. Several studies may name it; they take turns, trial by trial."""
+    """A server at `url`, with its admin token. It is kept from one trial to the next, and given back when the study
+    ends or is idle for the time of a lease: several studies may name it.
+    """
 
     url: str
     token: str
     holder: str
+    _epoch: int | None = None
 
     @property
     def name(self) -> str:
@@ -69,31 +70,40 @@ class LeasedPlace:
         """Waits while somebody else has the server."""
         job = job_of(settings)
         with Swarm(self.url, self.token) as swarm:
-            epoch = self._taken(swarm)
-            try:
-                with Swarm(self.url, self.token, lease=epoch) as holder:
-                    self._check_model(holder, settings)
-                    holder.enter_run(run.name, job)
-                    served = LeasedServed(holder, self.holder, run.name, Address(self.url, self.token, epoch))
-                    while holder.status().state in ("loading", "offline"):
-                        served.check()
-                        time.sleep(POLL_SECONDS)
-                    yield served
-            finally:
-                if swarm.take_lease(self.holder, SECONDS, epoch=epoch).epoch == epoch:
-                    swarm.end_lease()
+            self._epoch = self._taken(swarm)
+        with Swarm(self.url, self.token, lease=self._epoch) as holder:
+            self._check_model(holder, settings)
+            holder.enter_run(run.name, job)
+            served = LeasedServed(holder, self.holder, run.name, Address(self.url, self.token, self._epoch))
+            while (status := holder.status()).state in ("loading", "offline"):
+                served.check()
+                time.sleep(POLL_SECONDS)
+            if status.state == "failed":
+                raise Lost(f"{self.url} could not load the model: {status.waiting_for}")
+            yield served
 
     def over(self, run: Path) -> None:
         """The server keeps what it has."""
 
+    def close(self) -> None:
+        """Give the server back, where it is still held."""
+        if self._epoch is not None:
+            with Swarm(self.url, self.token) as swarm, suppress(AgentJetError):
+                swarm.take_lease(self.holder, SECONDS, epoch=self._epoch)
+                swarm.end_lease()
+            self._epoch = None
+
     def _taken(self, swarm: Swarm) -> int:
+        """The epoch of the lease that is held from now on."""
         while True:
             try:
-                return swarm.take_lease(self.holder, SECONDS).epoch
+                return swarm.take_lease(self.holder, SECONDS, epoch=self._epoch).epoch
             except Conflict as conflict:
-                if conflict.code != "leased":
+                if conflict.code not in ("leased", "lease_over"):
                     raise
-            time.sleep(POLL_SECONDS)
+                if self._epoch is None:
+                    time.sleep(POLL_SECONDS)
+                self._epoch = None
 
     def _check_model(self, swarm: Swarm, settings: Setting) -> None:
         """Raises `ConfigError` when the server serves another model than the study's."""

@@ -49,3 +49,7 @@ class Place(Protocol):
     def over(self, run: Path) -> None:
         """Nobody will take the run further: what it takes to do so may go."""
         ...
+
+    def close(self) -> None:
+        """The study needs the place no more."""
+        ...

@@ -102,6 +102,7 @@ class SwarmRunner:
                 self._stopping.set()
             with self._ended:
                 self._ended.notify_all()
+        place.close()
 
     def _carry_out(self, key: str, place: Place) -> None:
         """One trial at one place; a server that dies is had again, and the run goes on. Raises `ConfigError`."""

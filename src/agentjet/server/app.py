@@ -32,7 +32,7 @@ def create_app(runs: Gateway | Runs, keys: Keys) -> FastAPI:
         # Traces of the framework's own would carry request paths, and so the keys in them.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.wiring = Wiring(runs, keys, Lease(server.data_dir / FILE))
+    app.state.wiring = Wiring(runs, keys, Lease(server.data_dir / FILE, keys.clock))
     app.include_router(inference.router)  # Tried one by one, in this order: what is asked most comes first.
     app.include_router(control.router)
     app.include_router(leasing.router)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from agentjet.config import parse_job
-from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.errors import ConfigError, Conflict, InvalidRequest
 from agentjet.protocol import LeaseRequest, LeaseView, RunRequest, StatusResponse
 from agentjet.server.control import admin, problems_of, viewer
 from agentjet.server.wiring import LeaseEpoch, Wired, Wiring
@@ -39,6 +39,8 @@ async def put_run(body: RunRequest, wired: Wired, epoch: LeaseEpoch = None) -> S
     """Serve a run of the lease's holder: from the base model, or from where it was left. The answer does not wait for
     the worker.
     """
+    if epoch is None:
+        raise Conflict("Runs are served under a lease: take one first, and show its epoch.", code="no_lease")
     wired.lease.check(epoch)
     try:
         job = parse_job(body.job)

@@ -78,5 +78,7 @@ async def require_episode_reader(episode_id: str, wired: Wired, token: Token) ->
 
 
 async def require_lease(wired: Wired, epoch: LeaseEpoch = None) -> None:
-    """The present lease's epoch, while there is one."""
+    """The present lease's epoch, while there is one. What a lease that ran out left being served is left."""
     wired.lease.check(epoch)
+    if not wired.lease.seconds_left:
+        await wired.runs.enter("", None)
