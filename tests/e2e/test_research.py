@@ -220,7 +220,7 @@ LINES = ((5, 1 / 3), (6, 1.0), (5, 1.0))
 
 
 def test_a_dead_environment_is_no_score(subject: Subject, tmp_path: Path) -> None:
-    broken = replace(subject, agent=subject.agent.replace(":agent", ":broken"), evaluator=subject.agent)
+    broken = replace(subject, agent=subject.agent.replace(":agent", ":broken"), evaluator=subject.agent, code="")
     with SwarmRunner(broken, tmp_path, local_places(1)) as runner:
         runner.launch("k", Trial("s", "a", {}, 5, "confirm"))
         outcome = runner.collect("k")

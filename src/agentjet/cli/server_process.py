@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
@@ -26,6 +25,7 @@ from agentjet import __version__
 from agentjet.cli.data_dir import check_data_dir
 from agentjet.cli.runs import ServedRuns
 from agentjet.cli.tracing import tracer_provider
+from agentjet.client.lifeline import end_with_input
 from agentjet.config import ServeConfig, ServerConfig, server_token
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
@@ -45,7 +45,7 @@ CHANGE_SECONDS = 0.2
 """Between two looks at which run is served, while it is changed."""
 
 
-def run(config: ServeConfig, *, end_with_input: bool = False) -> None:
+def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
     """Serve until Ctrl-C or SIGTERM, or until standard input ends, where that counts. Raises `ConfigError` when it
     cannot begin, `SystemExit` when the engine gave up on the model, which its log has said by then.
     """
@@ -58,7 +58,7 @@ def run(config: ServeConfig, *, end_with_input: bool = False) -> None:
             stack.callback(provider.shutdown)
             tracer = provider.get_tracer("agentjet", __version__)
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
-        exit_code = asyncio.run(_serve(config, listener, tracer, end_with_input))
+        exit_code = asyncio.run(_serve(config, listener, tracer, ends_with_input))
     if exit_code:
         raise SystemExit(exit_code)
 
@@ -71,7 +71,7 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + time.monotonic()
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, end_with_input: bool) -> int:
+async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> int:
     """Returns the exit code."""
     clock = steady_clock()
     runs = ServedRuns(config, clock)
@@ -82,8 +82,8 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
     http = _Http(options(create_app(runs, keys), config.server))
     stop = _stop_on_signals()
-    if end_with_input:
-        _stop_with_input()
+    if ends_with_input:
+        end_with_input(signal.SIGTERM)
     await runs.gateway.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     narrator = asyncio.create_task(_narrate(runs))
@@ -179,16 +179,6 @@ def _stop_on_signals() -> asyncio.Future[None]:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked, number)
     return stop
-
-
-def _stop_with_input() -> None:
-    """Ask this process to end when whoever holds the other end of its standard input is gone."""
-
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _listen(server: ServerConfig) -> socket.socket:

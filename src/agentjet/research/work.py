@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
-import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentjet.client import AsyncSwarm
+from agentjet.client.lifeline import end_with_input
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.files import write_whole
 from agentjet.research.models import End, Outcome, Trial
@@ -158,19 +157,9 @@ def alone(run: Path) -> Iterator[None]:
         yield
 
 
-def end_with_input() -> None:
-    """Interrupt this process when whoever ordered it is gone: live episodes are aborted on the way out."""
-
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> None:
     order = Order.from_json(json.loads(sys.stdin.buffer.readline()))
-    end_with_input()
+    end_with_input(signal.SIGINT)  # Live episodes are aborted on the way out.
     try:
         with alone(Path(order.run)):
             outcome = asyncio.run(carried_out(order))
