@@ -127,7 +127,7 @@ class Researcher:
 
     def is_training(self) -> bool:
         """Whether some run is in its middle: with a step, and without its last score."""
-        return any(1 <= len(scores) < STEPS for scores in map(scores_of, self.folder.glob("runs/*/record.json")))
+        return any(2 <= len(scores) <= STEPS for scores in map(scores_of, self.folder.glob("runs/*/record.json")))
 
 
 def children(pid: int) -> list[int]:
@@ -144,7 +144,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def scores_of(record: Path) -> dict[str, float]:
-    scores: dict[str, float] = json.loads(record.read_text(encoding="utf-8"))["scores"]
+    scores: dict[str, float] = json.loads(record.read_text(encoding="utf-8"))["scorings"]
     return scores
 
 
@@ -170,9 +170,9 @@ def test_a_study_that_is_killed_ends_as_if_it_had_not_been(subject: Subject, tmp
     assert {outcome.end for [outcome] in book.outcomes.values()} == {"completed"}
     for trial in book.trials.values():
         [outcome] = book.outcomes[trial.id]
-        assert len(outcome.curve) == STEPS and outcome.score == outcome.curve[-1]
+        assert len(outcome.curve) == STEPS + 1 and outcome.score == outcome.curve[-1]
         assert len(outcome.signals["reward/mean"]) == STEPS and None not in outcome.signals["reward/mean"]
-        assert {*scores_of(folder / "runs" / name_of_run(trial) / "record.json")} == {"1", "2", "3"}
+        assert {*scores_of(folder / "runs" / name_of_run(trial) / "record.json")} == {"0", "1", "2", "3"}
     assert (folder / "report.html").exists() and (folder / "report.md").exists()
     assert children(second.process.pid) == []
 
@@ -185,7 +185,7 @@ def test_a_longer_trial_goes_on_from_the_shorter_one(subject: Subject, tmp_path:
         first = runner.collect("short")
         runner.launch("long", long)
         second = runner.collect("long")
-    assert len(first.curve) == 1 and second.curve[0] == first.curve[0] and len(second.curve) == STEPS
+    assert len(first.curve) == 2 and second.curve[:2] == first.curve and len(second.curve) == STEPS + 1
     assert second.signals["reward/mean"][:1] == first.signals["reward/mean"]
     with SwarmRunner(subject, tmp_path, []) as later:  # what ended is known without a server
         assert later.has("long") and later.collect("long") == second
@@ -205,11 +205,11 @@ def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path:
                 runner.launch(str(number), trial)
             outcomes = [runner.collect(str(number)) for number in range(len(trials))]
         assert [(outcome.end, len(outcome.curve)) for outcome in outcomes] == [
-            ("completed", 1),
-            ("completed", STEPS),
-            ("completed", STEPS),
+            ("completed", 2),
+            ("completed", STEPS + 1),
+            ("completed", STEPS + 1),
         ]
-        assert outcomes[2].curve[0] == outcomes[0].curve[0]  # the same run, gone on with
+        assert outcomes[2].curve[:2] == outcomes[0].curve  # the same run, gone on with
         assert server.get("/lease")["run"] == ""
         assert server.get("/status")["policy_version"] == 1
         server.batch()

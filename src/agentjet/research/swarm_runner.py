@@ -15,19 +15,19 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.files import write_whole
 from agentjet.research.models import Outcome, Setting, Trial
-from agentjet.research.records import canonical
+from agentjet.research.records import Value, canonical
 from agentjet.research.servers import Place, Served
 from agentjet.research.subject import Subject
-from agentjet.research.work import WRONG_STUDY, Order
+from agentjet.research.work import ANSWERS, WRONG_STUDY, Order
 
 LOOK_SECONDS = 0.5
 """Between two looks of who waits: signals are seen in between."""
@@ -76,6 +76,18 @@ class SwarmRunner:
                     raise self._wrong
                 self._ended.wait(LOOK_SECONDS)
         return Outcome.from_json(read(self._answer(key)))
+
+    def ask(self, key: str, question: str) -> Mapping[str, Value] | None:
+        """What is known of a launch that ended: its settings, as the server had them; how many held-out tasks are
+        trained on, too; the score before and after.
+        """
+        path = self._launches / key / ANSWERS
+        answers: dict[str, Mapping[str, Value]] = read(path) if path.exists() else {}
+        answer = answers.get(question)
+        if answer is None or question != "settings":
+            return answer
+        trial = Trial.from_json(read(self._launches / key / "trial.json"))
+        return {**self._setting(trial), **answer}  # What is no job setting, the server was started with.
 
     def close(self) -> None:
         """End what runs; idempotent."""
@@ -186,5 +198,5 @@ def name_of_run(trial: Trial) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def read(path: Path) -> object:
+def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
