@@ -4,6 +4,7 @@
 4. Failures are told: diverged and lost runs, diagnoses, an unfinished study.
 5. The page needs no other file and no script; what a study calls its arms is text.
 6. Limitations are said where they hold.
+7. Figures: what lies far off does not flatten the rest, points do not hide points, an arm keeps its colour.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from agentjet.research.models import Arm, Finding, Outcome, Study, Trial
 from agentjet.research.report import build, check, facts_of
 from agentjet.research.report.building import Report, render
 from agentjet.research.report.comparing import compare
+from agentjet.research.report.plots.canvas import looks
+from agentjet.research.report.plots.effects import shown_range as widest
+from agentjet.research.report.plots.scores import STEP, stacked
+from agentjet.research.report.plots.tuning import is_geometric
 from agentjet.research.report.prose import Printed
 from agentjet.research.scheduler import conduct
 from tests.research.reported import RICH, Told, interrupted, rich_book
@@ -338,3 +343,30 @@ def test_every_setting_of_the_grid_is_in_the_table() -> None:
     table = facts_of(rich_book()).groups["tuned"]
     assert len(table) == sum(len(settings(arm)) for arm in RICH.arms if arm.nuisance) == 3 * len(KNOB.values)
     assert [row["outcome"].text for row in table].count("chosen") == 3
+
+
+# ---- 7: figures -------------------------------------------------------------------------------------------------
+
+
+def test_points_that_would_touch_stand_apart() -> None:
+    places = [0.0, 0.0, 0.0, 0.5, 5.0, 5.2, 9.0]
+    heights = stacked(places, 1.0)
+    assert heights == [0.0, -STEP, STEP, -2 * STEP, 0.0, -STEP, 0.0]
+
+
+def test_an_interval_far_wider_than_the_others_does_not_flatten_them() -> None:
+    found = [Finding("h", "inconclusive", "", estimate=0.0, low=-reach, high=reach) for reach in (1.0, 2.0, 400.0)]
+    assert widest(found, 0.5) == pytest.approx(1.06 * 2.0)
+    assert widest(found[:1], 3.0) == pytest.approx(1.06 * 3.75)
+    assert widest(found[2:], 0.5) == pytest.approx(1.06 * 400.0)
+
+
+def test_axes_are_logarithmic_where_values_are() -> None:
+    assert is_geometric((1e-6, 3e-6, 1e-5)) and is_geometric(KNOB.values)
+    assert not is_geometric((0.0, 0.1, 1.0)) and not is_geometric((2.0, 4.0, 6.0, 8.0)) and not is_geometric((1.0, 9.0))
+
+
+def test_an_arm_keeps_its_colour() -> None:
+    colours = [look.colour for look in looks(RICH).values()]
+    assert len(set(colours)) == len(RICH.arms)
+    assert [*looks(replace(RICH, topic="another")).values()] == [*looks(RICH).values()]
