@@ -14,12 +14,13 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentjet.errors import ConfigError
+from agentjet.research.files import sync_folder
 from agentjet.research.models import Amendment, Diagnosis, Exchange, Outcome, Study, Trial, canonical
 
 Kind = Literal[
@@ -177,21 +178,41 @@ class Journal(Book):
             raise ConfigError(f"{self.path} is being written by another process: stop that one first") from None
 
     def _replay(self) -> None:
-        lines = self.path.read_bytes().splitlines(keepends=True)
         good = 0
-        for number, line in enumerate(lines):
-            fields = parsed(line)
-            if fields is None or fields["seq"] != number or fields["prev"] != self._last:
-                if number == len(lines) - 1 and fields is None:  # torn by a crash: nobody has acted on it
-                    os.ftruncate(self._file, good)
-                    os.fsync(self._file)
-                    return
-                raise ConfigError(
-                    f"{self.path}, line {number + 1}: was changed after it was written; restore the file from a copy"
-                )
+        for fields, line in whole_lines(self.path):
             self._last = digest(line)
             good += len(line)
             super().append(fields["kind"], fields["body"])
+        if os.fstat(self._file).st_size > good:
+            os.ftruncate(self._file, good)
+            os.fsync(self._file)
+
+
+def read_book(path: Path) -> Book:
+    """What a journal holds, also while another process writes it. Raises `ConfigError`."""
+    book = Book()
+    for fields, _ in whole_lines(path) if path.exists() else ():
+        book.append(fields["kind"], fields["body"])
+    return book
+
+
+def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The entries of a journal; a last line that a crash tore is none, for nobody has acted on it.
+
+    Raises `ConfigError` where a line was changed.
+    """
+    previous = ""
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        fields = parsed(line)
+        if fields is None and number == len(lines) - 1:
+            return
+        if fields is None or fields["seq"] != number or fields["prev"] != previous:
+            raise ConfigError(
+                f"{path}, line {number + 1}: was changed after it was written; restore the file from a copy"
+            )
+        previous = digest(line)
+        yield fields, line
 
 
 def annex_path(path: Path, number: int) -> Path:
@@ -218,12 +239,3 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def digest(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()[:32]
-
-
-def sync_folder(folder: Path) -> None:
-    """A new file survives a power cut only when its folder does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
