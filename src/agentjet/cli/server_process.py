@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
@@ -42,9 +43,9 @@ log = logging.getLogger(__name__)
 LOG_BYTES = 10_000_000
 
 
-def run(config: ServeConfig) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises `ConfigError` when it cannot begin, `SystemExit` when the engine gave up
-    on the model, which its log has said by then.
+def run(config: ServeConfig, *, end_with_input: bool = False) -> None:
+    """Serve until Ctrl-C or SIGTERM, or until standard input ends, where that counts. Raises `ConfigError` when it
+    cannot begin, `SystemExit` when the engine gave up on the model, which its log has said by then.
     """
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
@@ -55,7 +56,7 @@ def run(config: ServeConfig) -> None:
             stack.callback(provider.shutdown)
             tracer = provider.get_tracer("agentjet", __version__)
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
-        exit_code = asyncio.run(_serve(config, listener, tracer))
+        exit_code = asyncio.run(_serve(config, listener, tracer, end_with_input))
     if exit_code:
         raise SystemExit(exit_code)
 
@@ -68,7 +69,7 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + time.monotonic()
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None) -> int:
+async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, end_with_input: bool) -> int:
     """Returns the exit code."""
     clock = steady_clock()
     gateway = Gateway(config, EmbeddedCompute(config), clock=clock)
@@ -79,6 +80,8 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
     http = _Http(options(create_app(gateway, keys), config.server))
     stop = _stop_on_signals()
+    if end_with_input:
+        _stop_with_input()
     await gateway.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     narrator = asyncio.create_task(_narrate(gateway))
@@ -168,6 +171,16 @@ def _stop_on_signals() -> asyncio.Future[None]:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked, number)
     return stop
+
+
+def _stop_with_input() -> None:
+    """Ask this process to end when whoever holds the other end of its standard input is gone."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _listen(server: ServerConfig) -> socket.socket:

@@ -3,6 +3,9 @@
 A launch has two entries in the book: the intent, before anybody is asked, and the acknowledgement, after. Between
 the two nobody knows; so a desk that finds an unacknowledged intent asks the runner whether it has the key, and
 launches only what it has not. A run that the infrastructure lost is launched again with the same seed, under a new key.
+
+Before each batch of trials, that is after the one before it, the study takes what was asked of it meanwhile: whoever
+composes the next batch knows.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Protocol
 from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger, OutOfBudget
 from agentjet.research.models import Outcome, Study, Trial
+from agentjet.research.steering import Helm, Steering
 
 MAX_ATTEMPTS = 3
 """Launches of a trial that the infrastructure keeps losing."""
@@ -34,22 +38,38 @@ class Runner(Protocol):
         ...
 
 
+class Vetoed(OutOfBudget):
+    """A person wants no further trial of an arm: nothing is left for it."""
+
+
 class Desk:
     """Launches what a study asks for, within its budget, once."""
 
-    def __init__(self, study: Study, book: Book, runner: Runner) -> None:
+    def __init__(self, study: Study, book: Book, runner: Runner, steering: Steering | None = None) -> None:
         book.open_study(study)
         self.study = study
         self.book = book
         self.ledger = Ledger(study)
+        self.helm = Helm(study, book, self.ledger, steering)
         self._runner = runner
+        self.helm.pass_point()
+
+    @property
+    def vetoed(self) -> frozenset[str]:
+        """Arms of which no trial is launched any more."""
+        return self.helm.course.vetoed
 
     def run(self, trials: list[Trial]) -> list[Outcome]:
         """Outcomes in the order given. Raises `OutOfBudget` before any is launched when not all can be paid."""
+        for trial in trials:
+            if trial.arm in self.vetoed:
+                raise Vetoed(f"arm {trial.arm!r} was vetoed")
         self.ledger.reserve(trials)
         for trial in trials:
             self._launch(trial, attempt=1)
-        return [self._finish(trial) for trial in trials]
+        outcomes = [self._finish(trial) for trial in trials]
+        self.helm.pass_point()
+        return outcomes
 
     def _finish(self, trial: Trial) -> Outcome:
         """The first outcome that is one, or the last infrastructure failure."""

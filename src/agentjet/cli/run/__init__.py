@@ -77,7 +77,7 @@ def run(
     """
     from agentjet.cli.child import signals_unwind
     from agentjet.cli.run.source import CommandSource, check_source
-    from agentjet.cli.run.tasks import read_tasks
+    from agentjet.client.task_file import read_tasks
 
     if watch and (only_eval or code_version is not None):
         raise ConfigError(f"--watch and {'--eval' if only_eval else '--code-version'} exclude each other")

@@ -1,0 +1,59 @@
+"""`agentjet research run`: a study from its plan to its report, again from wherever it was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from agentjet.research.scheduler import Chapter
+    from agentjet.research.servers import Place
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the study.")]
+Local = Annotated[int, typer.Option("--local", min=1, help="Servers to start on this machine, side by side.")]
+
+
+def run(folder: Folder, local: Local = 2) -> None:
+    """Run a study, or go on with one that was interrupted or killed. Ctrl-C ends it; the same command goes on.
+
+    Servers are started on this machine, one run each, and ended again. When it is over the report is in the folder.
+    """
+    from agentjet.cli.research.local import local_places
+
+    carry_out(folder, local_places(local))
+
+
+def carry_out(folder: Path, places: Sequence[Place]) -> list[Chapter]:
+    """Everything from the plan to the report. Raises `ConfigError`."""
+    from agentjet.cli.child import signals_unwind
+    from agentjet.cli.research.telling import Told
+    from agentjet.errors import ConfigError
+    from agentjet.research.folder import StudyFolder
+    from agentjet.research.report import build
+    from agentjet.research.scheduler import see_through
+    from agentjet.research.steering import Steering
+    from agentjet.research.swarm_runner import SwarmRunner
+
+    files = StudyFolder(folder)
+    study = files.study()
+    if study.subject is None:
+        raise ConfigError(f"{folder}: the study names no subject, and so nothing to train; plan it with --agent")
+    study.subject.check_code()
+    try:
+        with (
+            signals_unwind(),
+            Told(files.journal, typer.echo) as journal,
+            SwarmRunner(study.subject, folder, places) as runner,
+        ):
+            chapters = see_through(study, journal, runner, Steering(files.steering))
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; go on with: agentjet research run {folder}", err=True)
+        raise typer.Exit(130) from None
+    report = build(chapters[0].book, folder)
+    for number, chapter in enumerate(chapters[1:], 1):
+        build(chapter.book, folder / f"annex-{number}")
+    typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
+    return chapters
