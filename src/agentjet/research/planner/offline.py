@@ -40,6 +40,8 @@ def plan(
     """
     base: Setting = subject.settings if subject else {}
     check_job(base)
+    if subject:
+        base = {"job.optimizer.total_steps": subject.steps, **base}
     understood = None if space else understand(topic)
     found = space.sketch(folder) if space else sketch(understood, base) if understood else Sketch()
     for arm in found.arms:

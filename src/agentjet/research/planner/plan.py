@@ -74,7 +74,7 @@ class Plan:
         evaluator = f"`{study.evaluator}`" if study.evaluator else "the runner’s"
         looks = ", ".join(map(str, study.looks))
         lines = [
-            f"Score: {study.metric}. Differences below **{study.sesoi:g}** do not matter (smallest effect of interest).",
+            f"Score: {study.metric}. Smallest effect of interest: **{study.sesoi:g}**; less does not matter.",
             f"Seeds: fresh after tuning, the same for all arms; looks at {looks} an arm; alpha {study.alpha:g} in all.",
             "A claim is supported or refuted when its whole interval lies beyond that effect, practically equivalent "
             "when it lies within at the last look, else inconclusive.",
@@ -92,9 +92,7 @@ class Plan:
             lines.append("The budget may run out before the last look: what is open then ends as inconclusive.")
         if self.run_seconds is not None:
             hours = study.budget * self.run_seconds / self.servers / 3600
-            lines.append(
-                f"At {self.run_seconds:g} s a run that is {hours:.1f} h at the most, on {self.servers} servers."
-            )
+            lines.append(f"At {self.run_seconds:g} s a run that is at most {hours:.1f} h on {self.servers} servers.")
         return "\n\n".join(lines)
 
 

@@ -40,6 +40,7 @@ class Prior(BaseModel):
     on: str | float | None = None
     tune: tuple[str, ...] = ()
     hold: tuple[str, ...] = ()
+    spans: tuple[str, ...] = ()
     sign: Sign = "?"
     why: str = ""
     reference: str = ""

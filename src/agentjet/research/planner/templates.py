@@ -94,7 +94,7 @@ def ablation(understood: Understood, base: Setting) -> Sketch:
 
 
 def a_against_b(understood: Understood, base: Setting) -> Sketch:
-    """What is named against each other. A choice or number alone stands against the present one, a part against none."""
+    """What is named against each other; one alone stands against the present value, a part against none."""
     options: dict[str, list[Value]] = {name: [] for name in understood.settings}
     for mention in understood.mentions:
         options[mention.setting] += [mention.choice] if mention.choice else []
@@ -160,7 +160,7 @@ def arms_of(name: str, values: list[Value], base: Setting, found: Sketch) -> lis
     """An arm for each value, at as many samples where more of it would mean more of those."""
     arms = []
     for value in values:
-        changes: dict[str, Value] = {name: value}
+        changes: dict[str, Value] = {name: value, **{span: base_value(span, base) for span in priors()[name].spans}}
         for held in priors()[name].hold:
             share = number(base_value(held, base)) * number(base_value(name, base)) / number(value)
             changes[held] = int(share)

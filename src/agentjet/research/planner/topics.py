@@ -35,10 +35,10 @@ KIND_WORDS: dict[Kind, str] = {
 FILLERS = frozenset(
     re.findall(
         r"\w+",
-        """a agent agents all an and any are at be by can do does doing effect effects for from good has have high how if in
-        instead is it its low matter matters model much my no not of on our over performance policy reward score should so
-        still the this to training train rl use used using value values we what when where which while who will with without
-        work""",
+        """a agent agents all an and any are at be by can do does doing effect effects for from good has have high how
+        if in instead is it its low matter matters model much my no not of on our over performance policy reward score
+        should so still the this to training train rl use used using value values we what when where which while who
+        will with without work""",
     )
 )
 

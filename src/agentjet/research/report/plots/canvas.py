@@ -120,6 +120,6 @@ def to_svg(figure: Figure) -> str:
     drawing = re.sub(r"font(-family)?: ([^;\"']*)'DejaVu Sans'[^;\"]*", r"font\1: \2system-ui, sans-serif", drawing)
     light = "".join(f"{names[colour]}:{colour};" for colour in DARK)
     dark = "".join(f"{names[colour]}:{other};" for colour, other in DARK.items())
-    scheme = f"<style>svg{{{light}}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    scheme = f"<style>svg{{{light}}}@media screen and (prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
     head = drawing.index(">") + 1
     return drawing[:head] + scheme + drawing[head:].rstrip() + "\n"

@@ -54,7 +54,7 @@ def draw_panel(
     if len(arm.nuisance) == 1:
         axes.plot(
             [float(one.setting[knob.name]) for one in full],
-            [float(np.mean(one.scores)) for one in full],
+            [mean if (mean := float(np.mean(one.scores))) >= floor else np.nan for one in full],
             color=look.colour,
             linewidth=1.4,
             alpha=0.6,
