@@ -25,7 +25,7 @@ from agentjet.errors import ConfigError
 Value = bool | int | float | str
 Setting = Mapping[str, Value]
 """Names and values of settings, as a job understands them."""
-Phase = Literal["explore", "confirm"]
+Phase = Literal["explore", "confirm", "probe"]
 End = Literal["completed", "pruned", "diverged", "infra_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
 
