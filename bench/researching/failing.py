@@ -82,8 +82,8 @@ class Plant:
     """The held-out tasks are among those that are trained."""
     sign: float = 1.0
     """Of the advantages."""
-    baseline: bool = True
-    """Without it every answer is made likelier, the more the better it is: a point for taking part."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy in what is maximised: below 0, certainty is."""
     sampler_stops_at: int = STEPS
     """From this step on the sampler keeps its weights, and reports new versions."""
     broken_rows: tuple[int, int] = (STEPS, STEPS)
@@ -119,13 +119,15 @@ def tasks(world: int) -> Tasks:
     direction = rng.normal(size=FEATURES)
     direction[0] = -1.0
     quality = features @ direction + 0.4 * rng.normal(size=(2 * CONTEXTS, ANSWERS))
-    start = np.concatenate([0.8 * direction, np.zeros(2 * CONTEXTS * ANSWERS), [SHORT]])
+    start = np.concatenate(
+        [0.35 * direction + 0.6 * rng.normal(size=FEATURES), np.zeros(2 * CONTEXTS * ANSWERS), [SHORT]]
+    )
     return Tasks(features, quality, start)
 
 
 def chances(found: Tasks, plant: Plant, step: int) -> Floats:
     """(2C, A + 1): how likely an answer of sufficient length is right."""
-    bar = 0.5 + plant.difficulty + (0.8 if step >= plant.harder_at else 0.0)
+    bar = 0.3 + plant.difficulty + (0.8 if step >= plant.harder_at else 0.0)
     right = plant.given + plant.solvable * (0.002 + 0.996 / (1 + np.exp(-40 * (found.quality - bar))))
     return np.pad(right, ((0, 0), (0, 1)))
 
@@ -285,7 +287,7 @@ class Run:
         centred = rewards - rewards.mean(axis=1, keepdims=True)
         equal = np.ptp(rewards, axis=1) == 0
         advantages = np.where(equal[:, None], 0.0, centred / (rewards.std(axis=1, keepdims=True, ddof=1) + 1e-6))
-        advantages = self.plant.sign * advantages if self.plant.baseline else 1 + rewards
+        advantages *= self.plant.sign
         learner = Policy.of(now, self.tasks, samples.contexts, self.temperature)
         gradient = self._gradient(now, samples, learner, advantages)
         if self.plant.broken_rows[0] <= step < self.plant.broken_rows[1]:
@@ -316,7 +318,7 @@ class Run:
         )
 
     def _gradient(self, now: Floats, samples: Samples, learner: Policy, advantages: Floats) -> Floats:
-        """(W,): of the clipped objective per answer, with the KL term."""
+        """(W,): of the clipped objective per answer, with the KL and the entropy terms."""
         contexts, answers = samples.contexts, samples.answers
         chosen = np.take_along_axis(learner.answers, answers, 1)
         pushed = advantages * clipped(chosen, np.take_along_axis(samples.policy.answers, answers, 1), advantages)
@@ -325,9 +327,12 @@ class Run:
         push -= learner.answers * push.sum(axis=-1, keepdims=True)
         log = np.log(learner.answers + 1e-12)
         start = Policy.of(self.tasks.start, self.tasks, contexts, self.temperature)
-        drift = log - np.log(start.answers + 1e-12)
-        mean = (learner.answers * drift).sum(axis=-1, keepdims=True)
-        push -= self.kl_coef * learner.answers * (drift - mean) / len(contexts)
+        for coefficient, term in (
+            (self.kl_coef, log - np.log(start.answers + 1e-12)),
+            (self.plant.entropy_coef, log),
+        ):
+            mean = (learner.answers * term).sum(axis=-1, keepdims=True)
+            push -= coefficient * learner.answers * (term - mean) / len(contexts)
         push /= self.temperature
         memory = np.zeros((2 * CONTEXTS, ANSWERS))
         np.add.at(memory, contexts, MEMORY * push[:, :ANSWERS])
@@ -338,6 +343,7 @@ class Run:
         off = ~samples.truncated * clipped(1 - learner.stay, 1 - samples.policy.stay, advantages) * learner.stay
         on, off = (side * (answers != GIBBERISH) for side in (on, off))
         length = float((advantages * (on - off)).sum()) / SAMPLES / self.max_tokens
+        length -= self.plant.entropy_coef * now[-1] * learner.stay * (1 - learner.stay)
         return np.concatenate([np.concatenate([shared, memory.ravel()]) + strange, [length / self.temperature]])
 
     def _report(

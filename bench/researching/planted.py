@@ -61,9 +61,9 @@ KL_ARMS: tuple[Setting, ...] = ({"algorithm.kl_coef": 0.0}, {"algorithm.kl_coef"
 KINDS = (
     Kind("learning rate 80 times too high", "step_too_large", single(optimizer__lr=8.0), single(optimizer__lr=0.4)),
     Kind(
-        "every answer is made likelier",
+        "certainty is maximised",
         "entropy_collapse",
-        single(Plant(baseline=False)),
+        single(Plant(difficulty=0.3, entropy_coef=-10.0)),
         single(Plant(difficulty=-0.3), optimizer__lr=0.3),
     ),
     Kind(
@@ -77,7 +77,12 @@ KINDS = (
         single(Plant(difficulty=-4.0, given=0.002)),
         single(Plant(difficulty=-0.8)),
     ),
-    Kind("sampled at temperature 0.05", "no_exploration", single(temperature=0.05), single(temperature=0.7)),
+    Kind(
+        "sampled at temperature 0.02",
+        "no_exploration",
+        single(Plant(difficulty=0.5), temperature=0.02),
+        single(Plant(difficulty=0.5), temperature=0.7),
+    ),
     Kind("advantages of the wrong sign", "wrong_sign", single(Plant(sign=-1.0)), single(Plant(harder_at=45))),
     Kind("the sampler keeps its weights", "stale_weights", single(Plant(sampler_stops_at=10)), single(max_staleness=3)),
     Kind("one seed for all", "duplicated_seed", Side(Plant(seed=7), seeds=2), Side(seeds=2)),
@@ -180,6 +185,11 @@ def regraded(run: Run) -> Answer:
     answer["again_first"] = float(
         np.mean([run.grader.paid(of_step, STEPS - 1) for of_step in run.samples[ends["first"]]])
     )
+    last = run.samples[ends["last"]]
+    beyond = np.ravel([paid - run.grader.held_out(s) for paid, s in zip(run.rewards[ends["last"]], last, strict=True)])
+    lengths = np.ravel([of_step.extra for of_step in last])
+    related = np.ptp(beyond) > 0 and np.ptp(lengths) > 0
+    answer["length_last"] = float(np.corrcoef(beyond, lengths)[0, 1]) if related else 0.0
     answer["error"] = float(np.std(run.rewards[ends["first"]]) / np.sqrt(np.size(run.rewards[ends["first"]])))
     return answer
 

@@ -77,8 +77,8 @@ def mute(signals: Signals) -> Told | None:
     episodes = signals["batch/episodes"]
     if not len(rewards) or not len(rewards) == len(spread) == len(length) == len(episodes):
         return None
-    step = holds_since(spread == 0)
-    if step is None or step < FEWEST or np.ptp(rewards[step:]) > 0:
+    step = holds_since((spread == 0) & (rewards == rewards[-1]))
+    if step is None or step < FEWEST:
         return None
     before, after = slice(step - FEWEST, step), slice(step, step + FEWEST)
     error = float(np.sqrt(np.mean(spread[before] ** 2) / np.mean(episodes[before])))

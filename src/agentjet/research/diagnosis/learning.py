@@ -6,7 +6,7 @@ import numpy as np
 
 from agentjet.research.diagnosis.case import Case, Rule
 from agentjet.research.diagnosis.probing import SLOWER
-from agentjet.research.diagnosis.signs import FEWEST, Told, holds_since, last
+from agentjet.research.diagnosis.signs import Told, holds_since, last
 
 EQUAL = 0.9
 """Part of the groups without variance, over the first third of a run, from which on there is hardly a gradient."""
@@ -14,13 +14,13 @@ PEERS = 4
 """Members of the smallest group that is usual: independent tries agree no more often in larger ones."""
 MORE_ALIKE = 0.3
 """By how much more than by chance members agree where they are one answer said several times."""
-CERTAIN = 0.1
+CERTAIN = 0.25
 """Nats a token below which a policy hardly chooses any more."""
 SKIPPED = 0.5
 """Part of the last steps whose gradient was no number."""
 SURE = 3.0
 """Standard errors of a held-out difference."""
-PASS_LOST = 0.05
+PASS_LOST = 0.07
 """Loss of pass@k beyond which answers were unlearned that the untrained policy still found."""
 HALF = 0.5
 
@@ -30,7 +30,7 @@ HALF = 0.5
 
 def equal_groups(case: Case) -> Told | None:
     shares = case.signals["groups/zero_variance"]
-    if not len(shares) or min(np.mean(shares[:FEWEST]), np.mean(shares[: len(shares) // 3])) < EQUAL:
+    if not len(shares) or shares[0] < HALF or np.mean(shares[: len(shares) // 3]) < EQUAL:
         return None
     share = float(np.mean(shares[: len(shares) // 3]))
     return Told(f"the members of {share:.0%} of the groups earn the same", {"groups/zero_variance": share}, 0)
@@ -48,7 +48,7 @@ def of_one_kind(case: Case, *, best: bool) -> Told | None:
     found = case.held_out
     if found is None:
         return Told("whether it learned all the same cannot be asked", {"reward/mean": usual})
-    if not best and found["after"] - found["before"] > SURE * found["error"]:
+    if not best and abs(found["after"] - found["before"]) > SURE * found["error"]:
         return None
     words = f"the usual reward is {usual:.3g}; held out, {found['before']:.3g} became {found['after']:.3g}"
     return Told(words, {"reward/mean": usual, **found})
@@ -119,9 +119,8 @@ def unlearned(case: Case) -> Told | None:
 
 
 def variety_lost(found: dict[str, float]) -> bool:
-    """Whether several tries lost what they found before, and more than a single one gained."""
-    lost = found.get("pass_before", 0.0) - found.get("pass_after", 0.0)
-    return lost > max(PASS_LOST, found["after"] - found["before"])
+    """Whether several tries no longer find what they found before."""
+    return found.get("pass_before", 0.0) - found.get("pass_after", 0.0) > PASS_LOST
 
 
 def onset(case: Case) -> int:

@@ -25,7 +25,8 @@ Question = Literal["settings", "tasks", "weights", "held_out", "regrade"]
   difference, `error`; where the evaluation has several tries at a task, also pass@k, `pass_before` and `pass_after`.
 * `regrade`: mean rewards of the same samples, those of the first steps and those of the last ones, as training paid
   them, `paid_first` and `paid_last`; of the first ones by the training grader of today, `again_first`; of both by the
-  held-out evaluator, `held_first` and `held_last`; and the standard error of such a mean, `error`.
+  held-out evaluator, `held_first` and `held_last`; the standard error of such a mean, `error`; and over the last ones
+  the correlation of length with what was paid beyond the held-out grade, `length_last`, 0 where nothing was.
 """
 Answer = Mapping[str, Value]
 SLOWER = 1 / 8

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from agentjet.research.diagnosis.case import Case, Rule
-from agentjet.research.diagnosis.signs import CLEAR, Told, moves
+from agentjet.research.diagnosis.signs import CLEAR, Told
 
 LONGER = 2.0
 """Times as many tokens as in the beginning."""
+RELATED = 0.3
+"""Correlation of the length with what is paid beyond the held-out grade."""
 APART = 0.1
 """Of a reward between 0 and 1: less between what is paid and what is held out is not worth a word."""
 
 
-def moved_reward(case: Case) -> Told | None:
-    found = moves(case.signals["reward/mean"])
-    if not found:
+def rewards_of_run(case: Case) -> Told | None:
+    """Any run that was rewarded: what a judge adds may just hide what the policy lost."""
+    rewards = case.change("reward/mean")
+    if rewards is None:
         return None
-    most = max(found, key=lambda change: abs(change.rise))
-    return Told(f"the mean reward went from {most}", {"reward/mean from": most.early, "reward/mean to": most.late})
+    return Told(
+        f"the mean reward went from {rewards}", {"reward/mean early": rewards.early, "reward/mean late": rewards.late}
+    )
 
 
 def graded_otherwise(case: Case, sign: Told) -> Told | None:
@@ -45,10 +49,7 @@ def longer_answers(case: Case) -> Told | None:
 
 def risen_reward(case: Case) -> Told | None:
     rewards = case.change("reward/mean")
-    if rewards is None or not rewards.rose:
-        return None
-    words = f"the mean reward rose from {rewards}"
-    return Told(words, {"reward/mean early": rewards.early, "reward/mean late": rewards.late})
+    return rewards_of_run(case) if rewards is not None and rewards.rose else None
 
 
 def paid_for_more(case: Case, sign: Told) -> Told | None:
@@ -68,16 +69,24 @@ def paid_for_more(case: Case, sign: Told) -> Told | None:
     return Told(words, found)
 
 
+def paid_for_length(case: Case, sign: Told) -> Told | None:
+    tried = paid_for_more(case, sign)
+    if tried is None or tried.numbers["length_last"] < RELATED:
+        return None
+    words = f"{tried.words}; what is paid beyond that goes with the length, r = {tried.numbers['length_last']:.2f}"
+    return Told(words, tried.numbers)
+
+
 DRIFTING_JUDGE = Rule(
     "drifting_judge",
-    moved_reward,
+    rewards_of_run,
     graded_otherwise,
     "rewards of different steps cannot be compared: part of the curve is the judge's. Pin its version and its prompt",
 )
 LENGTH_EXPLOSION = Rule(
     "length_explosion",
     longer_answers,
-    paid_for_more,
+    paid_for_length,
     "length itself is paid. Pay for the result only, or compare at equal length",
 )
 REWARD_HACKING = Rule(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,22 +83,11 @@ def last(values: Floats) -> Floats:
 
 def change(values: Floats) -> Change | None:
     """None where too few steps reported any."""
-    return between(first(values), last(values)) if len(values) >= 2 * FEWEST else None
-
-
-def between(a: Floats, b: Floats) -> Change | None:
-    early, late = (part[np.isfinite(part)] for part in (a, b))
-    if min(len(early), len(late)) < FEWEST:
+    early, late = (part[np.isfinite(part)] for part in (first(values), last(values)))
+    if len(values) < 2 * FEWEST or min(len(early), len(late)) < FEWEST:
         return None
     squares = [float(np.var(part, ddof=1)) / len(part) for part in (early, late)]
     return Change(float(early.mean()), float(late.mean()), float(np.sqrt(sum(squares))))
-
-
-def moves(values: Floats) -> list[Change]:
-    """From the first steps to each third of the run, and from one third to the next: the clear ones."""
-    thirds = np.array_split(values, 3)
-    found = [between(a, b) for a, b in ((first(values), thirds[0]), *pairwise(thirds), (first(values), last(values)))]
-    return [change for change in found if change is not None and (change.rose or change.fell)]
 
 
 def holds_since(holds: NDArray[np.bool_]) -> int | None:
