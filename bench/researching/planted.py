@@ -63,7 +63,7 @@ KINDS = (
     Kind(
         "certainty is maximised",
         "entropy_collapse",
-        single(Plant(difficulty=0.3, entropy_coef=-10.0)),
+        single(Plant(difficulty=0.5, entropy_coef=-10.0)),
         single(Plant(difficulty=-0.3), optimizer__lr=0.3),
     ),
     Kind(

@@ -8,7 +8,7 @@ from agentjet.research.diagnosis.case import Case, Rule
 from agentjet.research.diagnosis.probing import SLOWER
 from agentjet.research.diagnosis.signs import Told, holds_since, last
 
-EQUAL = 0.9
+EQUAL = 0.8
 """Part of the groups without variance, over the first third of a run, from which on there is hardly a gradient."""
 PEERS = 4
 """Members of the smallest group that is usual: independent tries agree no more often in larger ones."""
@@ -20,7 +20,7 @@ SKIPPED = 0.5
 """Part of the last steps whose gradient was no number."""
 SURE = 3.0
 """Standard errors of a held-out difference."""
-PASS_LOST = 0.07
+PASS_LOST = 0.08
 """Loss of pass@k beyond which answers were unlearned that the untrained policy still found."""
 HALF = 0.5
 
@@ -124,14 +124,13 @@ def variety_lost(found: dict[str, float]) -> bool:
 
 
 def onset(case: Case) -> int:
-    """The first step from which on the policy stays away from the first one: by half its entropy, reward or length."""
+    """The first step from which on half of the reward or of the entropy is gone, or answers are half as long again."""
     steps = [len(case.signals["reward/mean"])]
-    for name in ("policy/entropy", "reward/mean", "completion/tokens"):
+    for name, sense in (("policy/entropy", -1), ("reward/mean", -1), ("completion/tokens", 1)):
         values = case.signals[name]
         values = values[np.isfinite(values)]
         if len(values):
-            begin = float(values[0])
-            since = holds_since(np.abs(values - begin) > HALF * begin)
+            since = holds_since(sense * (values - values[0]) > HALF * values[0])
             steps += [] if since is None else [since]
     return min(steps)
 
