@@ -32,8 +32,8 @@ from bench.researching.failing import STEPS, Plant, Run, fingerprint
 
 REGRADED = 5
 """Steps at either end whose samples are kept to be graded again."""
-DEVELOPMENT, UNDISCLOSED = 0, 5_000
-"""First repeats: thresholds were chosen on the former, the latter are scored."""
+UNDISCLOSED = 5_000
+"""First of the repeats that are scored. Thresholds were chosen on the first twenty."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,20 @@ KINDS = (
     Kind("a judge that grows lenient", "drifting_judge", single(Plant(drift=0.4)), single(optimizer__lr=0.2)),
     Kind("a judge that grows strict", "drifting_judge", single(Plant(drift=-0.4)), single(Plant(harder_at=20))),
 )
+
+HEALTHY = {
+    "learning rate 0.02": single(optimizer__lr=0.02),
+    "learning rate 0.2": single(optimizer__lr=0.2),
+    "groups of 2": single(group_size=2),
+    "groups of 32": single(group_size=32),
+    "a KL term": single(algorithm__kl_coef=0.3),
+    "short answers only": single(max_tokens=6),
+    "temperature 1.3": single(temperature=1.3),
+    "easy tasks": single(Plant(difficulty=-0.5)),
+    "hard tasks": single(Plant(difficulty=0.7)),
+    "hardly any success at first": single(Plant(solvable=0.3)),
+}
+"""Runs that are no twin of any failure: what else a study has in it."""
 
 
 @cache
@@ -194,10 +208,10 @@ def regraded(run: Run) -> Answer:
     return answer
 
 
-def said(kind: Kind, side: Side, repeat: int) -> tuple[set[str], Book]:
+def said(name: str, side: Side, repeat: int) -> tuple[set[str], Book]:
     """The causes named in one repeat, and the book."""
     arms = tuple(Arm(f"arm {number}", setting) for number, setting in enumerate(side.settings))
-    study = Study(kind.name, "success", 0.02, arms, (), budget=20.0, seed=repeat)
+    study = Study(name, "success", 0.02, arms, (), budget=20.0, seed=repeat)
     desk = Desk(study, Book(), FailingRunner(replace(side.plant, world=repeat)))
     seeds = [seed_of(study, "confirm", number) for number in range(side.seeds)]
     desk.run([Trial(study.id, arm.name, arm.changes, seed, "confirm") for arm in arms for seed in seeds])
@@ -205,60 +219,64 @@ def said(kind: Kind, side: Side, repeat: int) -> tuple[set[str], Book]:
     return {found.cause for every in desk.book.diagnoses.values() for found in every}, desk.book
 
 
-@dataclass
-class Confusion:
-    """What was said of a kind and of its twin, how often; nothing is the empty name."""
-
-    kind: Kind
-    ill: Counter[str] = field(default_factory=Counter)
-    well: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def correct(self) -> float:
-        return self.ill[self.kind.cause] / self.ill.total()
-
-    @property
-    def false(self) -> float:
-        return 1 - self.well[""] / self.well.total()
+Said = Counter[str]
+"""What was said how often; nothing is the empty name."""
 
 
-def confusions(repeats: int, first: int) -> list[Confusion]:
-    found = [Confusion(kind) for kind in KINDS]
-    for confusion in found:
-        for repeat in range(first, first + repeats):
-            for side, counts in ((confusion.kind.ill, confusion.ill), (confusion.kind.well, confusion.well)):
-                counts[", ".join(sorted(said(confusion.kind, side, repeat)[0]))] += 1
-        trained.cache_clear()
+def counted(name: str, side: Side, repeats: range) -> Said:
+    found = Counter(", ".join(sorted(said(name, side, repeat)[0])) for repeat in repeats)
+    trained.cache_clear()
     return found
 
 
-def summary(found: Sequence[Confusion]) -> dict[str, Any]:
-    healthy = sum(confusion.well.total() for confusion in found)
-    alarms = healthy - sum(confusion.well[""] for confusion in found)
-    interval = stats.binomtest(alarms, healthy).proportion_ci(method="exact")
-    return {
-        "diagnosis_correct": float(np.mean([confusion.correct for confusion in found])),
-        "diagnosis_worst_kind": min(confusion.correct for confusion in found),
-        "false_alarms": alarms / healthy,
-        "false_alarms_interval": [float(interval.low), float(interval.high)],
-        "planted_kinds": len(found),
-    }
+@dataclass(frozen=True)
+class Confusions:
+    """By name: what was said of the failures, of their twins, and of the other healthy runs."""
 
+    ill: dict[str, Said]
+    well: dict[str, Said]
 
-def table_of(found: Sequence[Confusion]) -> Table:
-    table = Table("planted", "cause", "correct", "said instead", "false alarms", "said of the twin")
-    for confusion in found:
-        others = {name or "nothing": n for name, n in confusion.ill.items() if name != confusion.kind.cause}
-        alarms = {name: n for name, n in confusion.well.items() if name}
-        table.add_row(
-            confusion.kind.name,
-            confusion.kind.cause,
-            f"{confusion.correct:.2f}",
-            "; ".join(f"{name} ({n})" for name, n in others.items()),
-            f"{confusion.false:.2f}",
-            "; ".join(f"{name} ({n})" for name, n in alarms.items()),
+    @classmethod
+    def of(cls, repeats: int, first: int) -> Confusions:
+        numbers = range(first, first + repeats)
+        return cls(
+            {kind.name: counted(kind.name, kind.ill, numbers) for kind in KINDS},
+            {kind.name: counted(kind.name, kind.well, numbers) for kind in KINDS}
+            | {name: counted(name, side, numbers) for name, side in HEALTHY.items()},
         )
-    return table
+
+    def summary(self) -> dict[str, Any]:
+        correct = [self.ill[kind.name][kind.cause] / self.ill[kind.name].total() for kind in KINDS]
+        healthy = sum(found.total() for found in self.well.values())
+        alarms = healthy - sum(found[""] for found in self.well.values())
+        interval = stats.binomtest(alarms, healthy).proportion_ci(method="exact")
+        return {
+            "diagnosis_correct": float(np.mean(correct)),
+            "diagnosis_worst_kind": min(correct),
+            "planted_kinds": len(KINDS),
+            "false_alarms": alarms / healthy,
+            "false_alarms_interval": [float(interval.low), float(interval.high)],
+            "healthy_runs": healthy,
+        }
+
+    def table(self) -> Table:
+        table = Table("planted", "cause", "correct", "said instead", "false alarms", "said of the twin")
+        for kind in KINDS:
+            found, twin = self.ill[kind.name], self.well[kind.name]
+            others = {name or "nothing": n for name, n in found.items() if name != kind.cause}
+            share = f"{found[kind.cause] / found.total():.2f}"
+            table.add_row(kind.name, kind.cause, share, listed(others), *alarms_of(twin))
+        for name in HEALTHY:
+            table.add_row(name, "none: healthy", "", "", *alarms_of(self.well[name]))
+        return table
+
+
+def alarms_of(found: Said) -> tuple[str, str]:
+    return f"{1 - found[''] / found.total():.2f}", listed({name: n for name, n in found.items() if name})
+
+
+def listed(counts: dict[str, int]) -> str:
+    return "; ".join(f"{name} ({n})" for name, n in counts.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -266,9 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=20, help="of each kind and of each twin")
     parser.add_argument("--first", type=int, default=UNDISCLOSED, help="number of the first repeat: others are others")
     options = parser.parse_args(arguments)
-    found = confusions(options.repeats, options.first)
-    Console(width=160).print(table_of(found))
-    result = summary(found)
+    found = Confusions.of(options.repeats, options.first)
+    Console(width=160).print(found.table())
+    result = found.summary()
     print(json.dumps(result))
     return result
 

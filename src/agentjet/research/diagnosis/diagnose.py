@@ -11,7 +11,7 @@ from agentjet.research.diagnosis import configuration, infrastructure, learning,
 from agentjet.research.diagnosis.case import Case, Rule
 from agentjet.research.diagnosis.pairs import twins
 from agentjet.research.diagnosis.probing import Probes
-from agentjet.research.models import Diagnosis, Outcome, Trial
+from agentjet.research.models import Diagnosis
 
 RULES: tuple[Rule, ...] = (
     configuration.IGNORED,
@@ -32,35 +32,34 @@ RULES: tuple[Rule, ...] = (
 
 def diagnose(desk: Desk) -> None:
     """Write into the book what it does not say yet. Infrastructure is read off every run, the rest off full ones."""
-    book = desk.book
-    probes = Probes(desk)
-    trials = [trial for trial in book.trials.values() if trial.phase != "probe"]
-    found = [lost for trial in trials for outcome in book.outcomes[trial.id] if (lost := infrastructure.lost(outcome))]
-    full = [
-        (trial, book.outcomes[trial.id][-1])
-        for trial in trials
-        if trial.fidelity == 1.0 and book.outcomes[trial.id][-1].end != "infra_failed"
-    ]
+    trials = sorted(
+        (trial for trial in desk.book.trials.values() if trial.phase != "probe"),
+        key=lambda trial: trial.phase != "confirm",  # what verdicts stand on is asked about before the money ends
+    )
+    for trial in trials:
+        for outcome in desk.book.outcomes[trial.id]:
+            write(desk, infrastructure.lost(outcome))
+    ended = [(trial, desk.book.outcomes[trial.id][-1]) for trial in trials if trial.fidelity == 1.0]
+    full = [(trial, outcome) for trial, outcome in ended if outcome.signals and outcome.end != "infra_failed"]
     same = {diagnosis.trial: diagnosis for diagnosis in twins(full)}
+    probes = Probes(desk)
     for trial, outcome in full:
-        diagnosis = examined(trial, outcome, probes) or same.get(trial.id)
-        found += [diagnosis] if diagnosis else []
-    for diagnosis in found:
-        if diagnosis not in book.diagnoses.get(diagnosis.trial, []):
-            book.append("diagnosis", diagnosis.to_json())
+        write(desk, examined(Case(trial, outcome, probes)) or same.get(trial.id))
 
 
-def examined(trial: Trial, outcome: Outcome, probes: Probes) -> Diagnosis | None:
+def write(desk: Desk, diagnosis: Diagnosis | None) -> None:
+    if diagnosis is not None and diagnosis not in desk.book.diagnoses.get(diagnosis.trial, []):
+        desk.book.append("diagnosis", diagnosis.to_json())
+
+
+def examined(case: Case) -> Diagnosis | None:
     """What the first rule that holds says."""
-    if not outcome.signals:
-        return None
-    case = Case(trial, outcome, probes)
     for rule in RULES:
         sign = rule.sign(case)
         tried = sign and rule.probe(case, sign)
         if sign and tried:
             return Diagnosis(
-                trial.id,
+                case.trial.id,
                 rule.cause,
                 sign.words,
                 tried=tried.words,
