@@ -121,12 +121,13 @@ class SwarmRunner:
         trial = Trial.from_json(read(self._launches / key / "trial.json"))
         run = self._runs / name_of_run(trial)
         run.mkdir(parents=True, exist_ok=True)
+        draft = self._launches / key / "draft.json"
         note, servings = "", 0
-        while not self._answer(key).exists() and servings < MAX_SERVINGS:
+        while not draft.exists() and servings < MAX_SERVINGS:
             servings += 1
             try:
                 with place.serving(run, self._setting(trial)) as served:
-                    order = Order(trial, self._subject, served.address, str(run), str(self._answer(key)))
+                    order = Order(trial, self._subject, served.address, str(run), str(draft))
                     note = self._ordered(order, served, self._launches / key / "work.log")
             except ConfigError:
                 raise
@@ -134,13 +135,14 @@ class SwarmRunner:
                 note = str(error)
             if self._stopping.is_set():
                 return
-        if not self._answer(key).exists():
+        if not draft.exists():
             lost = Outcome(trial.id, "infra_failed", note=f"{place.name}: {note}"[:2000])
-            write_whole(self._answer(key), canonical(lost.to_json()))
-        if Outcome.from_json(read(self._answer(key))).end == "infra_failed":
+            write_whole(draft, canonical(lost.to_json()))
+        if Outcome.from_json(read(draft)).end == "infra_failed":
             run.rename(self._launches / key / "run")  # A repeat begins anew.
         elif trial.fidelity >= 1.0:
             place.over(run)
+        draft.rename(self._answer(key))  # Nobody has the run any more: the next trial of it may begin.
 
     def _setting(self, trial: Trial) -> Setting:
         """The whole of it, for the server."""
