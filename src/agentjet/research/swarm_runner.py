@@ -138,8 +138,9 @@ class SwarmRunner:
         if not draft.exists():
             lost = Outcome(trial.id, "infra_failed", note=f"{place.name}: {note}"[:2000])
             write_whole(draft, canonical(lost.to_json()))
-        if Outcome.from_json(read(draft)).end == "infra_failed":
-            run.rename(self._launches / key / "run")  # A repeat begins anew.
+        lost_run = self._launches / key / "run"
+        if Outcome.from_json(read(draft)).end == "infra_failed" and not lost_run.exists():
+            run.rename(lost_run)  # A repeat begins anew.
         elif trial.fidelity >= 1.0:
             place.over(run)
         draft.rename(self._answer(key))  # Nobody has the run any more: the next trial of it may begin.
