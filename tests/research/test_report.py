@@ -119,6 +119,15 @@ def test_each_changed_number_is_found(report: Report, form: str) -> None:
             assert "figures/" in text or "```" in text
 
 
+def test_each_changed_number_of_a_figure_is_found(report: Report) -> None:
+    page = report.html.text
+    written = [match.span(1) for match in re.finditer(r"<text[^>]*>([^<]*)</text>", page)]
+    numerals = [match for a, b in written for match in NUMERAL.finditer(page, a, b)]
+    assert len(numerals) > 100
+    for match in numerals:
+        assert compare(report.html, page[: match.start()] + mutated(match[0]) + page[match.end() :]), match[0]
+
+
 def test_what_was_added_or_left_out_is_found(report: Report) -> None:
     text = report.markdown.text
     [problem] = compare(report.markdown, text.replace("## Answer", "It gained 99 points.\n\n## Answer"))

@@ -31,7 +31,8 @@ def tuning_figure(done: Proceedings) -> Figure | None:
     if not panels:
         return None
     styles = looks(done.study)
-    columns = min(COLUMNS, len(panels))
+    knobs = max(len(arm.nuisance) for arm, _, _ in panels)
+    columns = min(COLUMNS, knobs if knobs > 1 else len(panels))  # with several knobs, a row is an arm
     rows = -(-len(panels) // columns)
     figure = blank(2.7 * rows + 0.2)
     every = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
