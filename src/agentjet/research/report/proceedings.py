@@ -62,10 +62,6 @@ class Proceedings:
         ]
 
     @cached_property
-    def by_id(self) -> dict[str, Launched]:
-        return {launched.trial.id: launched for launched in self.launched}
-
-    @cached_property
     def findings(self) -> dict[str, Finding]:
         """By hypothesis; one that is still open is missing."""
         names = {hypothesis.id: f"finding {hypothesis.id}" for hypothesis in self.study.hypotheses}
