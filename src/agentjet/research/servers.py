@@ -12,10 +12,11 @@ from agentjet.research.records import Record, Setting
 
 @dataclass(frozen=True)
 class Address(Record):
-    """A server, as a client reaches it. `token` is the client's or the admin's."""
+    """A server, as a client reaches it. `token` is the client's or the admin's, `lease` the epoch it works under."""
 
     url: str
     token: str
+    lease: int | None = None
 
 
 class Served(Protocol):
@@ -47,4 +48,8 @@ class Place(Protocol):
 
     def over(self, run: Path) -> None:
         """Nobody will take the run further: what it takes to do so may go."""
+        ...
+
+    def close(self) -> None:
+        """The study needs the place no more."""
         ...

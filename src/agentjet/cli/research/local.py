@@ -56,6 +56,9 @@ class LocalPlace:
     def over(self, run: Path) -> None:
         shutil.rmtree(run / "server" / "checkpoints", ignore_errors=True)
 
+    def close(self) -> None:
+        """Every server ended with its trial."""
+
 
 def local_places(count: int) -> list[LocalPlace]:
     """Places that share the machine's cores."""

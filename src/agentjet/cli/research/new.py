@@ -48,6 +48,7 @@ def new(
     from agentjet.research.planner.space import read_space
     from agentjet.research.subject import Subject
 
+    given = None if space is None else read_space(space)
     subject = fixed(
         Subject(
             model=model,
@@ -55,6 +56,7 @@ def new(
             tasks=tasks,
             held_out=held_out,
             evaluator=evaluator,
+            agents={} if given is None else {name: arm.agent for name, arm in given.arms.items() if arm.agent},
             settings=settings(base or []),
             steps=steps,
             evaluations=min(4, steps),
@@ -66,8 +68,7 @@ def new(
         topic,
         budget=budget,
         subject=subject,
-        space=None if space is None else read_space(space),
-        folder=Path() if space is None else space.parent,
+        space=given,
         sesoi=sesoi,
         run_seconds=None if run_minutes is None else 60 * run_minutes,
         servers=servers,
