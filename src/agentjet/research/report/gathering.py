@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +26,7 @@ from agentjet.research.report.facts import (
     verbatim,
     written,
 )
+from agentjet.research.report.happenings import amendment_facts, cause_facts, diagnosis_facts
 from agentjet.research.report.limits import gather_limits
 from agentjet.research.report.proceedings import Explored, Launched, Proceedings
 from agentjet.research.statistics import largest_unseen_rate
@@ -52,6 +51,7 @@ def gather(done: Proceedings) -> Facts:
         tuned=tuned_facts(facts, done, rounding),
         ledger=ledger_facts(facts, done),
         diagnoses=diagnosis_facts(facts, done, trials),
+        causes=cause_facts(facts, done),
     )
     facts.groups.update(
         limits=gather_limits(facts, done, rounding),
@@ -224,6 +224,7 @@ def ledger_facts(facts: Facts, done: Proceedings) -> Group:
         {
             "explore": runs(ledger.spent["explore"]),
             "confirm": runs(ledger.spent["confirm"]),
+            "probe": runs(ledger.spent["probe"]),
             "repeated": runs(ledger.repeated),
             "total": runs(ledger.total),
             "budget": runs(study.budget),
@@ -238,53 +239,9 @@ def ledger_facts(facts: Facts, done: Proceedings) -> Group:
             "small_grid": runs(used),
             "of_small_grid": share(ledger.total / used),
         },
+        probed=ledger.spent["probe"] > 0,
         stopped_early=seeds < study.looks[-1],
     )
-
-
-def diagnosis_facts(facts: Facts, done: Proceedings, trials: dict[str, Group]) -> list[Group]:
-    every = [diagnosis for told in done.diagnoses.values() for diagnosis in told]
-    return [
-        facts.group(
-            f"D{number}",
-            {
-                "trial": Fact(trials[diagnosis.trial]["name"].text if diagnosis.trial in trials else diagnosis.trial),
-                "arm": Fact(trials[diagnosis.trial]["arm"].text if diagnosis.trial in trials else NOTHING),
-                "cause": quote(diagnosis.cause.replace("_", " ")),
-                "seen": quote(diagnosis.seen),
-                "tried": quote(diagnosis.tried),
-                "meaning": quote(diagnosis.meaning),
-                "step": Fact(NOTHING) if diagnosis.step is None else count(diagnosis.step),
-                "evidence": quote(evidence_text(sorted(diagnosis.evidence.items()))),
-            },
-        )
-        for number, diagnosis in enumerate(every, start=1)
-    ]
-
-
-def amendment_facts(facts: Facts, done: Proceedings) -> list[Group]:
-    return [
-        facts.group(
-            f"X{number}",
-            {
-                "asked": quote(asked_text(amendment.asked)),
-                "origin": quote({"human": "a person", "llm": "a language model"}.get(amendment.origin, "the plan")),
-                "point": count(amendment.point),
-                "refused": quote(amendment.refused.rstrip(".")),
-            },
-            is_refused=bool(amendment.refused),
-        )
-        for number, amendment in enumerate(done.amendments, start=1)
-    ]
-
-
-def asked_text(asked: Mapping[str, Any]) -> str:
-    """An action as `kind (field: value, ...)`; what was none, as it was said."""
-    if "kind" not in asked:
-        return str(asked.get("text", ""))
-    said = {name: setting_text(value).text if isinstance(value, dict) else str(value) for name, value in asked.items()}
-    rest = ", ".join(f"{name}: {said[name]}" for name, value in asked.items() if name != "kind" and value)
-    return said["kind"].replace("_", " ") + (f" ({rest})" if rest else "")
 
 
 def subject_facts(facts: Facts, done: Proceedings) -> Group | None:
@@ -305,7 +262,3 @@ def subject_facts(facts: Facts, done: Proceedings) -> Group | None:
             "code": verbatim(subject.code),
         },
     )
-
-
-def evidence_text(numbers: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{name} = {number:.4g}" for name, number in numbers)
