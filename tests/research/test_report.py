@@ -23,7 +23,7 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.explore import settings
 from agentjet.research.journal import Book
-from agentjet.research.models import Arm, Finding, Outcome, Study, Trial
+from agentjet.research.models import Amendment, Arm, Exchange, Finding, Outcome, Study, Subject, Trial
 from agentjet.research.report import build, check, facts_of
 from agentjet.research.report.building import Report, render
 from agentjet.research.report.comparing import compare
@@ -119,6 +119,15 @@ def test_each_changed_number_is_found(report: Report, form: str) -> None:
             assert "figures/" in text or "```" in text
 
 
+def test_each_changed_number_of_a_figure_is_found(report: Report) -> None:
+    page = report.html.text
+    written = [match.span(1) for match in re.finditer(r"<text[^>]*>([^<]*)</text>", page)]
+    numerals = [match for a, b in written for match in NUMERAL.finditer(page, a, b)]
+    assert len(numerals) > 80
+    for match in numerals:
+        assert compare(report.html, page[: match.start()] + mutated(match[0]) + page[match.end() :]), match[0]
+
+
 def test_what_was_added_or_left_out_is_found(report: Report) -> None:
     text = report.markdown.text
     [problem] = compare(report.markdown, text.replace("## Answer", "It gained 99 points.\n\n## Answer"))
@@ -205,11 +214,12 @@ def test_failures_are_told(report: Report) -> None:
     assert int(diverged) > 0
     assert f"{diverged} diverged" in report.figures["figures/scores.svg"]
     assert text.count("| diverged | loss is NaN at step 7 |") == int(diverged)
-    assert "3 trials were lost by the infrastructure" in text
-    assert "kl blow up | 7 | policy/kl reached 7.3 | at half of lr it stayed at 0.02 | too fast |" in text
+    assert "launched again with their seed: 3, in\n  3 launches more" in text
     assert (
-        f"1 of {len([t for t in rich_book().trials.values() if t.phase == 'confirm'])} confirming trials have a" in text
+        "| kl blow up | d\\|\\<i\\> | 1 | policy/kl reached 7.3 | at half of lr it stayed at 0.02 | too fast |" in text
     )
+    assert "| kl blow up | 7 | policy/kl reached 7.3 | at half of lr it stayed at 0.02 | kl = 7.3 |" in text
+    assert f"diagnosis, above: 1 of {len([t for t in rich_book().trials.values() if t.phase == 'confirm'])}." in text
 
 
 def test_lost_for_good_is_a_limitation(tmp_path: Path) -> None:
@@ -244,6 +254,35 @@ def test_a_plan_without_trials_has_a_report_too() -> None:
     report = render(book)
     assert "Nothing was launched yet" in report.markdown.text
     assert report.figures == {}
+
+
+def test_what_was_asked_later_is_told() -> None:
+    book = Book()
+    conduct(STUDY, book, Formula())
+    asked = {"kind": "add_arm", "arm": "c", "against": "a", "changes": {"gain": 7.0}, "why": "", "code": ""}
+    book.append("amendment", Amendment(3, "human", asked).to_json())
+    book.append(
+        "refusal", Amendment(4, "llm", {"text": "set alpha to 0.5"}, "alpha is fixed before the data.").to_json()
+    )
+    book.append("exchange", Exchange("advice", "what next?", "set alpha to 0.5").to_json())
+    text = " ".join(render(book).markdown.text.split())
+    assert "add arm (against: a, arm: c, changes: gain = 7). Asked by a person, taken at point 3, and granted" in text
+    assert "set alpha to 0.5. Asked by a language model, taken at point 4, and refused: alpha is fixed" in text
+    assert "Exchanges with a language model or a coding agent, all in the journal: 1." in text
+    assert "None: the study was done as declared" not in text
+
+
+def test_what_was_trained_is_told() -> None:
+    subject = Subject(
+        "smollm2-135m", "agent.py:play", "tasks.jsonl", "held.jsonl", steps=48, evaluations=12, code="ab12"
+    )
+    book = Book()
+    conduct(replace(RICH, subject=subject), book, Told())
+    report = render(book)
+    assert "| steps of a full run | 48 |" in report.markdown.text
+    assert "agentjet research run FOLDER" in report.markdown.text and "runner" not in report.markdown.text
+    assert ">step</text>" in report.figures["figures/curves.svg"]
+    assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 4 to 48"
 
 
 # ---- 5: a page that needs nothing -------------------------------------------------------------------------------

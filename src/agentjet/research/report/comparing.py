@@ -18,17 +18,15 @@ def compare(expected: Printed, found: str) -> list[str]:
     if found == expected.text:
         return []
     old, new = expected.text.splitlines(keepends=True), found.splitlines(keepends=True)
-    starts = [0]
-    for line in old:
-        starts.append(starts[-1] + len(line))
     head = shared(old, new)
     tail = shared(old[head:][::-1], new[head:][::-1])
     middle = old[head : len(old) - tail], new[head : len(new) - tail]
     problems: list[str] = []
     for tag, i, i_end, j, j_end in SequenceMatcher(None, *middle, autojunk=False).get_opcodes():
         if tag != "equal":
-            text = "".join(middle[1][j:j_end])
-            problems += changes(expected, starts[head + i], starts[head + i_end], text, line=head + j + 1)
+            start = sum(map(len, old[: head + i]))
+            end = start + sum(map(len, middle[0][i:i_end]))
+            problems += changes(expected, start, end, "".join(middle[1][j:j_end]), line=head + j + 1)
     return problems
 
 

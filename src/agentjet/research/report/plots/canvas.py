@@ -116,7 +116,9 @@ def to_svg(figure: Figure) -> str:
     drawing = stream.getvalue()
     drawing = drawing[drawing.index("<svg") :]
     names = {colour: f"--c{number}" for number, colour in enumerate(DARK)}
-    drawing = re.sub("|".join(DARK), lambda match: f"var({names[match[0]]})", drawing, flags=re.IGNORECASE)
+    drawing = re.sub(
+        f"(?<=: )({'|'.join(DARK)})", lambda match: f"var({names[match[0]]})", drawing, flags=re.IGNORECASE
+    )
     drawing = re.sub(r"font(-family)?: ([^;\"']*)'DejaVu Sans'[^;\"]*", r"font\1: \2system-ui, sans-serif", drawing)
     light = "".join(f"{names[colour]}:{colour};" for colour in DARK)
     dark = "".join(f"{names[colour]}:{other};" for colour, other in DARK.items())
