@@ -15,6 +15,7 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
+from agentjet.research.journal import Journal
 from agentjet.research.leased import job_of
 from agentjet.research.models import Study, Subject
 from agentjet.research.record import RunRecord, Scoring
@@ -94,7 +95,8 @@ def test_a_study_keeps_its_subject(subject: Subject, tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path / "study")
     folder.write(study, "# plan\n")
     assert folder.study() == study and Study.from_json(json.loads(json.dumps(study.to_json()))).id == study.id
-    folder.journal.touch()
+    with Journal(folder.journal) as journal:
+        journal.open_study(study)
     with pytest.raises(ConfigError, match="holds a study that was begun"):
         folder.write(study, "")
     with pytest.raises(ConfigError, match=r"holds no study\.json"):
