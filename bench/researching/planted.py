@@ -54,10 +54,10 @@ class Kind:
 
 
 def single(plant: Plant | None = None, **setting: float) -> Side:
-    return Side(plant or Plant(), ({name.replace("__", "."): value for name, value in setting.items()},))
+    return Side(plant or Plant(), ({f"job.{name.replace('__', '.')}": value for name, value in setting.items()},))
 
 
-KL_ARMS: tuple[Setting, ...] = ({"algorithm.kl_coef": 0.0}, {"algorithm.kl_coef": 0.01})
+KL_ARMS: tuple[Setting, ...] = ({"job.algorithm.kl_coef": 0.0}, {"job.algorithm.kl_coef": 0.01})
 KINDS = (
     Kind("learning rate 80 times too high", "step_too_large", single(optimizer__lr=8.0), single(optimizer__lr=0.4)),
     Kind(
@@ -89,14 +89,14 @@ KINDS = (
     Kind(
         "a key is not known",
         "ignored_setting",
-        Side(Plant(ignores=("algorithm.kl_coef",)), KL_ARMS),
+        Side(Plant(ignores=("job.algorithm.kl_coef",)), KL_ARMS),
         Side(settings=KL_ARMS),
     ),
     Kind(
         "a key is known and not used",
         "no_op",
-        Side(Plant(unused=("algorithm.kl_coef",)), KL_ARMS),
-        Side(settings=({"group_size": 8}, {"group_size": 4})),
+        Side(Plant(unused=("job.algorithm.kl_coef",)), KL_ARMS),
+        Side(settings=({"job.group_size": 8}, {"job.group_size": 4})),
     ),
     Kind("held-out tasks are trained on", "leak", single(Plant(leaks=True)), single()),
     Kind(

@@ -31,8 +31,7 @@ Question = Literal["settings", "tasks", "weights", "held_out", "regrade"]
 Answer = Mapping[str, Value]
 SLOWER = 1 / 8
 """Of the learning rate, in the trial that tells a step too large from everything else."""
-RATE = "optimizer.lr"
-"""The setting's name in a study that leaves it at its default."""
+RATE = "job.optimizer.lr"
 
 
 @runtime_checkable
@@ -68,8 +67,7 @@ class Probes:
         return self._slower[run]
 
     def _rerun(self, trial: Trial, rate: float) -> tuple[Trial, Outcome] | str:
-        name = next((name for name in trial.setting if name.split(".")[-1] == "lr"), RATE)
-        again = replace(trial, setting={**trial.setting, name: rate * SLOWER}, phase="probe")
+        again = replace(trial, setting={**trial.setting, RATE: rate * SLOWER}, phase="probe")
         try:
             [outcome] = self._desk.run([again])
         except OutOfBudget as refusal:
