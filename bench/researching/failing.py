@@ -132,7 +132,7 @@ def chances(found: Tasks, plant: Plant, step: int) -> Floats:
     return np.pad(right, ((0, 0), (0, 1)))
 
 
-def long_enough(plant: Plant, extra: NDArray[np.generic]) -> Floats:
+def long_enough(plant: Plant, extra: Ints) -> Floats:
     """The chance that the answer's length suffices; `extra` are its tokens beyond the first."""
     return np.asarray(1 - np.exp(-(extra + 1) / 4.0)) if plant.length_helps else np.ones(extra.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from agentjet.client import Swarm
 from agentjet.config import load_config
 from agentjet.errors import AgentJetError, ConfigError, Conflict
+from agentjet.research.files import write_whole
 from agentjet.research.records import Setting
 from agentjet.research.servers import Address
 
@@ -73,8 +75,9 @@ class LeasedPlace:
             self._epoch = self._taken(swarm)
         with Swarm(self.url, self.token, lease=self._epoch) as holder:
             self._check_model(holder, settings)
-            holder.enter_run(run.name, job)
-            served = LeasedServed(holder, self.holder, run.name, Address(self.url, self.token, self._epoch))
+            name = name_there(run)
+            holder.enter_run(name, job)
+            served = LeasedServed(holder, self.holder, name, Address(self.url, self.token, self._epoch))
             while (status := holder.status()).state in ("loading", "offline"):
                 served.check()
                 time.sleep(POLL_SECONDS)
@@ -110,6 +113,14 @@ class LeasedPlace:
         wanted, found = Path(str(settings["model.name"])).name, swarm.status().model
         if Path(found).name != wanted:
             raise ConfigError(f"{self.url} serves {found!r}, and the study trains {wanted!r}: name another server")
+
+
+def name_there(run: Path) -> str:
+    """What a run is called on servers: one that begins anew, after it was lost, is another there."""
+    file = run / "name"
+    if not file.exists():
+        write_whole(file, f"{run.name}-{uuid.uuid4().hex[:6]}")
+    return file.read_text(encoding="utf-8")
 
 
 def job_of(settings: Setting) -> dict[str, object]:

@@ -15,8 +15,9 @@ from agentjet.errors import ConfigError
 from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger
 from agentjet.research.models import Amendment, Origin, Study
-from agentjet.research.planner.actions import PROPOSAL, REQUEST, Action, Refused, Request, as_text, loads, parse
-from agentjet.research.planner.course import EVERYTHING, Course, Left, grant
+from agentjet.research.planner.actions import Request
+from agentjet.research.planner.course import Course, Left
+from agentjet.research.planner.register import Register
 
 POLL_SECONDS = 1.0
 
@@ -52,71 +53,40 @@ class Steering:
             time.sleep(POLL_SECONDS)
 
 
-class Helm:
+class Helm(Register):
     """Passes the fixed points of a study, and takes there what was asked of it."""
 
     def __init__(self, study: Study, book: Book, ledger: Ledger, steering: Steering | None) -> None:
-        self.course = Course(study, begun=True)
-        self._book = book
+        super().__init__(Course(study, begun=True), book, self._left_to_spend)
         self._ledger = ledger
         self._steering = steering
-        self._point = -1
-        self._taken: dict[Origin, int] = {"human": 0, "llm": 0}
 
     def pass_point(self) -> None:
         """Take what was asked. Returns when the study is not paused."""
-        self._point += 1
+        self.point += 1
         while True:
-            while self._recorded("human"):
+            while self.recorded("human"):
                 self.take(None, "human")
-            if self._point < self._book.num_points:
+            if self.point < self._book.num_points:
                 return
-            for line in self._steering.after(self._taken["human"]) if self._steering else []:
+            for line in self._steering.after(self.taken("human")) if self._steering else []:
                 self.take(line, "human")
             if not self.course.paused:
                 self._book.append("point", {})
                 return
             if self._steering is None:
                 raise ConfigError("the study is paused: resume it, and run it with its steer file")
-            self._steering.wait(self._taken["human"])
+            self._steering.wait(self.taken("human"))
 
     def take(self, said: object, origin: Origin) -> Amendment:
-        """The next request of this origin: as the book has it, or granted or refused now."""
-        amendment = self._recorded(origin) or self._judged(said, origin)
-        self._taken[origin] += 1
-        if not amendment.refused:
-            self._follow(amendment)
+        amendment = super().take(said, origin)
+        if self.course.cap is not None:
+            self._ledger.cap(self.course.cap)
         return amendment
 
     def steering_after(self) -> Steering | None:
         """What a study that follows on this one reads."""
-        return self._steering and Steering(self._steering.path, self._steering.first + self._taken["human"])
+        return self._steering and Steering(self._steering.path, self._steering.first + self.taken("human"))
 
-    def _recorded(self, origin: Origin) -> Amendment | None:
-        """What the book has as the next request of this origin at this point."""
-        of_origin = [amendment for amendment in self._book.amendments if amendment.origin == origin]
-        following = of_origin[self._taken[origin] :][:1]
-        return following[0] if following and following[0].point <= self._point else None
-
-    def _judged(self, said: object, origin: Origin) -> Amendment:
-        try:
-            action = parsed(origin, loads(said) if isinstance(said, str) else said)
-            left: Left = {"explore": self._ledger.left("explore"), "confirm": self._ledger.left("confirm")}
-            grant(self.course, action, origin, left)
-        except Refused as refusal:
-            amendment = Amendment(self._point, origin, {"text": as_text(said)}, as_text(str(refusal)))
-            self._book.append("refusal", amendment.to_json())
-        else:
-            amendment = Amendment(self._point, origin, action.model_dump(mode="json"))
-            self._book.append("amendment", amendment.to_json())
-        return self._book.amendments[-1]
-
-    def _follow(self, amendment: Amendment) -> None:
-        action = parsed(amendment.origin, amendment.asked)
-        self.course = grant(self.course, action, amendment.origin, EVERYTHING)
-        if self.course.cap is not None:
-            self._ledger.cap(self.course.cap)
-
-
-def parsed(origin: Origin, fields: object) -> Action:
-    return parse(REQUEST, fields) if origin == "human" else parse(PROPOSAL, fields)
+    def _left_to_spend(self) -> Left:
+        return {"explore": self._ledger.left("explore"), "confirm": self._ledger.left("confirm")}

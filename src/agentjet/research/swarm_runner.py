@@ -197,7 +197,7 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 
 def name_of_run(trial: Trial) -> str:
     """Of the line of weights that a trial takes further."""
-    content = canonical([trial.arm, dict(trial.setting), trial.seed, trial.phase])
+    content = canonical([trial.study, trial.arm, dict(trial.setting), trial.seed, trial.phase])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from agentjet.research.diagnosis.probing import Answer, Probes
+from agentjet.research.diagnosis.probing import Answer, Probes, Question
 from agentjet.research.diagnosis.signs import Change, Signals, Told, change
 from agentjet.research.models import Outcome, Trial
 
@@ -26,27 +26,17 @@ class Case:
     def change(self, name: str) -> Change | None:
         return change(self.signals[name])
 
-    @cached_property
+    def ask(self, question: Question) -> dict[str, float] | None:
+        """The numbers of an answer; None where the runner cannot tell."""
+        answer = self.probes.ask(self.trial, question)
+        return None if answer is None else {name: float(value) for name, value in answer.items()}
+
+    @property
     def settings(self) -> Answer | None:
-        return self.probes.answer(self.trial, "settings")
+        """What the server had in effect."""
+        return self.probes.ask(self.trial, "settings")
 
-    @cached_property
-    def tasks(self) -> dict[str, float] | None:
-        return self.probes.ask(self.trial, "tasks")
-
-    @cached_property
-    def weights(self) -> dict[str, float] | None:
-        return self.probes.ask(self.trial, "weights")
-
-    @cached_property
-    def held_out(self) -> dict[str, float] | None:
-        return self.probes.ask(self.trial, "held_out")
-
-    @cached_property
-    def regraded(self) -> dict[str, float] | None:
-        return self.probes.ask(self.trial, "regrade")
-
-    @cached_property
+    @property
     def slower(self) -> Case | str:
         """The same run at an eighth of the learning rate, or why there is none."""
         rates = self.signals["optim/lr"]

@@ -27,7 +27,7 @@ def asked_server(case: Case, sign: Told) -> Told:
 
 
 def shared_tasks(case: Case) -> Told | None:
-    counts = case.tasks
+    counts = case.ask("tasks")
     if counts is None or not counts["shared"]:
         return None
     said = f"{counts['shared']:.0f} of the {counts['held_out']:.0f} held-out tasks are also trained on"
@@ -48,7 +48,7 @@ def diverging_sampler(case: Case) -> Told | None:
 
 
 def unchanged_sampler(case: Case, sign: Told) -> Told | None:
-    counts = case.weights
+    counts = case.ask("weights")
     if counts is None or counts["sampler"] >= counts["learner"] / 2:
         return None
     said = (

@@ -65,7 +65,7 @@ def vanished(signals: Signals) -> Told | None:
     if step is None:
         return None
     words = f"from step {step} on {share[step:].mean():.0%} of the episodes did not come back"
-    return Told(words, {"episodes/lost_share": float(share[step:].mean())}, step)
+    return Told(words, {"episodes lost": float(share[step:].mean())}, step)
 
 
 def mute(signals: Signals) -> Told | None:

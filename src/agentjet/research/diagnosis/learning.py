@@ -45,7 +45,7 @@ def of_one_kind(case: Case, *, best: bool) -> Told | None:
     is_best = below > above or (below == above and usual >= HALF)
     if is_best != best or not agree_by_chance(case):
         return None
-    found = case.held_out
+    found = case.ask("held_out")
     if found is None:
         return Told("whether it learned all the same cannot be asked", {"reward/mean": usual})
     if not best and abs(found["after"] - found["before"]) > SURE * found["error"]:
@@ -105,11 +105,9 @@ def skipped_again(case: Case, sign: Told) -> Told | None:
 
 def unlearned(case: Case) -> Told | None:
     """The policy does worse than before it was trained, or finds less in several tries."""
-    found = case.held_out
-    rewards = case.change("reward/mean")
+    found = case.ask("held_out")
     if found is None:
-        fell = rewards is not None and rewards.fell
-        return Told(f"the mean reward fell from {rewards}", step=onset(case)) if fell else None
+        return None
     words = f"held out, {found['before']:.3g} became {found['after']:.3g}"
     if variety_lost(found):
         words += f", and pass@k {found['pass_before']:.3g} became {found['pass_after']:.3g}"
@@ -135,50 +133,46 @@ def onset(case: Case) -> int:
     return min(steps)
 
 
-def at_an_eighth(case: Case, sign: Told) -> tuple[str, dict[str, float], bool] | None:
-    """The rerun in words and numbers, and whether it does better; None where it could not be made."""
-    slower = case.slower
-    if isinstance(slower, str) or case.held_out is None or slower.held_out is None:
-        return None
-    ours, theirs = case.held_out, slower.held_out
-    better = theirs["after"] - ours["after"] > SURE * ours["error"]
-    better |= theirs.get("pass_after", 0.0) - ours.get("pass_after", 0.0) > PASS_LOST
-    rewards = slower.change("reward/mean")
-    sound = theirs["before"] - theirs["after"] < SURE * theirs["error"] and not (rewards is not None and rewards.fell)
-    words = f"an eighth of the learning rate: held out, {theirs['before']:.3g} became {theirs['after']:.3g}"
-    return words, {f"slower/{name}": value for name, value in theirs.items()}, better and sound
-
-
 def sound_when_slower(case: Case, sign: Told) -> Told | None:
     """What came later than after an eighth of the run would have had no time to come in the slower run."""
-    if (sign.step or 0) > SLOWER * len(case.signals["reward/mean"]):
+    ours = case.ask("held_out")
+    if ours is None or sign.step is None or sign.step > SLOWER * len(case.signals["reward/mean"]):
         return None
-    tried = at_an_eighth(case, sign)
-    if tried is None:
-        return Told(f"an eighth of the learning rate was not tried, so this is only likely: {case.slower}")
-    words, numbers, sound = tried
-    return Told(words, numbers, sign.step) if sound else None
+    slower = case.slower
+    if isinstance(slower, str):
+        return Told(f"an eighth of the learning rate was not tried, so this is only likely: {slower}")
+    theirs, rewards = slower.ask("held_out"), slower.change("reward/mean")
+    if theirs is None or (rewards is not None and rewards.fell):
+        return None
+    better = theirs["after"] - ours["after"] > SURE * ours["error"]
+    varied = theirs.get("pass_after", 0.0) - ours.get("pass_after", 0.0) > PASS_LOST
+    unharmed = theirs["before"] - theirs["after"] < SURE * theirs["error"]
+    return at_an_eighth(theirs) if unharmed and (better or varied) else None
 
 
 def falls_when_slower(case: Case, sign: Told) -> Told | None:
-    found, rewards = case.held_out, case.change("reward/mean")
-    if found is None or found["before"] - found["after"] < SURE * found["error"] or rewards is None or not rewards.fell:
+    ours, rewards = case.ask("held_out"), case.change("reward/mean")
+    if ours is None or ours["before"] - ours["after"] < SURE * ours["error"] or rewards is None or not rewards.fell:
         return None
-    tried = at_an_eighth(case, sign)
-    if tried is None or isinstance(case.slower, str):
+    slower = case.slower
+    if isinstance(slower, str):
         return None
-    words, numbers, _ = tried
-    slower = case.slower.change("reward/mean")
-    if slower is None or not slower.fell:
+    theirs, falling = slower.ask("held_out"), slower.change("reward/mean")
+    if theirs is None or falling is None or not falling.fell:
         return None
-    return Told(
-        f"{words}; the mean reward of training fell from {slower}, as it did from {rewards}", numbers, sign.step
-    )
+    tried = at_an_eighth(theirs)
+    words = f"{tried.words}; the mean reward of training fell from {falling}, as it did from {rewards}"
+    return Told(words, tried.numbers)
+
+
+def at_an_eighth(theirs: dict[str, float]) -> Told:
+    words = f"an eighth of the learning rate: held out, {theirs['before']:.3g} became {theirs['after']:.3g}"
+    return Told(words, {f"slower, {name}": value for name, value in theirs.items()})
 
 
 def certain_too_early(case: Case, sign: Told) -> Told | None:
     entropy = case.change("policy/entropy")
-    found = case.held_out
+    found = case.ask("held_out")
     if entropy is None or found is None or entropy.late > HALF * entropy.early or not entropy.fell:
         return None
     if not variety_lost(found):

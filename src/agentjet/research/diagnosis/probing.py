@@ -17,7 +17,7 @@ from agentjet.research.models import Outcome, Trial, Value, canonical
 Question = Literal["settings", "tasks", "weights", "held_out", "regrade"]
 """What can be asked, and the names in the answer.
 
-* `settings`: those that the server had in effect during the run, by name.
+* `settings`: those that the server had in effect during the run, by the names that studies give them.
 * `tasks`: how many there are in `train` and in `held_out`, and how many of these are also among those, `shared`.
 * `weights`: over how many `steps` hashes of the weights were compared, before the step with after it, and in how many
   they differed where they learn, `learner`, and where they sample, `sampler`.
@@ -56,12 +56,7 @@ class Probes:
         """What the learning rate is called where a study leaves it at its default."""
         return RATE if self._desk.study.subject is None else f"job.{RATE}"
 
-    def ask(self, trial: Trial, question: Question) -> dict[str, float] | None:
-        """The numbers of an answer."""
-        answer = self.answer(trial, question)
-        return None if answer is None else {name: float(value) for name, value in answer.items()}
-
-    def answer(self, trial: Trial, question: Question) -> Answer | None:
+    def ask(self, trial: Trial, question: Question) -> Answer | None:
         book, runner, name = self._desk.book, self._desk.runner, f"{question} of {trial.id}"
         if name not in book.decisions:
             key = launch_key(trial, len(book.outcomes[trial.id]))

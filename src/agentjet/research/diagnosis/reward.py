@@ -24,7 +24,7 @@ def rewards_of_run(case: Case) -> Told | None:
 
 
 def graded_otherwise(case: Case, sign: Told) -> Told | None:
-    found = case.regraded
+    found = case.ask("regrade")
     if found is None:
         return None
     moved = found["again_first"] - found["paid_first"]
@@ -54,7 +54,7 @@ def risen_reward(case: Case) -> Told | None:
 
 def paid_for_more(case: Case, sign: Told) -> Told | None:
     """Training pays more for the last samples than for the first ones, and the held-out evaluator does not as much."""
-    found, held = case.regraded, case.held_out
+    found, held = case.ask("regrade"), case.ask("held_out")
     if found is None:
         return None
     paid, worth = found["paid_last"] - found["paid_first"], found["held_last"] - found["held_first"]

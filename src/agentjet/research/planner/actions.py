@@ -19,7 +19,7 @@ ArmName = Annotated[str, Field(pattern=r"^[\w.+-][\w .+-]{0,39}$")]
 SettingName = Annotated[str, Field(pattern=r"^[a-z_0-9]+(\.[a-z_0-9]+)*$", max_length=60)]
 Why = Annotated[str, Field(max_length=300)]
 LONGEST_TEXT = 2_000
-"""Characters that are kept of what was refused."""
+"""Characters that are kept of what was said."""
 
 
 class Refused(AgentJetError):
@@ -31,7 +31,7 @@ class Action(BaseModel):
 
 
 class AddArm(Action):
-    """Another arm, and the hypothesis that it scores higher than `against`."""
+    """Another arm, and the exploratory hypothesis that it scores higher than `against`."""
 
     kind: Literal["add_arm"] = "add_arm"
     arm: ArmName
@@ -145,10 +145,10 @@ def loads(text: str | bytes) -> object:
         raise Refused(f"this is no JSON: {error}") from None
 
 
-def as_text(content: object) -> str:
+def as_text(content: object, limit: int = LONGEST_TEXT) -> str:
     """What was said, as far as it is kept: valid Unicode, of a bounded length."""
     try:
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
     except RecursionError:
         text = "(nested too deeply)"
-    return text[:LONGEST_TEXT].encode("utf-8", "replace").decode()
+    return text[:limit].encode("utf-8", "replace").decode()

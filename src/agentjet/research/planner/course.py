@@ -130,7 +130,7 @@ def with_arm(course: Course, action: AddArm, origin: Origin) -> Course:
         course = replace(course, arms=(*course.arms, arm))
     else:
         course = replace(course, study=replace(course.study, arms=(*course.study.arms, arm)))
-    return with_claim(course, Hypothesis("", action.arm, action.against, not course.begun, origin))
+    return with_claim(course, Hypothesis("", action.arm, action.against, False, origin))
 
 
 def with_claim(course: Course, claim: Hypothesis) -> Course:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,8 +48,8 @@ def plan(
     for arm in found.arms:
         check_arm(arm, base)
     if space and subject:
-        agents = {name: arm.agent for name, arm in space.arms.items() if arm.agent}
-        subject = replace(subject, agents={**subject.agents, **agents})
+        agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
+        subject = with_agents(subject, agents)
     study = Study(
         topic=topic,
         metric=space.metric if space and space.metric else METRIC,
@@ -58,7 +59,7 @@ def plan(
         budget=runs_of(budget, run_seconds, servers),
         alpha=space.alpha if space else 0.05,
         looks=space.looks if space else (4, 8, 12),
-        evaluator=subject.code if subject else "",
+        evaluator=subject.evaluator_now() if subject and subject.code else "",
         seed=seed,
         subject=subject,
     )
@@ -79,6 +80,12 @@ def plan(
         run_seconds,
         servers,
     )
+
+
+def with_agents(subject: Subject, agents: Mapping[str, str]) -> Subject:
+    """The subject with agents of some arms' own; if its code was hashed, theirs is too."""
+    subject = replace(subject, agents={**subject.agents, **agents})
+    return replace(subject, code=subject.code_now()) if subject.code else subject
 
 
 def hypothesis(claim: Claim) -> Hypothesis:

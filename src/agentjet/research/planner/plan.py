@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentjet.research.models import Arm, Study
 from agentjet.research.planner.priors import Sign
-from agentjet.research.planner.rehearsal import Cost
+from agentjet.research.planner.rehearsal import Cost, rehearse
 from agentjet.research.planner.templates import Claim
 from agentjet.research.planner.topics import MEANINGS, Kind
 
@@ -33,6 +33,10 @@ class Plan:
     notes: tuple[str, ...] = ()
     run_seconds: float | None = None
     servers: int = 1
+
+    def with_study(self, study: Study) -> Plan:
+        """The same plan with more in its study."""
+        return replace(self, study=study, cost=rehearse(study))
 
     def to_markdown(self) -> str:
         study = self.study
