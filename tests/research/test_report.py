@@ -274,7 +274,7 @@ def test_what_was_asked_later_is_told() -> None:
 
 def test_what_was_trained_is_told() -> None:
     subject = Subject(
-        "smollm2-135m", "agent.py:play", "tasks.jsonl", "held.jsonl", steps=48, evaluations=12, code="ab12"
+        "smollm2-135m", "agent.py:play", "tasks.jsonl", "held.jsonl", steps=48, evaluations=11, code="ab12"
     )
     book = Book()
     conduct(replace(RICH, subject=subject), book, Told())
@@ -282,7 +282,7 @@ def test_what_was_trained_is_told() -> None:
     assert "| steps of a full run | 48 |" in report.markdown.text
     assert "agentjet research run FOLDER" in report.markdown.text and "runner" not in report.markdown.text
     assert ">step</text>" in report.figures["figures/curves.svg"]
-    assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 4 to 48"
+    assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 0 to 48"
 
 
 # ---- 5: a page that needs nothing -------------------------------------------------------------------------------
@@ -316,6 +316,8 @@ def test_the_page_is_whole_and_names_are_text(report: Report) -> None:
     assert "b *bold*" in page.text and "d|<i>" in page.text
     assert "{{" not in page.text and "{{" not in report.markdown.text
     assert report.html.text.count("<svg") == 5
+    ids = re.findall(r' id="([^"]+)"', report.html.text)
+    assert len(ids) == len(set(ids)) > 20, "five drawings on a page"
     assert "d\\|\\<i\\>" in report.markdown.text
 
 

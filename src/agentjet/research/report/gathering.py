@@ -78,7 +78,7 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "looks": counts(study.looks),
             "last_look": count(study.looks[-1]),
             "rungs": quote(", ".join(share(rung).text for rung in study.rungs)),
-            "seed": count(study.seed),
+            "seed": verbatim(str(study.seed)),
             "num_arms": count(len(study.arms)),
             "num_claims": count(len(study.hypotheses)),
             "num_trials": count(len(done.launched)),

@@ -107,10 +107,12 @@ class Proceedings:
         found = [Explored(every[0].trial.setting, tuple(every), key == chosen) for key, every in by_setting.items()]
         return sorted(found, key=lambda one: [one.setting.get(name, 0) for name in knobs])
 
-    @property
+    @cached_property
     def marks(self) -> list[int]:
-        """The steps at which a full run is scored; empty where the study leaves that to its runner."""
-        return self.study.subject.marks(1.0) if self.study.subject else []
+        """The steps that the values of a full run's curve are of; empty where these are not known."""
+        marks = self.study.subject.marks(1.0) if self.study.subject else []
+        whole = [one.outcome for one in self.launched if one.trial.phase == "confirm" and one.outcome]
+        return marks if all(len(o.curve) == len(marks) for o in whole if o.end == "completed") else []
 
 
 def last(outcomes: Sequence[Outcome]) -> Outcome | None:

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from agentjet.research.report.plots.canvas import FAINT, SOFT, Look, blank, looks, quiet, shortened
+from agentjet.research.report.plots.canvas import FAINT, SOFT, Look, blank, looks, name_rows, quiet, shortened
 from agentjet.research.report.proceedings import Launched, Proceedings
 
 COLUMNS = 3
@@ -47,7 +47,7 @@ def curves_figure(done: Proceedings) -> Figure | None:
         axes.tick_params(labelbottom=True)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines["bottom"].set(visible=True, color=FAINT)
-    figure.supylabel(shortened(done.study.metric, 60), color=SOFT, fontsize=9.5)
+    name_rows(figure, done.study.metric)
     return figure
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from agentjet.research.models import Finding
 from agentjet.research.report.facts import Rounding, written
-from agentjet.research.report.plots.canvas import BAND, INK, NO, PAPER, SAME, SOFT, YES, blank, quiet
+from agentjet.research.report.plots.canvas import BAND, INK, NO, PAPER, SAME, SOFT, YES, blank, quiet, shortened
 from agentjet.research.report.proceedings import Proceedings
 
 MARKS = {
@@ -43,7 +43,7 @@ def effects_figure(done: Proceedings) -> Figure | None:
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(-edge, edge)
     quiet(axes, "x")
-    axes.set_xlabel(f"difference of means, {done.study.metric}")
+    axes.set_xlabel(shortened(f"difference of means, {done.study.metric}", 70))
     axes.annotate(
         f"± {written(sesoi)} does not matter",
         (0, 1),

@@ -11,7 +11,17 @@ from matplotlib.figure import Figure
 
 from agentjet.research.models import Arm, Knob
 from agentjet.research.report.facts import written
-from agentjet.research.report.plots.canvas import FAINT, INK, PAPER, SOFT, Look, blank, looks, quiet, shortened
+from agentjet.research.report.plots.canvas import (
+    FAINT,
+    INK,
+    PAPER,
+    Look,
+    blank,
+    looks,
+    name_rows,
+    quiet,
+    shortened,
+)
 from agentjet.research.report.proceedings import Explored, Proceedings
 
 COLUMNS = 3
@@ -42,7 +52,7 @@ def tuning_figure(done: Proceedings) -> Figure | None:
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     every[0].set_ylim(low, high)
-    figure.supylabel(shortened(done.study.metric, 60), color=SOFT, fontsize=9.5)
+    name_rows(figure, done.study.metric)
     return figure
 
 
