@@ -166,22 +166,22 @@ def inside(error: BaseException) -> list[str]:
     return [frame.name for frame in shown if "agentjet" in Path(frame.filename).parts]
 
 
-def test_tracebacks_show_the_public_method_and_nothing_of_the_inside() -> None:
+def test_tracebacks_show_one_frame_and_nothing_of_the_inside() -> None:
     with pytest.raises(AgentFailing) as failing, client(FakeServer()) as swarm:
         swarm.train(broken, TASKS, steps=1, concurrency=1, progress=False)
-    assert inside(failing.value) == ["train"]
+    assert inside(failing.value) == ["run_agents"]
     with pytest.raises(AgentFailing) as failing, client(FakeServer()) as swarm:
         swarm.evaluate(broken, TASKS, concurrency=1, progress=False)
-    assert inside(failing.value) == ["evaluate"]
+    assert inside(failing.value) == ["run_agents"]
     with pytest.raises(Unauthorized) as refused, Swarm(URL, "wrong", transport=FakeServer().transport()) as swarm:
         swarm.train(sync_agent, TASKS, steps=1, progress=False)
-    assert inside(refused.value) == ["train"]
+    assert inside(refused.value) == ["run_agents"]
     down = FakeServer()
     down.be_down = 10_000
     brief = Retry(first_patience=0.0)
     with pytest.raises(Unreachable) as silent, Swarm(URL, TOKEN, transport=down.transport(), retry=brief) as swarm:
         swarm.evaluate(sync_agent, TASKS, progress=False)
-    assert inside(silent.value) == ["evaluate"]
+    assert inside(silent.value) == ["run_agents"]
 
     async def scenario() -> None:
         async with AsyncSwarm(URL, TOKEN, transport=FakeServer().transport()) as swarm:
@@ -293,7 +293,7 @@ def test_ctrl_c_aborts_the_live_episodes_and_is_raised() -> None:
     stuck.set()
     assert server.by_status() == {"aborted": 4}, "no place that an abort freed was taken on the way out"
     assert {view.reason for view in server.episodes.values()} == {"the client stopped"}
-    assert inside(interrupted.value) == ["train"]
+    assert inside(interrupted.value) == ["run_agents"]
 
 
 def test_sync_methods_inside_an_async_agent_are_refused_instead_of_hanging() -> None:

@@ -244,10 +244,10 @@ class AsyncSwarm:
         """The job's settings and their revision."""
         return JobBody.model_validate(await self._connection.request("GET", "/job"))
 
-    async def set_job(self, changes: Mapping[str, Any], *, revision: int) -> JobBody:
+    async def set_job(self, job: Mapping[str, Any], *, revision: int) -> JobBody:
         """Replace the job's settings, if they are still those of `revision`; else raises `Conflict`. Takes the admin
         token."""
-        body = JobBody(revision=revision, job=dict(changes))
+        body = JobBody(revision=revision, job=dict(job))
         return JobBody.model_validate(await self._connection.request("PUT", "/job", body=body))
 
     async def start(self) -> StatusResponse:
