@@ -4,7 +4,8 @@ Studies with computed answers, each conducted many times with fresh seeds; besid
 with 1 to 24 seeds. A table, then one JSON object as the last line; keys of what is not built yet are null. `wrong` and
 `abstain` are means over all claims, `correct` over the decidable ones; a study with two claims counts twice.
 `cost_vs_grid` is against the cheapest grid that is wrong no more often and right no less often. At the end one
-study is killed by SIGKILL at every entry of its journal: `resume_identical`.
+study is killed by SIGKILL at every entry of its journal: `resume_identical`; and language models and coding agents
+that attack a study are refused, or not: `adversarial_refused`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from scipy import stats
 from agentjet.research.journal import Book
 from agentjet.research.models import Verdict
 from agentjet.research.scheduler import conduct
+from bench.researching.adversary import Tried, attacks, honest_are_granted
 from bench.researching.kills import resume_identical
 from bench.researching.oracle import Truth, grid, grid_cost, grid_verdicts, truths
 from bench.researching.runner import WorldRunner
@@ -121,6 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     disturbed = next(case for case in cases if case.tuned != options.quick and not case.is_aa)
     identical, kills = resume_identical(disturbed.study(options.first), disturbed.world)
     console.print(f"killed {kills} times: the study {'ends the same' if identical else 'ENDS DIFFERENTLY'}")
+    tried = attacks(ways=1) if options.quick else attacks()
+    console.print(table_of_attacks(tried))
+    assert honest_are_granted(), "an honest proposal was refused: refusing everything is no defence"
     false = [verdict in CALLED for tally in tallies if tally.case.is_aa for verdict in tally.verdicts]
     interval = stats.binomtest(sum(false), len(false)).proportion_ci(method="exact")
     result = {
@@ -139,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "repeats": repeats,
         "diagnosis_correct": None,
         "false_alarms": None,
-        "adversarial_refused": None,
+        "adversarial_refused": sum(attack.refused for attack in tried) / len(tried),
+        "attacks": len(tried),
         "resume_identical": identical,
         "kills": kills,
     }
@@ -160,6 +166,15 @@ def table_of(tallies: Sequence[Tally], costs: dict[str, float]) -> Table:
             *(f"{value:.2f}" for value in (tally.correct, tally.wrong, tally.abstain)),
             f"{costs[tally.case.name]:.1f}",
         )
+    return table
+
+
+def table_of_attacks(tried: Sequence[Tried]) -> Table:
+    table = Table("attack on the planner", "tried", "refused", "got through")
+    for kind in dict.fromkeys(attack.kind for attack in tried):
+        mine = [attack for attack in tried if attack.kind == kind]
+        through = ", ".join(attack.way for attack in mine if not attack.refused)
+        table.add_row(kind, str(len(mine)), str(sum(attack.refused for attack in mine)), through or "none")
     return table
 
 

@@ -57,6 +57,8 @@ def propose_code(plan: Plan, against: str, workshop: Workshop, keeping: Path, bo
     subject = plan.study.subject
     if subject is None:
         raise ConfigError("--agent-cli: the study names no agent whose code could be changed")
+    if not fence.version():
+        raise ConfigError("--agent-cli: this kernel cannot fence a command in (Landlock, Linux 5.13); leave it out")
     if any(exchange.moment == MOMENT for exchange in book.exchanges):
         return plan  # heard already
     agent = subject.agent_of(against)
