@@ -12,12 +12,14 @@ import gzip
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from agentjet.research.journal import Book
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject
@@ -327,3 +329,12 @@ def too_dear(answer: Answer, spent: float) -> bool:
     """Where less is left than two arms need for a first look, and nothing for exploring."""
     study = replace(STUDY, budget=spent / 0.99, reserve=0.0)
     return after_the_data(answer, study, ending(see(study, Book())))
+
+
+def table_of_attacks(tried: Sequence[Tried]) -> Table:
+    table = Table("attack on the planner", "tried", "refused", "got through")
+    for kind in dict.fromkeys(attack.kind for attack in tried):
+        mine = [attack for attack in tried if attack.kind == kind]
+        through = ", ".join(attack.way for attack in mine if not attack.refused)
+        table.add_row(kind, str(len(mine)), str(sum(attack.refused for attack in mine)), through or "none")
+    return table

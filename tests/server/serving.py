@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from agentjet.server import Keys, create_app
+from agentjet.server.listening import listen
 from tests.fakes import Running, running
 
 TOKEN = "client-token-client-token"
@@ -66,7 +66,7 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
     async with running(data_dir, *args, **kwargs) as run:
         keys = Keys(token=TOKEN, admin_token=ADMIN, viewer_token=VIEWER, clock=run.clock)
         tls = run.gateway.config.server
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0)
         app = create_app(run.gateway, keys)
         config = uvicorn.Config(
             app,

@@ -1,5 +1,5 @@
 """The application as a target for fuzzers: the real one over a scripted worker, asked in its own event loop, without a
-network in between.
+network in between. An exception that nobody expected comes through with its traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Target:
         self.served = served
         self._loop = loop
         self.app = served.app
-        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app, raise_app_exceptions=False))
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app))
         self.episode: dict[str, Any] = {}
         self.seen: Counter[tuple[str, int]] = Counter()
 
@@ -36,6 +36,7 @@ class Target:
         gateway = self.served.run.gateway
 
         async def wake() -> None:
+            self.app.state.wiring.lease.end()
             await gateway.start_engine()
             await gateway.ready()
             known = self.episode.get("episode_id")

@@ -53,4 +53,4 @@ def serve(
             overrides.append(f"{key}={json.dumps(value)}")
     if insecure:
         overrides.append("server.insecure=true")
-    run(load_config(config, overrides), end_with_input=end_with_input)
+    run(load_config(config, overrides), ends_with_input=end_with_input)

@@ -19,7 +19,16 @@ from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent
 from agentjet.client.threads import LoopThread
 from agentjet.errors import AgentJetError
-from agentjet.protocol import CheckpointInfo, EpisodeList, EpisodeTree, EpisodeView, Event, JobBody, StatusResponse
+from agentjet.protocol import (
+    CheckpointInfo,
+    EpisodeList,
+    EpisodeTree,
+    EpisodeView,
+    Event,
+    JobBody,
+    LeaseView,
+    StatusResponse,
+)
 from agentjet.types import Mode, Reward, Task
 
 
@@ -27,7 +36,8 @@ class Swarm:
     """A client of one server. May be used from several threads.
 
     `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN; `client_id` names this client to the server and should
-    be left alone unless several processes are one client.
+    be left alone unless several processes are one client. `lease` is the epoch of the lease under which it works: see
+    `take_lease`.
     """
 
     def __init__(
@@ -36,10 +46,11 @@ class Swarm:
         token: str | None = None,
         *,
         client_id: str | None = None,
+        lease: int | None = None,
         retry: Retry | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._swarm = AsyncSwarm(url, token, client_id=client_id, retry=retry, transport=transport)
+        self._swarm = AsyncSwarm(url, token, client_id=client_id, lease=lease, retry=retry, transport=transport)
         self._loop = LoopThread()
 
     @property
@@ -166,6 +177,18 @@ class Swarm:
     def stop(self) -> StatusResponse:
         """See `AsyncSwarm.stop`."""
         return self._loop.run(self._swarm.stop())
+
+    def take_lease(self, holder: str, seconds: float, *, epoch: int | None = None) -> LeaseView:
+        """See `AsyncSwarm.take_lease`."""
+        return self._loop.run(self._swarm.take_lease(holder, seconds, epoch=epoch))
+
+    def end_lease(self) -> LeaseView:
+        """See `AsyncSwarm.end_lease`."""
+        return self._loop.run(self._swarm.end_lease())
+
+    def enter_run(self, name: str, job: Mapping[str, Any]) -> StatusResponse:
+        """See `AsyncSwarm.enter_run`."""
+        return self._loop.run(self._swarm.enter_run(name, job))
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """See `AsyncSwarm.checkpoints`."""

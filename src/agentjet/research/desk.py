@@ -2,7 +2,8 @@
 
 A launch has two entries in the book: the intent, before anybody is asked, and the acknowledgement, after. Between
 the two nobody knows; so a desk that finds an unacknowledged intent asks the runner whether it has the key, and
-launches only what it has not. A run that the infrastructure lost is launched again with the same seed, under a new key.
+launches only what it has not. A run that the infrastructure lost is launched again with the same seed, under a new key;
+so is one whose environment died on the way.
 
 Before each batch of trials, that is after the one before it, the study takes what was asked of it meanwhile: whoever
 composes the next batch knows.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from agentjet.research.diagnosis.infrastructure import checked
 from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger, OutOfBudget
 from agentjet.research.models import Outcome, Study, Trial
@@ -51,7 +53,7 @@ class Desk:
         self.book = book
         self.ledger = Ledger(study)
         self.helm = Helm(study, book, self.ledger, steering)
-        self._runner = runner
+        self.runner = runner
         self.helm.pass_point()
 
     @property
@@ -88,7 +90,7 @@ class Desk:
         known = self.book.outcomes.get(trial.id, [])
         if len(known) < attempt:
             self._launch(trial, attempt)
-            outcome = self._runner.collect(launch_key(trial, attempt))
+            outcome = checked(self.runner.collect(launch_key(trial, attempt)))
             assert outcome.trial == trial.id, f"the runner answers {trial.id} with an outcome of {outcome.trial}"
             self.book.append("outcome", outcome.to_json())
         return self.book.outcomes[trial.id][attempt - 1]
@@ -99,8 +101,8 @@ class Desk:
         if self.book.attempts.get(trial.id, 0) < attempt:
             self.book.append("intent", {"key": key, "trial": trial.to_json()})
         if key in self.book.unacknowledged:
-            if not self._runner.has(key):
-                self._runner.launch(key, trial)
+            if not self.runner.has(key):
+                self.runner.launch(key, trial)
             self.book.append("ack", {"key": key})
 
 

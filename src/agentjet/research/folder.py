@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agentjet.errors import ConfigError
 from agentjet.research.files import write_whole
+from agentjet.research.journal import read_book
 from agentjet.research.models import Study
 
 
@@ -25,10 +26,14 @@ class StudyFolder:
     def steering(self) -> Path:
         return self.path / "steer.jsonl"
 
+    def check_new(self) -> None:
+        """Raises `ConfigError` where a study's data lie."""
+        if read_book(self.journal).study is not None:
+            raise ConfigError(f"{self.path} holds a study that was begun: give another folder")
+
     def write(self, study: Study, plan: str) -> None:
         """Raises `ConfigError` where another study's data lie."""
-        if self.journal.exists():
-            raise ConfigError(f"{self.path} holds a study that was begun: give another folder")
+        self.check_new()
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "plan.md").write_text(plan, encoding="utf-8")
         write_whole(self.path / "study.json", json.dumps(study.to_json(), indent=2, ensure_ascii=False) + "\n")

@@ -24,7 +24,7 @@ class Ledger:
     def __init__(self, study: Study) -> None:
         self.budget = study.budget
         self.for_exploring = study.budget * (1 - study.reserve)
-        self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0}
+        self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0, "probe": 0.0}
         self.repeated = 0.0
         self._reached: dict[str, float] = {}
 

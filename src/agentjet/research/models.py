@@ -41,7 +41,7 @@ __all__ = [
     "refuse",
 ]
 
-Phase = Literal["explore", "confirm"]
+Phase = Literal["explore", "confirm", "probe"]
 End = Literal["completed", "pruned", "diverged", "infra_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
 Origin = Literal["prior", "llm", "human"]

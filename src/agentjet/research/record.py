@@ -9,16 +9,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from agentjet.research.files import write_whole
 
 
+class Scoring(NamedTuple):
+    """The mean over the held-out tasks, and its standard error."""
+
+    mean: float
+    error: float
+
+
 @dataclass
 class RunRecord:
-    """Scores and metrics by step (the policy version), in the file `path`."""
+    """Scorings and metrics by step (the policy version), in the file `path`."""
 
     path: Path
-    scores: dict[int, float] = field(default_factory=dict)
+    scorings: dict[int, Scoring] = field(default_factory=dict)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
@@ -27,11 +35,11 @@ class RunRecord:
         if not path.exists():
             return cls(path)
         content = json.loads(path.read_text(encoding="utf-8"))
-        scores, metrics = ({int(step): value for step, value in content[key].items()} for key in ("scores", "metrics"))
-        return cls(path, scores, metrics)
+        scorings = {int(step): Scoring(*scoring) for step, scoring in content["scorings"].items()}
+        return cls(path, scorings, {int(step): metrics for step, metrics in content["metrics"].items()})
 
-    def score(self, step: int, score: float) -> None:
-        self.scores[step] = score
+    def scored(self, step: int, scoring: Scoring) -> None:
+        self.scorings[step] = scoring
         self._write()
 
     def learned(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
@@ -41,7 +49,7 @@ class RunRecord:
 
     def curve(self, end: int) -> tuple[float, ...]:
         """The scores up to a step, in order."""
-        return tuple(score for step, score in sorted(self.scores.items()) if step <= end)
+        return tuple(scoring.mean for step, scoring in sorted(self.scorings.items()) if step <= end)
 
     def signals(self, end: int) -> dict[str, tuple[float | None, ...]]:
         """By metric, its value at each step from the first to `end`; None where there is no number."""
@@ -50,7 +58,7 @@ class RunRecord:
         return {name: tuple(number(of_step.get(name)) for of_step in steps) for name in names}
 
     def _write(self) -> None:
-        write_whole(self.path, json.dumps({"scores": self.scores, "metrics": self.metrics}))
+        write_whole(self.path, json.dumps({"scorings": self.scorings, "metrics": self.metrics}))
 
 
 def number(value: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""`conduct`: a study from its plan to its findings. Explore, freeze, confirm. `see_through`: that, and what was added.
+"""`conduct`: a study from plan to findings: explore, freeze, confirm, diagnose. `see_through`: that and what was added.
 
 Functions of the study and of the outcomes: run again over the same book they make the same decisions, launch nothing
 twice, and go on where they were interrupted.
@@ -13,6 +13,7 @@ from typing import Protocol
 
 from agentjet.research.confirm import confirm
 from agentjet.research.desk import Desk, Runner
+from agentjet.research.diagnosis.diagnose import diagnose
 from agentjet.research.explore import tune
 from agentjet.research.journal import Book
 from agentjet.research.ledger import OutOfBudget
@@ -44,7 +45,9 @@ class Chapter:
 def conduct(study: Study, book: Book, runner: Runner, steering: Steering | None = None) -> tuple[list[Finding], Desk]:
     """The findings, in the order of the hypotheses, and the desk with its ledger."""
     desk = Desk(study, book, runner, steering)
-    return confirm(study, tune(study, desk), desk), desk
+    findings = confirm(study, tune(study, desk), desk)
+    diagnose(desk)
+    return findings, desk
 
 
 def see_through(

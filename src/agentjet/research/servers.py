@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Protocol
 
 from agentjet.research.records import Record, Setting
@@ -12,10 +13,11 @@ from agentjet.research.records import Record, Setting
 
 @dataclass(frozen=True)
 class Address(Record):
-    """A server, as a client reaches it. `token` is the client's or the admin's."""
+    """A server, as a client reaches it. `token` is the client's or the admin's, `lease` the epoch it works under."""
 
     url: str
     token: str
+    lease: int | None = None
 
 
 class Served(Protocol):
@@ -37,14 +39,18 @@ class Place(Protocol):
         """For people."""
         ...
 
-    def serving(self, run: Path, settings: Setting) -> AbstractContextManager[Served]:
+    def serving(self, run: Path, settings: Setting, stopping: Event) -> AbstractContextManager[Served]:
         """A server of the run that has the folder `run`: it stands at the base model, or where the run was when it was
         last served. Nobody else trains there meanwhile.
 
-        Raises `AgentJetError` when there is none to be had.
+        Raises `AgentJetError` when there is none to be had, or the study is `stopping` before there is.
         """
         ...
 
     def over(self, run: Path) -> None:
         """Nobody will take the run further: what it takes to do so may go."""
+        ...
+
+    def close(self) -> None:
+        """The study needs the place no more."""
         ...

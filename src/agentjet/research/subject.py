@@ -40,7 +40,7 @@ class Subject(Record):
     steps: int = 40
     """Batches of a full run."""
     evaluations: int = 4
-    """Times a full run is scored, evenly spaced, the last one at its end."""
+    """Times a full run is scored, evenly spaced, the last one at its end; and once before it."""
     repeats: int = 1
     """Episodes of each held-out task in a scoring."""
     concurrency: int = 32
@@ -69,10 +69,12 @@ class Subject(Record):
         return max(1, round(self.steps * fidelity))
 
     def marks(self, fidelity: float) -> list[int]:
-        """The steps at which such a run is scored: those of a full run that it reaches, and its own end."""
+        """The steps at which such a run is scored: before the first, then those of a full run that it reaches, and its
+        own end.
+        """
         end = self.steps_at(fidelity)
-        spaced = {round(self.steps * number / self.evaluations) for number in range(1, self.evaluations + 1)}
-        return sorted({mark for mark in spaced if 0 < mark < end} | {end})
+        spaced = {round(self.steps * number / self.evaluations) for number in range(self.evaluations + 1)}
+        return sorted({mark for mark in spaced if mark < end} | {end})
 
     def code_now(self) -> str:
         """What `code` is by the files as they are. Raises `ConfigError` for what is not there."""

@@ -15,19 +15,19 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.files import write_whole
 from agentjet.research.models import Outcome, Setting, Trial
-from agentjet.research.records import canonical
+from agentjet.research.records import Value, canonical
 from agentjet.research.servers import Place, Served
 from agentjet.research.subject import Subject
-from agentjet.research.work import WRONG_STUDY, Order
+from agentjet.research.work import ANSWERS, WRONG_STUDY, Order
 
 LOOK_SECONDS = 0.5
 """Between two looks of who waits: signals are seen in between."""
@@ -77,6 +77,18 @@ class SwarmRunner:
                 self._ended.wait(LOOK_SECONDS)
         return Outcome.from_json(read(self._answer(key)))
 
+    def ask(self, key: str, question: str) -> Mapping[str, Value] | None:
+        """What is known of a launch that ended: its settings, as the server had them; how many held-out tasks are
+        trained on, too; the score before and after.
+        """
+        path = self._launches / key / ANSWERS
+        answers: dict[str, Mapping[str, Value]] = read(path) if path.exists() else {}
+        answer = answers.get(question)
+        if answer is None or question != "settings":
+            return answer
+        trial = Trial.from_json(read(self._launches / key / "trial.json"))
+        return {**self._setting(trial), **answer}  # What is no job setting, the server was started with.
+
     def close(self) -> None:
         """End what runs; idempotent."""
         self._stopping.set()
@@ -102,18 +114,20 @@ class SwarmRunner:
                 self._stopping.set()
             with self._ended:
                 self._ended.notify_all()
+        place.close()
 
     def _carry_out(self, key: str, place: Place) -> None:
         """One trial at one place; a server that dies is had again, and the run goes on. Raises `ConfigError`."""
         trial = Trial.from_json(read(self._launches / key / "trial.json"))
         run = self._runs / name_of_run(trial)
         run.mkdir(parents=True, exist_ok=True)
+        draft = self._launches / key / "draft.json"
         note, servings = "", 0
-        while not self._answer(key).exists() and servings < MAX_SERVINGS:
+        while not draft.exists() and servings < MAX_SERVINGS:
             servings += 1
             try:
-                with place.serving(run, self._setting(trial)) as served:
-                    order = Order(trial, self._subject, served.address, str(run), str(self._answer(key)))
+                with place.serving(run, self._setting(trial), self._stopping) as served:
+                    order = Order(trial, self._subject, served.address, str(run), str(draft))
                     note = self._ordered(order, served, self._launches / key / "work.log")
             except ConfigError:
                 raise
@@ -121,13 +135,15 @@ class SwarmRunner:
                 note = str(error)
             if self._stopping.is_set():
                 return
-        if not self._answer(key).exists():
+        if not draft.exists():
             lost = Outcome(trial.id, "infra_failed", note=f"{place.name}: {note}"[:2000])
-            write_whole(self._answer(key), canonical(lost.to_json()))
-        if Outcome.from_json(read(self._answer(key))).end == "infra_failed":
-            run.rename(self._launches / key / "run")  # A repeat begins anew.
+            write_whole(draft, canonical(lost.to_json()))
+        lost_run = self._launches / key / "run"
+        if Outcome.from_json(read(draft)).end == "infra_failed" and not lost_run.exists():
+            run.rename(lost_run)  # A repeat begins anew.
         elif trial.fidelity >= 1.0:
             place.over(run)
+        draft.rename(self._answer(key))  # Nobody has the run any more: the next trial of it may begin.
 
     def _setting(self, trial: Trial) -> Setting:
         """The whole of it, for the server."""
@@ -181,9 +197,9 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 
 def name_of_run(trial: Trial) -> str:
     """Of the line of weights that a trial takes further."""
-    content = canonical([trial.arm, dict(trial.setting), trial.seed, trial.phase])
+    content = canonical([trial.study, trial.arm, dict(trial.setting), trial.seed, trial.phase])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def read(path: Path) -> object:
+def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))

@@ -10,26 +10,30 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
-import os
+import math
 import signal
+import statistics
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentjet.client import AsyncSwarm
+from agentjet.client.lifeline import end_with_input
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.files import write_whole
 from agentjet.research.models import End, Outcome, Trial
-from agentjet.research.record import RunRecord
-from agentjet.research.records import Record, canonical
+from agentjet.research.record import RunRecord, Scoring
+from agentjet.research.records import Record, Value, canonical
 from agentjet.research.servers import Address
 from agentjet.research.subject import Subject
 
 WRONG_STUDY = 3
 """Exit code: what is wrong would be wrong with every trial, so that the study ends here until it is mended."""
+ANSWERS = "answers.json"
+"""Beside the outcome."""
 MANY = 1000
 """Episodes looked through for those that an earlier process left live."""
 
@@ -75,7 +79,7 @@ class Work:
             if self._is_broken():
                 return self._outcome("diverged", self._subject.floor, why[:2000])
             return self._outcome("infra_failed", None, why[:2000])
-        return self._outcome("diverged" if self._is_broken() else "completed", self._record.scores[marks[-1]])
+        return self._outcome("diverged" if self._is_broken() else "completed", self._record.scorings[marks[-1]].mean)
 
     def _outcome(self, end: End, score: float | None, note: str = "") -> Outcome:
         last = self._subject.steps_at(self._trial.fidelity)
@@ -121,7 +125,7 @@ class Work:
 
     async def _score(self, mark: int) -> None:
         """Play the held-out tasks at a step. Raises `Lost` when some could not be played: a score has no gaps."""
-        if mark in self._record.scores:
+        if mark in self._record.scorings:
             return
         async with asyncio.timeout(self._subject.patience):
             report = await self._swarm.evaluate(
@@ -136,7 +140,20 @@ class Work:
         if missing:
             reason = report.errors.most_common(1)[0][0]
             raise Lost(f"{missing} of {len(report.results)} held-out episodes could not be played: {reason}")
-        self._record.score(mark, report.mean_reward)
+        self._record.scored(mark, scoring(list(report.by_task.values())))
+
+    async def answers(self) -> dict[str, dict[str, Value]]:
+        """What a diagnosis may ask about the trial, by question: see `agentjet.research.diagnosis.probing`."""
+        known, last = self._record.scorings, self._subject.steps_at(self._trial.fidelity)
+        train, held_out = ({(task.task_set, task.id) for task in tasks} for tasks in (self._tasks, self._held_out))
+        found: dict[str, dict[str, Value]] = {
+            "settings": dict(flat("job", (await self._swarm.job()).job)),
+            "tasks": {"train": len(train), "held_out": len(held_out), "shared": len(train & held_out)},
+        }
+        if {0, last} <= known.keys():
+            error = math.hypot(known[0].error, known[last].error)
+            found["held_out"] = {"before": known[0].mean, "after": known[last].mean, "error": error}
+        return found
 
     def _is_broken(self) -> bool:
         """Whether the newest step changed nothing because its gradients were no numbers."""
@@ -144,10 +161,30 @@ class Work:
         return bool(metrics) and metrics[max(metrics)].get("optim/skipped_steps", 0.0) > 0
 
 
-async def carried_out(order: Order) -> Outcome:
-    """Raises `ConfigError`."""
-    async with AsyncSwarm(order.address.url, order.address.token) as swarm:
-        return await Work(order, swarm).done()
+def scoring(rewards_by_task: Sequence[Sequence[float]]) -> Scoring:
+    """Every task has been played."""
+    means = [statistics.fmean(rewards) for rewards in rewards_by_task]
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    return Scoring(statistics.fmean(means), error)
+
+
+def flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
+    """Settings by their whole names."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flat(f"{prefix}.{name}", value)
+        else:
+            yield f"{prefix}.{name}", value
+
+
+async def carry_out(order: Order) -> None:
+    """The outcome and the answers, into files. Raises `ConfigError`."""
+    async with AsyncSwarm(order.address.url, order.address.token, lease=order.address.lease) as swarm:
+        work = Work(order, swarm)
+        outcome = await work.done()
+        if outcome.end != "infra_failed":
+            write_whole(Path(order.answer).with_name(ANSWERS), canonical(await work.answers()))
+    write_whole(Path(order.answer), canonical(outcome.to_json()))
 
 
 @contextmanager
@@ -158,23 +195,12 @@ def alone(run: Path) -> Iterator[None]:
         yield
 
 
-def end_with_input() -> None:
-    """Interrupt this process when whoever ordered it is gone: live episodes are aborted on the way out."""
-
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main() -> None:
     order = Order.from_json(json.loads(sys.stdin.buffer.readline()))
-    end_with_input()
+    end_with_input(signal.SIGINT)  # Live episodes are aborted on the way out.
     try:
         with alone(Path(order.run)):
-            outcome = asyncio.run(carried_out(order))
-            write_whole(Path(order.answer), canonical(outcome.to_json()))
+            asyncio.run(carry_out(order))
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(WRONG_STUDY) from None

@@ -13,13 +13,18 @@ HTTP = httpx.Client(timeout=60.0, trust_env=False)
 
 def agent(task: Task, episode: Episode) -> float:
     """One answer; the reward is the share of digits in it."""
-    answer = HTTP.post(
+    text = answer(task, episode)
+    return sum(character in "0123456789" for character in text) / max(1, len(text))
+
+
+def answer(task: Task, episode: Episode) -> str:
+    """What the model says."""
+    response = HTTP.post(
         f"{episode.base_url}/chat/completions",
         json={"model": episode.model, "messages": [{"role": "user", "content": task.payload}]},
         headers={"Authorization": f"Bearer {episode.api_key}"},
     )
-    text = answer.raise_for_status().json()["choices"][0]["message"]["content"] or ""
-    return sum(character in "0123456789" for character in text) / max(1, len(text))
+    return response.raise_for_status().json()["choices"][0]["message"]["content"] or ""
 
 
 def training_tasks() -> list[Task]:

@@ -11,7 +11,8 @@ import typer
 from agentjet.cli.research.run import Local
 
 if TYPE_CHECKING:
-    from agentjet.research.models import Study
+    from agentjet.research.planner.plan import Plan
+    from agentjet.research.subject import Subject
 
 DEFAULT_OUT = Path("research-demo")
 DIGITS = "agentjet.cli.digits:"
@@ -39,16 +40,49 @@ def demo(
         from agentjet.compute.embedded.random_model import make_random_model
 
         make_random_model(out / "model")
-        files.write(demo_study(out / "model", seed), "")
+        plan = demo_plan(out / "model", seed)
+        files.write(plan.study, plan.to_markdown())
     carry_out(out, local_places(local))
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
 
 
-def demo_study(model: Path, seed: int) -> Study:
-    from agentjet.cli.research.new import fixed
-    from agentjet.research.models import Arm, Hypothesis, Study, Subject
+def demo_plan(model: Path, seed: int) -> Plan:
+    """Two claims, and what is expected of them."""
+    from agentjet.research.models import Arm, Study
+    from agentjet.research.planner.offline import hypothesis
+    from agentjet.research.planner.plan import Plan
+    from agentjet.research.planner.rehearsal import rehearse
+    from agentjet.research.planner.templates import Claim
 
-    subject = fixed(
+    subject = digits(model)
+    claims = (
+        Claim("rate 1e-2", "rate 1e-5", "+", "the small rate moves the weights by next to nothing in so few steps"),
+        Claim("wider clip", "rate 1e-2", "0", "no ratio reaches the clip on-policy, with one step a batch"),
+    )
+    study = Study(
+        topic="Can a model of random weights learn to answer in digits, and does a wider clip help it?",
+        metric="share of digits in the answers to held-out tasks, at the last step",
+        sesoi=0.15,
+        arms=(
+            Arm("rate 1e-2"),
+            Arm("rate 1e-5", {"job.optimizer.lr": 1e-5}),
+            Arm("wider clip", {"job.algorithm.clip_high": 0.28}),
+        ),
+        hypotheses=tuple(hypothesis(claim) for claim in claims),
+        budget=30.0,
+        reserve=0.9,
+        evaluator=subject.code,
+        seed=seed,
+        subject=subject,
+    )
+    return Plan(study, claims, None, (), (), rehearse(study))
+
+
+def digits(model: Path) -> Subject:
+    from agentjet.cli.research.new import fixed
+    from agentjet.research.models import Subject
+
+    return fixed(
         Subject(
             model=str(model),
             agent=f"{DIGITS}agent",
@@ -68,23 +102,4 @@ def demo_study(model: Path, seed: int) -> Study:
             evaluations=4,
             concurrency=16,
         )
-    )
-    return Study(
-        topic="Can a model of random weights learn to answer in digits, and does a wider clip help it?",
-        metric="share of digits in answers to held-out tasks",
-        sesoi=0.15,
-        arms=(
-            Arm("rate 1e-2"),
-            Arm("rate 1e-5", {"job.optimizer.lr": 1e-5}),
-            Arm("wider clip", {"job.algorithm.clip_high": 0.28}),
-        ),
-        hypotheses=(
-            Hypothesis("a learning rate of 1e-2 learns more than one of 1e-5", "rate 1e-2", "rate 1e-5"),
-            Hypothesis("a wider clip learns more", "wider clip", "rate 1e-2"),
-        ),
-        budget=30.0,
-        reserve=0.9,
-        evaluator=subject.code,
-        seed=seed,
-        subject=subject,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentjet.cli.research.advice import AgentCli, Llm, LlmKeyFile, LlmModel, advised, voice_of
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,16 +39,23 @@ def new(
         float | None, typer.Option(min=0, help="Smallest difference of scores that matters; default 0.02.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Where all seeds of the study come from.")] = 0,
+    llm: Llm = None,
+    llm_model: LlmModel = "",
+    llm_key_file: LlmKeyFile = None,
+    agent_cli: AgentCli = None,
 ) -> None:
     """Plan a study: question, arms, claims, what each arm tunes, seeds, looks and budget. Nothing is run.
 
-    Read plan.md in the folder; `agentjet research run FOLDER` does what it says.
+    Read plan.md in the folder; `agentjet research run FOLDER` does what it says. No language model is needed; what one
+    proposes is held against the plan's rules, and the journal has every word of it.
     """
     from agentjet.research.folder import StudyFolder
     from agentjet.research.planner.offline import plan
     from agentjet.research.planner.space import read_space
     from agentjet.research.subject import Subject
 
+    files, voice = StudyFolder(out), voice_of(llm, llm_model, llm_key_file)
+    files.check_new()
     subject = fixed(
         Subject(
             model=model,
@@ -73,7 +81,8 @@ def new(
         servers=servers,
         seed=seed,
     )
-    StudyFolder(out).write(made.study, made.to_markdown())
+    made = advised(made, out, voice, agent_cli)
+    files.write(made.study, made.to_markdown())
     typer.echo(made.to_markdown())
     typer.echo(f"The plan is {out / 'plan.md'}. Run it with: agentjet research run {out}")
 

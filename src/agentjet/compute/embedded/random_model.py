@@ -20,6 +20,7 @@ def make_random_model(folder: Path, *, layers: int = 2, width: int = 32, seed: i
     """Write the model into `folder`, which is made; the same seed gives the same weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = byte_vocabulary()
@@ -45,6 +46,7 @@ def make_random_model(folder: Path, *, layers: int = 2, width: int = 32, seed: i
         eos_token_id=2,
         pad_token_id=0,
     )
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder)

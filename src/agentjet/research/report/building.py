@@ -50,12 +50,11 @@ def check(path: Path, book: Book) -> list[str]:
 
     `path` is a report's HTML, or its Markdown, which is checked with the figures beside it.
     """
-    report = render(book)
-    found = path.read_text(encoding="utf-8")
+    if path.suffix not in (".html", ".md"):
+        raise ConfigError(f"{path}: a report is a .html or a .md file; name one of these")
+    report, found = render(book), path.read_text(encoding="utf-8")
     if path.suffix == ".html":
         return compare(report.html, found)
-    if path.suffix != ".md":
-        raise ConfigError(f"{path}: a report is a .html or a .md file; name one of these")
     problems = compare(report.markdown, found)
     for name, drawing in report.figures.items():
         figure = path.parent / name

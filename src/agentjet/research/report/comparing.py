@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
 from agentjet.research.report.prose import Printed
@@ -18,14 +18,21 @@ def compare(expected: Printed, found: str) -> list[str]:
     if found == expected.text:
         return []
     old, new = expected.text.splitlines(keepends=True), found.splitlines(keepends=True)
-    starts = [0]
-    for line in old:
-        starts.append(starts[-1] + len(line))
+    head = shared(old, new)
+    tail = shared(old[head:][::-1], new[head:][::-1])
+    middle = old[head : len(old) - tail], new[head : len(new) - tail]
     problems: list[str] = []
-    for tag, i, i_end, j, j_end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+    for tag, i, i_end, j, j_end in SequenceMatcher(None, *middle, autojunk=False).get_opcodes():
         if tag != "equal":
-            problems += changes(expected, starts[i], starts[i_end], "".join(new[j:j_end]), line=j + 1)
+            start = sum(map(len, old[: head + i]))
+            end = start + sum(map(len, middle[0][i:i_end]))
+            problems += changes(expected, start, end, "".join(middle[1][j:j_end]), line=head + j + 1)
     return problems
+
+
+def shared(a: Sequence[str], b: Sequence[str]) -> int:
+    """How many lines they begin with together."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def changes(expected: Printed, start: int, end: int, found: str, *, line: int) -> Iterator[str]:

@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
-from agentjet.research.explore import settings
 from agentjet.research.models import Arm, Finding, Hypothesis, canonical
 from agentjet.research.report.facts import (
     NOTHING,
@@ -27,6 +26,7 @@ from agentjet.research.report.facts import (
     verbatim,
     written,
 )
+from agentjet.research.report.happenings import amendment_facts, cause_facts, diagnosis_facts
 from agentjet.research.report.limits import gather_limits
 from agentjet.research.report.proceedings import Explored, Launched, Proceedings
 from agentjet.research.statistics import largest_unseen_rate
@@ -51,8 +51,13 @@ def gather(done: Proceedings) -> Facts:
         tuned=tuned_facts(facts, done, rounding),
         ledger=ledger_facts(facts, done),
         diagnoses=diagnosis_facts(facts, done, trials),
+        causes=cause_facts(facts, done),
     )
-    facts.groups.update(limits=gather_limits(facts, done, rounding), amendments=[])
+    facts.groups.update(
+        limits=gather_limits(facts, done, rounding),
+        amendments=amendment_facts(facts, done),
+        subject=subject_facts(facts, done),
+    )
     return facts
 
 
@@ -73,13 +78,15 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "looks": counts(study.looks),
             "last_look": count(study.looks[-1]),
             "rungs": quote(", ".join(share(rung).text for rung in study.rungs)),
-            "seed": count(study.seed),
+            "seed": verbatim(str(study.seed)),
             "num_arms": count(len(study.arms)),
             "num_claims": count(len(study.hypotheses)),
             "num_trials": count(len(done.launched)),
             "num_entries": count(done.num_entries),
+            "num_exchanges": count(done.num_exchanges),
             "plan": verbatim(canonical(study.to_json())),
         },
+        consulted=done.num_exchanges > 0,
     )
 
 
@@ -157,7 +164,7 @@ def arm_facts(facts: Facts, number: int, arm: Arm, done: Proceedings, rounding: 
             "changes": setting_text(arm.changes),
             "knobs": quote("; ".join(f"{k.name} over {', '.join(map(written, k.values))}" for k in arm.nuisance)),
             "code": verbatim(arm.code[:12]),
-            "num_settings": count(len(settings(arm))),
+            "num_settings": count(num_settings(arm)),
             "setting": setting_text(done.chosen[arm.name]) if arm.name in done.chosen else Fact(NOTHING),
             "num": count(len(confirming)),
             "completed": count(ends.count("completed")),
@@ -175,8 +182,13 @@ def arm_facts(facts: Facts, number: int, arm: Arm, done: Proceedings, rounding: 
     )
 
 
+def num_settings(arm: Arm) -> int:
+    """Of its whole grid."""
+    return prod(len(knob.values) for knob in arm.nuisance)
+
+
 def tuned_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> list[Group]:
-    """One for each setting that an arm with knobs could be given, tried or not."""
+    """One for each setting that was tried of an arm with knobs."""
     every = [(arm, tried) for arm in done.study.arms if arm.nuisance for tried in done.explored(arm)]
     return [
         facts.group(
@@ -198,27 +210,28 @@ def tuning_outcome(tried: Explored) -> str:
     if tried.chosen:
         return "chosen"
     if not tried.scores:
-        return "not tried" if not tried.launched else "lost"
+        return "unfinished" if any(one.outcome is None for one in tried.launched) else "lost"
     return "run in full" if tried.fidelity == 1 else "dropped early"
 
 
 def ledger_facts(facts: Facts, done: Proceedings) -> Group:
     study, ledger = done.study, done.ledger
-    num_settings = sum(len(settings(arm)) for arm in study.arms)
+    every = sum(map(num_settings, study.arms))
     seeds = max((found.seeds for found in done.findings.values()), default=0) or study.looks[0]
-    declared, used = float(num_settings * study.looks[-1]), float(num_settings * seeds)
+    declared, used = float(every * study.looks[-1]), float(every * seeds)
     return facts.group(
         "ledger",
         {
             "explore": runs(ledger.spent["explore"]),
             "confirm": runs(ledger.spent["confirm"]),
+            "probe": runs(ledger.spent["probe"]),
             "repeated": runs(ledger.repeated),
             "total": runs(ledger.total),
             "budget": runs(study.budget),
             "left": runs(study.budget - ledger.total),
             "for_exploring": runs(ledger.for_exploring),
             "used": share(ledger.total / study.budget),
-            "num_settings": count(num_settings),
+            "num_settings": count(every),
             "grid_seeds": count(study.looks[-1]),
             "grid": runs(declared),
             "of_grid": share(ledger.total / declared),
@@ -226,29 +239,26 @@ def ledger_facts(facts: Facts, done: Proceedings) -> Group:
             "small_grid": runs(used),
             "of_small_grid": share(ledger.total / used),
         },
+        probed=ledger.spent["probe"] > 0,
         stopped_early=seeds < study.looks[-1],
     )
 
 
-def diagnosis_facts(facts: Facts, done: Proceedings, trials: dict[str, Group]) -> list[Group]:
-    every = [diagnosis for told in done.diagnoses.values() for diagnosis in told]
-    return [
-        facts.group(
-            f"D{number}",
-            {
-                "trial": Fact(trials[diagnosis.trial]["name"].text if diagnosis.trial in trials else diagnosis.trial),
-                "arm": Fact(trials[diagnosis.trial]["arm"].text if diagnosis.trial in trials else NOTHING),
-                "cause": quote(diagnosis.cause.replace("_", " ")),
-                "seen": quote(diagnosis.seen),
-                "tried": quote(diagnosis.tried),
-                "meaning": quote(diagnosis.meaning),
-                "step": Fact(NOTHING) if diagnosis.step is None else count(diagnosis.step),
-                "evidence": quote(evidence_text(sorted(diagnosis.evidence.items()))),
-            },
-        )
-        for number, diagnosis in enumerate(every, start=1)
-    ]
-
-
-def evidence_text(numbers: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{name} = {number:.4g}" for name, number in numbers)
+def subject_facts(facts: Facts, done: Proceedings) -> Group | None:
+    subject = done.study.subject
+    if subject is None:
+        return None
+    return facts.group(
+        "subject",
+        {
+            "model": verbatim(subject.model),
+            "agent": verbatim(subject.agent),
+            "tasks": verbatim(subject.tasks),
+            "held_out": verbatim(subject.held_out),
+            "settings": setting_text(subject.settings),
+            "steps": count(subject.steps),
+            "evaluations": count(subject.evaluations),
+            "repeats": count(subject.repeats),
+            "code": verbatim(subject.code),
+        },
+    )

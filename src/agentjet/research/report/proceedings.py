@@ -8,10 +8,19 @@ from functools import cached_property
 from typing import Literal, cast
 
 from agentjet.errors import ConfigError
-from agentjet.research.explore import settings
 from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger
-from agentjet.research.models import Arm, Diagnosis, Finding, Outcome, Setting, Study, Trial, canonical
+from agentjet.research.models import (
+    Amendment,
+    Arm,
+    Diagnosis,
+    Finding,
+    Outcome,
+    Setting,
+    Study,
+    Trial,
+    canonical,
+)
 
 Stage = Literal["planned", "exploring", "confirming", "finished"]
 
@@ -44,15 +53,13 @@ class Proceedings:
         self.study: Study = book.study
         self.decisions: Mapping[str, object] = book.decisions
         self.diagnoses: Mapping[str, list[Diagnosis]] = book.diagnoses
+        self.amendments: Sequence[Amendment] = book.amendments
+        self.num_exchanges = len(book.exchanges)
         self.num_entries = book.num_entries
         self.launched = [
             Launched(number, trial, book.attempts[trial.id], last(book.outcomes.get(trial.id, [])))
             for number, trial in enumerate(book.trials.values(), start=1)
         ]
-
-    @cached_property
-    def by_id(self) -> dict[str, Launched]:
-        return {launched.trial.id: launched for launched in self.launched}
 
     @cached_property
     def findings(self) -> dict[str, Finding]:
@@ -88,19 +95,24 @@ class Proceedings:
         return [one for one in self.launched if one.trial.phase == "confirm" and one.trial.arm == arm]
 
     def explored(self, arm: Arm) -> list[Explored]:
-        """What tuning tried of an arm, in the order of its grid: by setting, how far each seed came."""
-        mine = [one for one in self.launched if one.trial.phase == "explore" and one.trial.arm == arm.name]
-        found = []
-        for setting in settings(arm):
-            name = canonical(dict(setting))
-            furthest: dict[int, Launched] = {}
-            for one in mine:
-                if canonical(dict(one.trial.setting)) == name and one.score is not None:
-                    before = furthest.get(one.trial.seed)
-                    if before is None or one.trial.fidelity > before.trial.fidelity:
-                        furthest[one.trial.seed] = one
-            found.append(Explored(setting, tuple(furthest.values()), setting == self.chosen.get(arm.name)))
-        return found
+        """The settings of its grid that tuning tried of an arm, in the order of its knobs' values."""
+        knobs = [knob.name for knob in arm.nuisance]
+        by_setting: dict[str, list[Launched]] = {}
+        for one in self.launched:
+            trial = one.trial
+            rest = {name: value for name, value in trial.setting.items() if name not in knobs}
+            if trial.phase == "explore" and trial.arm == arm.name and rest.items() <= dict(arm.changes).items():
+                by_setting.setdefault(canonical(dict(trial.setting)), []).append(one)
+        chosen = canonical(dict(self.chosen.get(arm.name, {})))
+        found = [Explored(every[0].trial.setting, tuple(every), key == chosen) for key, every in by_setting.items()]
+        return sorted(found, key=lambda one: [one.setting.get(name, 0) for name in knobs])
+
+    @cached_property
+    def marks(self) -> list[int]:
+        """The steps that the values of a full run's curve are of; empty where these are not known."""
+        marks = self.study.subject.marks(1.0) if self.study.subject else []
+        whole = [one.outcome for one in self.launched if one.trial.phase == "confirm" and one.outcome]
+        return marks if all(len(o.curve) == len(marks) for o in whole if o.end == "completed") else []
 
 
 def last(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -109,7 +121,7 @@ def last(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """A setting that tuning tried, with each of its seeds as far as it came."""
+    """A setting that tuning tried, with every trial of it: those of a seed continue each other."""
 
     setting: Setting
     launched: tuple[Launched, ...]
@@ -117,8 +129,8 @@ class Explored:
 
     @property
     def fidelity(self) -> float:
-        """How far it was let."""
-        return max((one.trial.fidelity for one in self.launched), default=0.0)
+        """How far it came."""
+        return max((one.trial.fidelity for one in self.launched if one.score is not None), default=0.0)
 
     @property
     def scores(self) -> list[float]:

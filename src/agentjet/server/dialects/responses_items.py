@@ -8,7 +8,6 @@ items can be followed.
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -148,7 +147,7 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
         return "".join(part.text or "" for part in item.content)
     try:
         return base64.b64decode(item.encrypted_content or "", validate=True).decode(errors="surrogatepass")
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # Not ASCII, not base64, or not UTF-8: each is one.
         place = f"{where}.encrypted_content"
         raise InvalidRequest(f"{place} was not made by this server.", code="invalid_value", param=place) from None
 

@@ -105,6 +105,11 @@ def quiet(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
         side.set_visible(False)
 
 
+def name_rows(figure: Figure, metric: str) -> None:
+    """The metric, upright at the left of all panels, as far as it fits."""
+    figure.supylabel(shortened(metric, int(11 * figure.get_figheight())), color=SOFT, fontsize=9.5)
+
+
 def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1].rstrip() + "…"
 
@@ -115,11 +120,14 @@ def to_svg(figure: Figure) -> str:
     figure.savefig(stream, format="svg", metadata={"Date": None})
     drawing = stream.getvalue()
     drawing = drawing[drawing.index("<svg") :]
+    drawing = re.sub(r'(<g|<path|<svg)([^>]*?) id="[\w.]+_\d+"', r"\1\2", drawing)  # the page has several figures
     names = {colour: f"--c{number}" for number, colour in enumerate(DARK)}
-    drawing = re.sub("|".join(DARK), lambda match: f"var({names[match[0]]})", drawing, flags=re.IGNORECASE)
+    drawing = re.sub(
+        f"(?<=: )({'|'.join(DARK)})", lambda match: f"var({names[match[0]]})", drawing, flags=re.IGNORECASE
+    )
     drawing = re.sub(r"font(-family)?: ([^;\"']*)'DejaVu Sans'[^;\"]*", r"font\1: \2system-ui, sans-serif", drawing)
     light = "".join(f"{names[colour]}:{colour};" for colour in DARK)
     dark = "".join(f"{names[colour]}:{other};" for colour, other in DARK.items())
-    scheme = f"<style>svg{{{light}}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    scheme = f"<style>svg{{{light}}}@media screen and (prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
     head = drawing.index(">") + 1
     return drawing[:head] + scheme + drawing[head:].rstrip() + "\n"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from textwrap import wrap
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from agentjet.research.models import Finding
 from agentjet.research.report.facts import Rounding, written
-from agentjet.research.report.plots.canvas import BAND, INK, NO, PAPER, SAME, SOFT, YES, blank, quiet
+from agentjet.research.report.plots.canvas import BAND, INK, NO, PAPER, SAME, SOFT, YES, blank, quiet, shortened
 from agentjet.research.report.proceedings import Proceedings
 
 MARKS = {
@@ -35,42 +37,13 @@ def effects_figure(done: Proceedings) -> Figure | None:
     axes.axvspan(-sesoi, sesoi, color=BAND, linewidth=0, zorder=0)
     axes.axvline(0, color=SOFT, linewidth=0.9, zorder=1)
     for place, (_, found) in enumerate(rows):
-        assert found.estimate is not None and found.low is not None and found.high is not None
-        colour, mark, filled = MARKS[found.verdict]
-        axes.plot([found.low, found.high], [place, place], color=colour, linewidth=2.4, zorder=2)
-        for beyond, x, arrow in ((found.low < -edge, -0.975 * edge, "<"), (found.high > edge, 0.975 * edge, ">")):
-            if beyond:
-                axes.plot(x, place, marker=arrow, color=colour, markersize=7, zorder=3)
-        axes.plot(
-            found.estimate,
-            place,
-            marker=mark,
-            color=colour,
-            markersize=9,
-            markerfacecolor=colour if filled else PAPER,
-            markeredgewidth=1.8,
-            zorder=3,
-        )
-        said, low, high = (rounding.difference(x).text for x in (found.estimate, found.low, found.high))
-        for height, text, weight, ink in (
-            (place - 0.14, found.verdict.replace("_", " "), "bold", colour),
-            (place + 0.2, f"{said}  [{low}, {high}]", "normal", INK),
-        ):
-            axes.annotate(
-                text,
-                (1.02, height),
-                xycoords=("axes fraction", "data"),
-                va="center",
-                color=ink,
-                fontweight=weight,
-                annotation_clip=False,
-            )
+        draw_row(axes, place, found, edge, rounding)
     names = ["\n".join(wrap(h.claim or f"{h.arm} over {h.against}", 34, max_lines=3, placeholder="…")) for h, _ in rows]
     axes.set_yticks(range(len(rows)), names, color=INK)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(-edge, edge)
     quiet(axes, "x")
-    axes.set_xlabel(f"difference of means, {done.study.metric}")
+    axes.set_xlabel(shortened(f"difference of means, {done.study.metric}", 70))
     axes.annotate(
         f"± {written(sesoi)} does not matter",
         (0, 1),
@@ -83,6 +56,31 @@ def effects_figure(done: Proceedings) -> Figure | None:
         fontsize=8.5,
     )
     return figure
+
+
+def draw_row(axes: Axes, place: int, found: Finding, edge: float, rounding: Rounding) -> None:
+    """An interval that leaves the picture ends in an arrow; the numbers stand beside it."""
+    assert found.estimate is not None and found.low is not None and found.high is not None
+    colour, mark, filled = MARKS[found.verdict]
+    axes.plot([found.low, found.high], [place, place], color=colour, linewidth=2.4, zorder=2)
+    for beyond, x, arrow in ((found.low < -edge, -0.975 * edge, "<"), (found.high > edge, 0.975 * edge, ">")):
+        if beyond:
+            axes.plot(x, place, marker=arrow, color=colour, markersize=7, zorder=3)
+    axes.plot(
+        found.estimate,
+        place,
+        marker=mark,
+        color=colour,
+        markersize=9,
+        markerfacecolor=colour if filled else PAPER,
+        markeredgewidth=1.8,
+        zorder=3,
+    )
+    said, low, high = (rounding.difference(x).text for x in (found.estimate, found.low, found.high))
+    beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
+    verdict = found.verdict.replace("_", " ")
+    axes.annotate(verdict, (1.02, place - 0.14), color=colour, fontweight="bold", **beside)
+    axes.annotate(f"{said}  [{low}, {high}]", (1.02, place + 0.2), color=INK, **beside)
 
 
 def shown_range(findings: Sequence[Finding], sesoi: float) -> float:

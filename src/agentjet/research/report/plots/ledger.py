@@ -8,7 +8,12 @@ from agentjet.research.report.facts import Facts
 from agentjet.research.report.plots.canvas import FAINT, INK, NO, SAME, SOFT, YES, blank, quiet
 from agentjet.research.report.proceedings import Proceedings
 
-PARTS = (("explore", "exploring", SAME), ("confirm", "confirming", YES), ("repeated", "repeats of lost runs", NO))
+PARTS = (
+    ("explore", "exploring", SAME),
+    ("confirm", "confirming", YES),
+    ("probe", "probes", SOFT),
+    ("repeated", "repeats of lost runs", NO),
+)
 
 
 def ledger_figure(done: Proceedings, facts: Facts) -> Figure | None:
@@ -16,14 +21,14 @@ def ledger_figure(done: Proceedings, facts: Facts) -> Figure | None:
     if not done.launched:
         return None
     said = {
-        key: facts.known[f"ledger.{key}"] for key in ("explore", "confirm", "repeated", "budget", "small_grid", "grid")
+        key: facts.known[f"ledger.{key}"] for key in (*(part for part, _, _ in PARTS), "budget", "small_grid", "grid")
     }
     size = {key: float(fact.value or 0.0) for key, fact in said.items()}
     seeds = {key: facts.known[f"ledger.{key}_seeds"].text for key in ("small_grid", "grid")}
     rows: list[tuple[str, str, float, str]] = []  # key, name, start, colour
     start = 0.0
     for key, name, colour in PARTS:
-        if size[key] or key != "repeated":
+        if size[key] or key in ("explore", "confirm"):
             rows.append((key, name, start, colour))
             start += size[key]
     rows.append(("budget", "budget", 0.0, "none"))

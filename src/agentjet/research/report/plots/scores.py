@@ -15,6 +15,8 @@ from agentjet.research.report.proceedings import Launched, Proceedings
 
 TOUCHING = 0.012
 """Points nearer than this share of the width are put above each other."""
+STEP = 0.13
+"""How far above, in rows."""
 
 
 def scores_figure(done: Proceedings) -> Figure | None:
@@ -107,13 +109,15 @@ def draw_points(
 
 
 def stacked(places: Sequence[float], near: float) -> list[float]:
-    """Heights for points in rising order, so that those which would touch stand apart: 0, then up and down in turn."""
+    """Heights for points in rising order: the line that is next to the middle and has room for each."""
+    lines = [0.0, -STEP, STEP, -2 * STEP, 2 * STEP]
+    ends = dict.fromkeys(lines, -np.inf)
     heights: list[float] = []
-    run = 0
-    for i, x in enumerate(places):
-        run = run + 1 if i and x - places[i - 1] < near else 0
-        heights.append((run + 1) // 2 * 0.13 * (-1 if run % 2 else 1))
-    return [max(-0.3, min(0.3, height)) for height in heights]
+    for x in places:
+        free = [line for line in lines if x - ends[line] >= near]
+        heights.append(free[0] if free else min(lines, key=lambda line: ends[line]))
+        ends[heights[-1]] = x
+    return heights
 
 
 def shown_range(launched: Sequence[Launched]) -> tuple[float, float]:

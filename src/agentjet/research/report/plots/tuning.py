@@ -11,7 +11,17 @@ from matplotlib.figure import Figure
 
 from agentjet.research.models import Arm, Knob
 from agentjet.research.report.facts import written
-from agentjet.research.report.plots.canvas import FAINT, INK, PAPER, SOFT, Look, blank, looks, quiet, shortened
+from agentjet.research.report.plots.canvas import (
+    FAINT,
+    INK,
+    PAPER,
+    Look,
+    blank,
+    looks,
+    name_rows,
+    quiet,
+    shortened,
+)
 from agentjet.research.report.proceedings import Explored, Proceedings
 
 COLUMNS = 3
@@ -31,7 +41,8 @@ def tuning_figure(done: Proceedings) -> Figure | None:
     if not panels:
         return None
     styles = looks(done.study)
-    columns = min(COLUMNS, len(panels))
+    knobs = max(len(arm.nuisance) for arm, _, _ in panels)
+    columns = min(COLUMNS, knobs if knobs > 1 else len(panels))  # with several knobs, a row is an arm
     rows = -(-len(panels) // columns)
     figure = blank(2.7 * rows + 0.2)
     every = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
@@ -41,7 +52,7 @@ def tuning_figure(done: Proceedings) -> Figure | None:
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     every[0].set_ylim(low, high)
-    figure.supylabel(shortened(done.study.metric, 60), color=SOFT, fontsize=9.5)
+    name_rows(figure, done.study.metric)
     return figure
 
 
@@ -54,41 +65,14 @@ def draw_panel(
     if len(arm.nuisance) == 1:
         axes.plot(
             [float(one.setting[knob.name]) for one in full],
-            [float(np.mean(one.scores)) for one in full],
+            [mean if (mean := float(np.mean(one.scores))) >= floor else np.nan for one in full],
             color=look.colour,
             linewidth=1.4,
             alpha=0.6,
             zorder=1,
         )
     for one in tried:
-        x = [float(one.setting[knob.name])] * len(one.scores)
-        done = one.fidelity == 1
-        axes.plot(
-            x,
-            one.scores,
-            marker=look.mark,
-            linestyle="none",
-            color=look.colour,
-            markersize=5.5,
-            markerfacecolor=look.colour if done else PAPER,
-            markeredgewidth=0.6 if done else 1.2,
-            markeredgecolor=PAPER if done else look.colour,
-            zorder=3,
-        )
-        if min(one.scores) < floor:
-            axes.annotate(
-                "▾",
-                (x[0], floor),
-                xytext=(0, 1),
-                textcoords="offset points",
-                ha="center",
-                color=look.colour,
-                fontsize=11,
-            )
-        if one.chosen:
-            axes.plot(
-                x[0], float(np.mean(one.scores)), marker="o", markersize=17, color="none", markeredgecolor=INK, zorder=4
-            )
+        draw_setting(axes, one, float(one.setting[knob.name]), look, floor)
     names = [written(float(value)) for value in knob.values]
     every = -(-sum(len(name) + 2 for name in names) // room)
     axes.set_xticks(knob.values, [name if i % every == 0 else "" for i, name in enumerate(names)])
@@ -97,6 +81,30 @@ def draw_panel(
     axes.set_xlabel(knob.name)
     quiet(axes)
     axes.spines["bottom"].set(visible=True, color=FAINT)
+
+
+def draw_setting(axes: Axes, one: Explored, x: float, look: Look, floor: float) -> None:
+    """A point for each seed."""
+    done = one.fidelity == 1
+    axes.plot(
+        [x] * len(one.scores),
+        one.scores,
+        marker=look.mark,
+        linestyle="none",
+        color=look.colour,
+        markersize=5.5,
+        markerfacecolor=look.colour if done else PAPER,
+        markeredgewidth=0.6 if done else 1.2,
+        markeredgecolor=PAPER if done else look.colour,
+        zorder=3,
+    )
+    if min(one.scores) < floor:
+        axes.annotate(
+            "▾", (x, floor), xytext=(0, 1), textcoords="offset points", ha="center", color=look.colour, fontsize=11
+        )
+    if one.chosen:
+        mean = float(np.mean(one.scores))
+        axes.plot(x, mean, marker="o", markersize=17, color="none", markeredgecolor=INK, zorder=4)
 
 
 def is_geometric(values: Sequence[float]) -> bool:
