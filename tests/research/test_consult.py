@@ -157,7 +157,7 @@ def test_a_proposal_after_the_data_is_an_annex() -> None:
     assert [h.origin for h in annex.study.hypotheses] == ["llm"] and not annex.study.hypotheses[0].confirmatory
     assert annex.findings[0].verdict == "supported" and "exploratory" in annex.findings[0].reason
     [probe] = [trial for trial in first.book.trials.values() if trial.setting["lr"] == 8.0]
-    assert (probe.phase, probe.arm) == ("explore", "b")
+    assert (probe.phase, probe.arm) == ("probe", "b")
     assert first.desk.ledger.total == 9.0 and annex.study.budget == 51.0
 
 
@@ -224,6 +224,17 @@ def test_a_coding_agents_version_is_an_arm(plan_with_files: Plan, tmp_path: Path
     assert book.exchanges[0].answer.split() == ["agent.py", "tools.py"], "it is not shown what judges it"
     assert (made.study.hypotheses[-1].origin, made.study.hypotheses[-1].confirmatory) == ("llm", False)
     assert "return 1" not in (tmp_path / "agent.py").read_text(encoding="utf-8")
+
+
+@fenced
+def test_a_model_and_a_coding_agent_propose_one_after_the_other(plan_with_files: Plan, tmp_path: Path) -> None:
+    book = Book()
+    arm = {"kind": "add_arm", "arm": "c", "against": "a", "changes": {"job.algorithm.loss": "cispo"}}
+    made = refine(plan_with_files, Scripted([saying(arm)]), book)
+    made = propose_code(made, "a", shell("echo '# more' >> agent.py"), tmp_path / "code", book)
+    assert [one.name for one in made.study.arms[:3]] == ["a", "b", "c"]
+    assert made.study.arms[3].code
+    assert [amendment.asked["arm"] for amendment in book.amendments] == ["c", made.study.arms[3].name]
 
 
 @fenced

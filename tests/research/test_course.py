@@ -100,13 +100,12 @@ def test_refused(action: Action, begun: bool, named: str) -> None:
 
 
 def test_what_is_left_bounds_what_is_asked() -> None:
-    left = {"explore": 0.5, "confirm": 8.0}
-    course = grant(Course(STUDY, True), ARM, "human", left)
+    course = grant(Course(STUDY, True), ARM, "human", 8.0)
     with pytest.raises(Refused, match=r"this takes 12 full runs at the least, and 8\.00 are left"):
-        grant(course, AddHypothesis(arm="c", against="b"), "human", left)
-    with pytest.raises(Refused, match=r"more full runs than the 0\.50 left to explore"):
-        grant(Course(STUDY, True), RequestProbe(arm="b"), "human", left)
-    assert grant(course, Veto(arm="c"), "human", {"explore": 0.0, "confirm": 0.0}).hypotheses == ()
+        grant(course, AddHypothesis(arm="c", against="b"), "human", 8.0)
+    with pytest.raises(Refused, match=r"this takes 9 full runs at the least, and 8\.00 are left"):
+        grant(course, RequestProbe(arm="b"), "human", 8.0)
+    assert grant(course, Veto(arm="c"), "human", 0.0).hypotheses == ()
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def see_through(
 def probe(desk: Desk) -> None:
     """The runs that were asked for to understand an arm. They decide nothing."""
     for number, (arm, setting) in enumerate(desk.helm.course.probes, 1):
-        seed = seed_of(desk.study, "explore", -number)
+        seed = seed_of(desk.study, "probe", number)
         try:
-            desk.run([Trial(desk.study.id, arm, setting, seed, "explore")])
+            desk.run([Trial(desk.study.id, arm, setting, seed, "probe")])
         except OutOfBudget as refusal:  # capped or vetoed since it was granted
             desk.book.decide(f"probe {number}", str(refusal))
 

@@ -77,6 +77,7 @@ def propose_code(plan: Plan, against: str, workshop: Workshop, keeping: Path, bo
             Draft(plan.study, book).refuse({"command": list(workshop.command)}, "llm", refusal)
             return plan
     draft = Draft(plan.study, book, frozenset({code}))
+    draft.pass_over("llm")
     arm = AddArm(arm=f"agent {code[:6]}", against=against, changes=plan.study.arm(against).changes, code=code)
     if draft.take(arm.model_dump(), "llm").refused:
         return plan

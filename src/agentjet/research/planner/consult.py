@@ -77,7 +77,7 @@ class Draft(Register):
     """A plan that may still be added to, as long as its budget suffices."""
 
     def __init__(self, study: Study, book: Book, codes: frozenset[str] = frozenset()) -> None:
-        super().__init__(Course(study, begun=False, codes=codes), book, lambda: {"explore": 0, "confirm": study.budget})
+        super().__init__(Course(study, begun=False, codes=codes), book, lambda: study.budget)
 
     def granted(self, action: Action, origin: Origin) -> Course:
         course = super().granted(action, origin)
