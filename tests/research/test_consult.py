@@ -161,6 +161,20 @@ def test_a_proposal_after_the_data_is_an_annex() -> None:
     assert first.desk.ledger.total == 9.0 and annex.study.budget == 51.0
 
 
+def test_whoever_says_stop_is_not_asked_again() -> None:
+    voice = Scripted([saying(ARM, {"kind": "stop"}), saying({**ARM, "arm": "d", "changes": {"gain": 9.0, "lr": 16.0}})])
+    assert len(seen_through(Book(), Formula(), voice)) == 2
+    assert len(voice.heard) == 1
+
+
+def test_it_is_asked_three_times_at_most() -> None:
+    claims = [{"kind": "add_hypothesis", "arm": "b", "against": "a"}] * 9
+    voice = Scripted([saying(claim) for claim in claims])
+    study = replace(PLAIN, budget=400.0)
+    assert len(see_through(study, Book(), Formula(), adviser=ModelAdviser(voice))) == 4
+    assert len(voice.heard) == 3
+
+
 def test_an_interrupted_conversation_goes_on() -> None:
     answers = ["no", saying(PROBE, NONSENSE), saying(PROBE, ARM), saying(NONSENSE), "no", saying({"kind": "stop"})]
     undisturbed = ending(seen_through(Book(), Formula(), Scripted(answers)))

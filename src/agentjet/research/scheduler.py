@@ -61,7 +61,8 @@ def see_through(
         while following is not None:
             findings, desk = conduct(following, current, runner, steering)
             chapters.append(Chapter(following, current, findings, desk))
-            if adviser and len(chapters) <= MAX_ADVICE:
+            stopped = any(chapter.desk.helm.course.stopped for chapter in chapters)
+            if adviser and not stopped and len(chapters) <= MAX_ADVICE:
                 adviser.advise(desk, findings)
             probe(desk)
             following = annex(desk.helm.course, frozen(current), desk.ledger.left("confirm"))

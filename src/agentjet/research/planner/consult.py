@@ -54,8 +54,6 @@ class ModelAdviser:
     voice: Voice
 
     def advise(self, desk: Desk, findings: list[Finding]) -> None:
-        if desk.helm.course.stopped:
-            return
         view = {**view_of(desk.study), "runs_left": round(desk.ledger.left("confirm"), 2)}
         view["findings"] = [
             {"claim": hypothesis.claim, "verdict": found.verdict, "estimate": found.estimate, "seeds": found.seeds}
