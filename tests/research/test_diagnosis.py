@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.research.diagnosis.diagnose import RULES, diagnose
+from agentjet.research.diagnosis.diagnose import RULES
 from agentjet.research.diagnosis.infrastructure import DEAD, SERVER, checked
 from agentjet.research.diagnosis.pairs import twins
 from agentjet.research.diagnosis.probing import Answer, Question
@@ -185,7 +185,7 @@ def test_a_step_too_large_is_tried_at_an_eighth_once_for_all_seeds() -> None:
     assert desk.ledger.spent == {"explore": 0.0, "confirm": 8.0, "probe": 1.0}
     assert len(set(runner.asked)) == len(runner.asked)
     entries, asked = book.num_entries, len(runner.asked)
-    diagnose(desk)
+    conduct(STUDY, book, runner)
     assert (book.num_entries, len(runner.asked)) == (entries, asked), "what the book has is not asked again"
 
 

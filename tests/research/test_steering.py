@@ -236,7 +236,7 @@ FEW = replace(
     looks=(4, 6),
     budget=60.0,
 )
-MEANWHILE = {
+MEANWHILE: dict[int, Request] = {
     3: Cap(runs=50.0),
     5: ADDED,
     12: AddArm(arm="e", against="z"),

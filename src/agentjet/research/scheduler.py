@@ -61,7 +61,8 @@ def see_through(
         while following is not None:
             findings, desk = conduct(following, current, runner, steering)
             chapters.append(Chapter(following, current, findings, desk))
-            if adviser and len(chapters) <= MAX_ADVICE:
+            stopped = any(chapter.desk.helm.course.stopped for chapter in chapters)
+            if adviser and not stopped and len(chapters) <= MAX_ADVICE:
                 adviser.advise(desk, findings)
             probe(desk)
             following = annex(desk.helm.course, frozen(current), desk.ledger.left("confirm"))
@@ -74,9 +75,9 @@ def see_through(
 def probe(desk: Desk) -> None:
     """The runs that were asked for to understand an arm. They decide nothing."""
     for number, (arm, setting) in enumerate(desk.helm.course.probes, 1):
-        seed = seed_of(desk.study, "explore", -number)
+        seed = seed_of(desk.study, "probe", number)
         try:
-            desk.run([Trial(desk.study.id, arm, setting, seed, "explore")])
+            desk.run([Trial(desk.study.id, arm, setting, seed, "probe")])
         except OutOfBudget as refusal:  # capped or vetoed since it was granted
             desk.book.decide(f"probe {number}", str(refusal))
 

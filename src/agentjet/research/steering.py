@@ -16,7 +16,7 @@ from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger
 from agentjet.research.models import Amendment, Origin, Study
 from agentjet.research.planner.actions import Request
-from agentjet.research.planner.course import Course, Left
+from agentjet.research.planner.course import Course
 from agentjet.research.planner.register import Register
 
 POLL_SECONDS = 1.0
@@ -57,7 +57,7 @@ class Helm(Register):
     """Passes the fixed points of a study, and takes there what was asked of it."""
 
     def __init__(self, study: Study, book: Book, ledger: Ledger, steering: Steering | None) -> None:
-        super().__init__(Course(study, begun=True), book, self._left_to_spend)
+        super().__init__(Course(study, begun=True), book, lambda: ledger.left("confirm"))
         self._ledger = ledger
         self._steering = steering
 
@@ -87,6 +87,3 @@ class Helm(Register):
     def steering_after(self) -> Steering | None:
         """What a study that follows on this one reads."""
         return self._steering and Steering(self._steering.path, self._steering.first + self.taken("human"))
-
-    def _left_to_spend(self) -> Left:
-        return {"explore": self._ledger.left("explore"), "confirm": self._ledger.left("confirm")}

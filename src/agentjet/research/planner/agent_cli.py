@@ -57,6 +57,8 @@ def propose_code(plan: Plan, against: str, workshop: Workshop, keeping: Path, bo
     subject = plan.study.subject
     if subject is None:
         raise ConfigError("--agent-cli: the study names no agent whose code could be changed")
+    if not fence.version():
+        raise ConfigError("--agent-cli: this kernel cannot fence a command in (Landlock, Linux 5.13); leave it out")
     if any(exchange.moment == MOMENT for exchange in book.exchanges):
         return plan  # heard already
     agent = subject.agent_of(against)
@@ -75,6 +77,7 @@ def propose_code(plan: Plan, against: str, workshop: Workshop, keeping: Path, bo
             Draft(plan.study, book).refuse({"command": list(workshop.command)}, "llm", refusal)
             return plan
     draft = Draft(plan.study, book, frozenset({code}))
+    draft.pass_over("llm")
     arm = AddArm(arm=f"agent {code[:6]}", against=against, changes=plan.study.arm(against).changes, code=code)
     if draft.take(arm.model_dump(), "llm").refused:
         return plan

@@ -54,8 +54,6 @@ class ModelAdviser:
     voice: Voice
 
     def advise(self, desk: Desk, findings: list[Finding]) -> None:
-        if desk.helm.course.stopped:
-            return
         view = {**view_of(desk.study), "runs_left": round(desk.ledger.left("confirm"), 2)}
         view["findings"] = [
             {"claim": hypothesis.claim, "verdict": found.verdict, "estimate": found.estimate, "seeds": found.seeds}
@@ -77,7 +75,7 @@ class Draft(Register):
     """A plan that may still be added to, as long as its budget suffices."""
 
     def __init__(self, study: Study, book: Book, codes: frozenset[str] = frozenset()) -> None:
-        super().__init__(Course(study, begun=False, codes=codes), book, lambda: {"explore": 0, "confirm": study.budget})
+        super().__init__(Course(study, begun=False, codes=codes), book, lambda: study.budget)
 
     def granted(self, action: Action, origin: Origin) -> Course:
         course = super().granted(action, origin)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from agentjet.research.models import Arm, Hypothesis, Origin, Phase, Setting, Study
+from agentjet.research.models import Arm, Hypothesis, Origin, Setting, Study
 from agentjet.research.planner.actions import (
     Action,
     AddArm,
@@ -62,13 +62,12 @@ class Course:
         return len(asked) * (self.seeds or study.looks[0]) + len(self.probes)
 
 
-Left = Mapping[Phase, float]
-"""Full runs that may still be spent on a phase."""
-EVERYTHING: Left = {"explore": float("inf"), "confirm": float("inf")}
+EVERYTHING = float("inf")
+"""Left to spend, for whoever only follows what was granted."""
 
 
-def grant(course: Course, action: Action, origin: Origin, left: Left) -> Course:
-    """The course with the action granted, or `Refused`."""
+def grant(course: Course, action: Action, origin: Origin, left: float) -> Course:
+    """The course with the action granted, or `Refused`. `left` is what may still be spent, in full runs."""
     if origin == "llm":
         check_words(action)
     match action:
@@ -92,10 +91,8 @@ def grant(course: Course, action: Action, origin: Origin, left: Left) -> Course:
             after = replace(course, stopped=True)
         case _:
             raise AssertionError(action)
-    if after.least_cost() > max(left["confirm"], course.least_cost()):
-        raise Refused(f"this takes {after.least_cost():g} full runs at the least, and {left['confirm']:.2f} are left")
-    if len(after.probes) > max(left["explore"], len(course.probes)):
-        raise Refused(f"{len(after.probes)} probes are more full runs than the {left['explore']:.2f} left to explore")
+    if after.least_cost() > max(left, course.least_cost()):
+        raise Refused(f"this takes {after.least_cost():g} full runs at the least, and {left:.2f} are left")
     return after
 
 

@@ -40,12 +40,12 @@ def plan(
     agents of a space file are.
     """
     base: Setting = subject.settings if subject else {}
-    check_job(base)
     if subject:
+        check_job(base)
         base = {"job.optimizer.total_steps": subject.steps, **base}
     understood = None if space else understand(topic)
     found = space.sketch(folder) if space else sketch(understood, base) if understood else Sketch()
-    for arm in found.arms:
+    for arm in found.arms if subject or understood else ():
         check_arm(arm, base)
     if space and subject:
         agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}

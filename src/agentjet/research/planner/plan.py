@@ -96,7 +96,7 @@ class Plan:
             lines.append("The budget may run out before the last look: what is open then ends as inconclusive.")
         if self.run_seconds is not None:
             hours = study.budget * self.run_seconds / self.servers / 3600
-            lines.append(f"At {self.run_seconds:g} s a run that is at most {hours:.1f} h on {self.servers} servers.")
+            lines.append(f"At {self.run_seconds:g} s a run, {self.servers} at a time, that is at most {hours:.1f} h.")
         return "\n\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from agentjet.research.journal import Book
 from agentjet.research.models import Amendment, Origin
 from agentjet.research.planner.actions import PROPOSAL, REQUEST, Action, Refused, as_text, loads, parse
-from agentjet.research.planner.course import EVERYTHING, Course, Left, grant
+from agentjet.research.planner.course import EVERYTHING, Course, grant
 
 PLANNING = -1
 """The point of what is asked before a study is fixed."""
@@ -16,7 +16,7 @@ PLANNING = -1
 class Register:
     """The requests of a plan, or of a running study, and the course they have made of it."""
 
-    def __init__(self, course: Course, book: Book, left: Callable[[], Left]) -> None:
+    def __init__(self, course: Course, book: Book, left: Callable[[], float]) -> None:
         self.course = course
         self.point = PLANNING
         self._book = book
@@ -37,6 +37,11 @@ class Register:
         mine = [a for a in self._book.amendments if a.origin == origin and (a.point == PLANNING) == planning]
         following = mine[self._taken[origin] :][:1]
         return following[0] if following and following[0].point <= self.point else None
+
+    def pass_over(self, origin: Origin) -> None:
+        """What the book has of this origin was taken elsewhere."""
+        while self.recorded(origin):
+            self._taken[origin] += 1
 
     def taken(self, origin: Origin) -> int:
         """How many requests of this origin were taken."""

@@ -53,7 +53,7 @@ class SpaceKnob(Part):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         ranged = self.low is not None and self.high is not None
-        if bool(self.values) == ranged:
+        if bool(self.values) == ranged or ranged != (self.low is not None or self.high is not None):
             raise ValueError("give either values, or low and high")
         if ranged and not self._low() < self._high():
             raise ValueError(f"low = {self.low} is not below high = {self.high}")

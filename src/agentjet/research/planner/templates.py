@@ -105,13 +105,13 @@ def a_against_b(understood: Understood, base: Setting) -> Sketch:
     prior = priors()[name]
     found = Sketch()
     if not values and (prior.switch or prior.off is not None):
-        label = prior.says[0]
-        found.arms = [Arm(f"with {label}", {name: with_it(name, base)}), Arm("without", {name: without_it(name)})]
+        part = Arm(f"with {prior.says[0]}", {name: with_it(name, base)})
+        found.arms = [part, Arm("without", {name: without_it(name)})]
+        found.claims = [claim_of(name, *found.arms)]
     else:
-        values = compared(name, values, base)
-        found.arms = arms_of(name, values, base, found)
-    first, *others = found.arms
-    found.claims = [claim_of(name, *((other, first) if prior.is_number else (first, other))) for other in others]
+        found.arms = arms_of(name, compared(name, values, base), base, found)
+        first, *others = found.arms
+        found.claims = [claim_of(name, *((other, first) if prior.is_number else (first, other))) for other in others]
     found.tune(tuned_with([name]), base)
     return found
 
@@ -149,15 +149,13 @@ def scaling(understood: Understood, base: Setting) -> Sketch:
     prior = priors()[name]
     found = Sketch()
     found.arms = arms_of(name, [prior.typed(value) for value in prior.tried(base_value(name, base))], base, found)
-    if len(found.arms) < 2:
-        raise ConfigError(f"{name}: fewer than two values can be compared; say which, such as '{example(name)}'")
     found.claims = [claim_of(name, more, less) for less, more in pairwise(found.arms)]
     found.tune(tuned_with([name]), base)
     return found
 
 
 def arms_of(name: str, values: list[Value], base: Setting, found: Sketch) -> list[Arm]:
-    """An arm for each value, at as many samples where more of it would mean more of those."""
+    """An arm for each value, at as many samples where more of it would mean more of those. Raises `ConfigError`."""
     arms = []
     for value in values:
         changes: dict[str, Value] = {name: value, **{span: base_value(span, base) for span in priors()[name].spans}}
@@ -169,6 +167,9 @@ def arms_of(name: str, values: list[Value], base: Setting, found: Sketch) -> lis
                 break
         else:
             arms.append(Arm(value if isinstance(value, str) else f"{value:g}", changes))
+    if len(arms) < 2:
+        reason = "; ".join(found.notes) or "one value alone"
+        raise ConfigError(f"{name}: {reason}: name two that can be compared, such as '{example(name)}'")
     return arms
 
 
