@@ -136,6 +136,7 @@ HEALTHY = {
     "temperature 1.3": single(temperature=1.3),
     "easy tasks": single(Plant(difficulty=-0.5)),
     "hard tasks": single(Plant(difficulty=0.7)),
+    "the first steps are not reported": single(Plant(silent=(0, 5))),
     "hardly any success at first": single(Plant(solvable=0.3)),
 }
 """Runs that are no twin of any failure: what else a study has in it."""
