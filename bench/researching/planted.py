@@ -177,10 +177,11 @@ class FailingRunner:
                 shared = len(run.held_out) if run.plant.leaks else 0
                 return {"train": len(run.held_out), "held_out": len(run.held_out), "shared": shared}
             case "weights":
+                third = len(run.rewards) // 3
                 return {
-                    "steps": len(run.rewards) - 1,
-                    "learner": changes(run.weights[:-1]),
-                    "sampler": changes(run.sampler),
+                    "steps": third,
+                    "learner": changes(run.weights[-third - 2 : -1]),
+                    "sampler": changes(run.sampler[-third - 1 :]),
                 }
             case "held_out":
                 return held_out(run)
