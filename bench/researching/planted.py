@@ -136,6 +136,7 @@ HEALTHY = {
     "temperature 1.3": single(temperature=1.3),
     "easy tasks": single(Plant(difficulty=-0.5)),
     "hard tasks": single(Plant(difficulty=0.7)),
+    "the first steps are not reported": single(Plant(silent=(0, 5))),
     "hardly any success at first": single(Plant(solvable=0.3)),
 }
 """Runs that are no twin of any failure: what else a study has in it."""
@@ -176,10 +177,11 @@ class FailingRunner:
                 shared = len(run.held_out) if run.plant.leaks else 0
                 return {"train": len(run.held_out), "held_out": len(run.held_out), "shared": shared}
             case "weights":
+                third = len(run.rewards) // 3
                 return {
-                    "steps": len(run.rewards) - 1,
-                    "learner": changes(run.weights[:-1]),
-                    "sampler": changes(run.sampler),
+                    "steps": third,
+                    "learner": changes(run.weights[-third - 2 : -1]),
+                    "sampler": changes(run.sampler[-third - 1 :]),
                 }
             case "held_out":
                 return held_out(run)

@@ -52,8 +52,8 @@ def unchanged_sampler(case: Case, sign: Told) -> Told | None:
     if counts is None or counts["sampler"] >= counts["learner"] / 2:
         return None
     said = (
-        f"hashes of the weights before and after {counts['steps']:.0f} steps: the learner's changed in "
-        f"{counts['learner']:.0f}, the sampler's in {counts['sampler']:.0f}"
+        f"hashes of the weights, before and after each of the last {counts['steps']:.0f} steps: "
+        f"the learner's changed in {counts['learner']:.0f}, the sampler's in {counts['sampler']:.0f}"
     )
     return Told(said, {f"weights/{name}": counts[name] for name in ("steps", "learner", "sampler")})
 

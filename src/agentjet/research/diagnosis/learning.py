@@ -29,17 +29,16 @@ HALF = 0.5
 
 
 def equal_groups(case: Case) -> Told | None:
-    shares = case.signals["groups/zero_variance"]
-    if not len(shares) or shares[0] < HALF or np.mean(shares[: len(shares) // 3]) < EQUAL:
+    shares = case.opening("groups/zero_variance")
+    if not len(shares) or shares[0] < HALF or shares.mean() < EQUAL:
         return None
-    share = float(np.mean(shares[: len(shares) // 3]))
+    share = float(shares.mean())
     return Told(f"the members of {share:.0%} of the groups earn the same", {"groups/zero_variance": share}, 0)
 
 
 def of_one_kind(case: Case, *, best: bool) -> Told | None:
     """Whether the groups agree because nearly every answer earns the least there is, or the most."""
-    rewards = case.signals["reward/mean"]
-    rewards = rewards[: len(rewards) // 3]
+    rewards = case.opening("reward/mean")
     usual = float(np.median(rewards))
     above, below = float(rewards.max()) - usual, usual - float(rewards.min())
     is_best = below > above or (below == above and usual >= HALF)
@@ -56,10 +55,8 @@ def of_one_kind(case: Case, *, best: bool) -> Told | None:
 
 def agree_by_chance(case: Case) -> bool:
     """Whether independent tries would agree about as often, given how often they earn something."""
-    spread = case.signals["reward/std"]
-    spread = spread[: len(spread) // 3]
-    share = float(np.mean(case.signals["groups/zero_variance"][: len(spread)]))
-    product = min(0.25, float(np.mean(spread**2)))  # p (1 - p) of rewards of 0 and 1
+    share = float(case.opening("groups/zero_variance").mean())
+    product = min(0.25, float(np.mean(case.opening("reward/std") ** 2)))  # p (1 - p) of rewards of 0 and 1
     chance = 0.5 + float(np.sqrt(0.25 - product))
     return share - (chance**PEERS + (1 - chance) ** PEERS) < MORE_ALIKE
 
@@ -74,9 +71,7 @@ def too_easy(case: Case, sign: Told) -> Told | None:
 
 def one_answer(case: Case, sign: Told) -> Told | None:
     """Groups differ from each other and their members do not: a policy that was certain before it learned."""
-    entropy = case.signals["policy/entropy"]
-    entropy = entropy[: len(entropy) // 3]
-    entropy = entropy[np.isfinite(entropy)]
+    entropy = case.opening("policy/entropy")
     certain = float(np.median(entropy)) if len(entropy) else 0.0
     if agree_by_chance(case) or certain > CERTAIN:
         return None
@@ -126,10 +121,11 @@ def onset(case: Case) -> int:
     steps = [len(case.signals["reward/mean"])]
     for name, sense in (("policy/entropy", -1), ("reward/mean", -1), ("completion/tokens", 1)):
         values = case.signals[name]
-        values = values[np.isfinite(values)]
-        if len(values):
-            since = holds_since(sense * (values - values[0]) > HALF * values[0])
-            steps += [] if since is None else [since]
+        reported = np.flatnonzero(np.isfinite(values))
+        if len(reported):
+            begin = values[reported[0]]
+            since = holds_since(sense * (values[reported] - begin) > HALF * begin)
+            steps += [] if since is None else [int(reported[since])]
     return min(steps)
 
 

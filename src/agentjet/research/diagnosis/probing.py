@@ -19,8 +19,8 @@ Question = Literal["settings", "tasks", "weights", "held_out", "regrade"]
 
 * `settings`: those that the server had in effect during the run, by the names that studies give them.
 * `tasks`: how many there are in `train` and in `held_out`, and how many of these are also among those, `shared`.
-* `weights`: over how many `steps` hashes of the weights were compared, before the step with after it, and in how many
-  they differed where they learn, `learner`, and where they sample, `sampler`.
+* `weights`: over how many `steps`, the last third of the run, hashes of the weights were compared, before the step with
+  after it, and in how many they differed where they learn, `learner`, and where they sample, `sampler`.
 * `held_out`: the metric of the untrained policy, `before`, of the trained one, `after`, and the standard error of their
   difference, `error`; where the evaluation has several tries at a task, also pass@k, `pass_before` and `pass_after`.
 * `regrade`: mean rewards of the same samples, those of the first steps and those of the last ones, as training paid
