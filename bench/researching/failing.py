@@ -41,12 +41,12 @@ EVALUATIONS = 1000
 PASSES = 8
 """k of the pass@k that an evaluation reports beside its mean."""
 SERVER: Mapping[str, Value] = {
-    "optimizer.lr": 0.1,
-    "algorithm.kl_coef": 0.0,
-    "group_size": 8,
-    "max_staleness": 0,
-    "max_tokens": 24,
-    "temperature": 1.0,
+    "job.optimizer.lr": 0.1,
+    "job.algorithm.kl_coef": 0.0,
+    "job.group_size": 8,
+    "job.max_staleness": 0,
+    "job.max_tokens": 24,
+    "job.temperature": 1.0,
 }
 """The settings it knows, and their defaults."""
 
@@ -251,10 +251,10 @@ class Run:
         self.understood: dict[str, Value] = {name: taken.get(name, value) for name, value in SERVER.items()}
         used = {name: SERVER[name] if name in self.plant.unused else value for name, value in self.understood.items()}
         self.lr, self.kl_coef, self.temperature = (
-            float(used[name]) for name in ("optimizer.lr", "algorithm.kl_coef", "temperature")
+            float(used[name]) for name in ("job.optimizer.lr", "job.algorithm.kl_coef", "job.temperature")
         )
         self.group_size, self.max_staleness, self.max_tokens = (
-            int(used[name]) for name in ("group_size", "max_staleness", "max_tokens")
+            int(used[name]) for name in ("job.group_size", "job.max_staleness", "job.max_tokens")
         )
         self.tasks = tasks(self.plant.world)
         self.grader = Grader(self.tasks, self.plant, self.max_tokens)

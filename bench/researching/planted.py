@@ -54,10 +54,10 @@ class Kind:
 
 
 def single(plant: Plant | None = None, **setting: float) -> Side:
-    return Side(plant or Plant(), ({name.replace("__", "."): value for name, value in setting.items()},))
+    return Side(plant or Plant(), ({f"job.{name.replace('__', '.')}": value for name, value in setting.items()},))
 
 
-KL_ARMS: tuple[Setting, ...] = ({"algorithm.kl_coef": 0.0}, {"algorithm.kl_coef": 0.01})
+KL_ARMS: tuple[Setting, ...] = ({"job.algorithm.kl_coef": 0.0}, {"job.algorithm.kl_coef": 0.01})
 KINDS = (
     Kind("learning rate 80 times too high", "step_too_large", single(optimizer__lr=8.0), single(optimizer__lr=0.4)),
     Kind(
@@ -89,14 +89,14 @@ KINDS = (
     Kind(
         "a key is not known",
         "ignored_setting",
-        Side(Plant(ignores=("algorithm.kl_coef",)), KL_ARMS),
+        Side(Plant(ignores=("job.algorithm.kl_coef",)), KL_ARMS),
         Side(settings=KL_ARMS),
     ),
     Kind(
         "a key is known and not used",
         "no_op",
-        Side(Plant(unused=("algorithm.kl_coef",)), KL_ARMS),
-        Side(settings=({"group_size": 8}, {"group_size": 4})),
+        Side(Plant(unused=("job.algorithm.kl_coef",)), KL_ARMS),
+        Side(settings=({"job.group_size": 8}, {"job.group_size": 4})),
     ),
     Kind("held-out tasks are trained on", "leak", single(Plant(leaks=True)), single()),
     Kind(
@@ -112,6 +112,20 @@ KINDS = (
     Kind("a judge that grows strict", "drifting_judge", single(Plant(drift=-0.4)), single(Plant(harder_at=20))),
 )
 
+FAINT = {
+    "learning rate 80 times too high": single(optimizer__lr=2.0),
+    "certainty is maximised": single(Plant(difficulty=0.5, entropy_coef=-1.0)),
+    "length is paid": single(Plant(length_paid=0.2)),
+    "sampled at temperature 0.02": single(Plant(difficulty=0.5), temperature=0.2),
+    "the sampler keeps its weights": single(Plant(sampler_stops_at=60)),
+    "held-out tasks are trained on": single(Plant(leaks=True), optimizer__lr=0.02),
+    "broken data from step 50 on": single(Plant(broken_rows=(75, STEPS))),
+    "episodes hang": single(Plant(hangs=0.6, hangs_at=70)),
+    "crashes are scored 0": single(Plant(mute_at=80)),
+    "a judge that grows lenient": single(Plant(drift=0.15)),
+    "a judge that grows strict": single(Plant(drift=-0.15)),
+}
+"""The same failures where they are weak or late: how far down the rules see."""
 HEALTHY = {
     "learning rate 0.02": single(optimizer__lr=0.02),
     "learning rate 0.2": single(optimizer__lr=0.2),
@@ -231,9 +245,10 @@ def counted(name: str, side: Side, repeats: range) -> Said:
 
 @dataclass(frozen=True)
 class Confusions:
-    """By name: what was said of the failures, of their twins, and of the other healthy runs."""
+    """By name: what was said of the failures, of faint ones, and of their twins and other healthy runs."""
 
     ill: dict[str, Said]
+    faint: dict[str, Said]
     well: dict[str, Said]
 
     @classmethod
@@ -241,18 +256,21 @@ class Confusions:
         numbers = range(first, first + repeats)
         return cls(
             {kind.name: counted(kind.name, kind.ill, numbers) for kind in KINDS},
+            {name: counted(name, side, numbers) for name, side in FAINT.items()},
             {kind.name: counted(kind.name, kind.well, numbers) for kind in KINDS}
             | {name: counted(name, side, numbers) for name, side in HEALTHY.items()},
         )
 
     def summary(self) -> dict[str, Any]:
-        correct = [self.ill[kind.name][kind.cause] / self.ill[kind.name].total() for kind in KINDS]
+        correct = [share(self.ill[kind.name], kind.cause) for kind in KINDS]
+        faint = [share(self.faint[kind.name], kind.cause) for kind in KINDS if kind.name in FAINT]
         healthy = sum(found.total() for found in self.well.values())
         alarms = healthy - sum(found[""] for found in self.well.values())
         interval = stats.binomtest(alarms, healthy).proportion_ci(method="exact")
         return {
             "diagnosis_correct": float(np.mean(correct)),
             "diagnosis_worst_kind": min(correct),
+            "diagnosis_correct_faint": float(np.mean(faint)),
             "planted_kinds": len(KINDS),
             "false_alarms": alarms / healthy,
             "false_alarms_interval": [float(interval.low), float(interval.high)],
@@ -260,23 +278,26 @@ class Confusions:
         }
 
     def table(self) -> Table:
-        table = Table("planted", "cause", "correct", "said instead", "false alarms", "said of the twin")
+        table = Table("planted", "cause", "correct", "said instead", "faint", "said instead", "false alarms", "said")
         for kind in KINDS:
-            found, twin = self.ill[kind.name], self.well[kind.name]
-            others = {name or "nothing": n for name, n in found.items() if name != kind.cause}
-            share = f"{found[kind.cause] / found.total():.2f}"
-            table.add_row(kind.name, kind.cause, share, listed(others), *alarms_of(twin))
+            twin = self.well[kind.name]
+            faint = answers_of(self.faint[kind.name], kind.cause) if kind.name in FAINT else ("", "")
+            table.add_row(
+                kind.name, kind.cause, *answers_of(self.ill[kind.name], kind.cause), *faint, *answers_of(twin, "")
+            )
         for name in HEALTHY:
-            table.add_row(name, "none: healthy", "", "", *alarms_of(self.well[name]))
+            table.add_row(name, "none: healthy", "", "", "", "", *answers_of(self.well[name], ""))
         return table
 
 
-def alarms_of(found: Said) -> tuple[str, str]:
-    return f"{1 - found[''] / found.total():.2f}", listed({name: n for name, n in found.items() if name})
+def share(found: Said, cause: str) -> float:
+    return found[cause] / found.total()
 
 
-def listed(counts: dict[str, int]) -> str:
-    return "; ".join(f"{name} ({n})" for name, n in counts.items())
+def answers_of(found: Said, cause: str) -> tuple[str, str]:
+    """How often the cause was said, of a healthy run how often not; and what else was."""
+    others = "; ".join(f"{name or 'nothing'} ({n})" for name, n in found.items() if name != cause)
+    return f"{share(found, cause) if cause else 1 - share(found, cause):.2f}", others
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -4,7 +4,8 @@
    nothing was launched twice or lost, the ledger says what an undisturbed study's would, and no process is left.
 2. A longer trial goes on from where the shorter one ended.
 3. A server of somebody else is leased: strangers are refused meanwhile, and find their own run as they left it.
-4. A run whose environment is dead, or whose tasks cannot be played, has no score; code that changed stops the study.
+4. Ctrl-C ends a study that can be gone on with, and leaves no process.
+5. A run whose environment is dead, or whose tasks cannot be played, has no score; code that changed stops the study.
 """
 
 from __future__ import annotations
@@ -175,6 +176,19 @@ def test_a_study_that_is_killed_ends_as_if_it_had_not_been(subject: Subject, tmp
         assert {*scores_of(folder / "runs" / name_of_run(trial) / "record.json")} == {"0", "1", "2", "3"}
     assert (folder / "report.html").exists() and (folder / "report.md").exists()
     assert children(second.process.pid) == []
+
+
+def test_ctrl_c_leaves_no_process(subject: Subject, tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    StudyFolder(folder).write(study_of(subject), "")
+    researcher = Researcher(folder)
+    researcher.until(lambda: len(researcher.servers()) == 2)
+    started = children(researcher.process.pid)
+    researcher.process.send_signal(signal.SIGINT)
+    assert researcher.process.wait(LONG) == 130, researcher.log
+    assert not any(map(is_running, started))
+    assert f"go on with: agentjet research run {folder}" in researcher.log
+    assert read_book(folder / "journal.jsonl").outcomes == {}
 
 
 def test_a_longer_trial_goes_on_from_the_shorter_one(subject: Subject, tmp_path: Path) -> None:

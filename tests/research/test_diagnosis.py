@@ -35,7 +35,7 @@ STUDY = Study(
     topic="which rate?",
     metric="success",
     sesoi=0.05,
-    arms=(Arm("usual", {"optimizer.lr": 0.1}), Arm("large", {"optimizer.lr": 8.0})),
+    arms=(Arm("usual", {"job.optimizer.lr": 0.1}), Arm("large", {"job.optimizer.lr": 8.0})),
     hypotheses=(Hypothesis("the usual rate scores higher", "usual", "large"),),
     budget=24.0,
     looks=(4,),
@@ -156,7 +156,7 @@ class Silent:
 def test_what_needs_an_answer_is_not_said_without(plant: Plant) -> None:
     book = Book()
     conduct(
-        replace(STUDY, arms=(Arm("a"), Arm("b", {"algorithm.kl_coef": 0.01})), hypotheses=()),
+        replace(STUDY, arms=(Arm("a"), Arm("b", {"job.algorithm.kl_coef": 0.01})), hypotheses=()),
         book,
         Silent(FailingRunner(plant)),
     )
@@ -181,7 +181,7 @@ def test_a_step_too_large_is_tried_at_an_eighth_once_for_all_seeds() -> None:
     assert finding.verdict == "supported"
     assert causes(book) == {"large": ["step_too_large"] * 4}
     [probe] = [trial for trial in book.trials.values() if trial.phase == "probe"]
-    assert (probe.arm, probe.setting) == ("large", {"optimizer.lr": 1.0})
+    assert (probe.arm, probe.setting) == ("large", {"job.optimizer.lr": 1.0})
     assert desk.ledger.spent == {"explore": 0.0, "confirm": 8.0, "probe": 1.0}
     assert len(set(runner.asked)) == len(runner.asked)
     entries, asked = book.num_entries, len(runner.asked)
@@ -311,8 +311,8 @@ def test_the_page_names_every_cause() -> None:
 
 
 def test_two_arms_of_one_setting_are_said_to_be_one() -> None:
-    side = Side(settings=({"algorithm.kl_coef": 0.0}, {}))
+    side = Side(settings=({"job.algorithm.kl_coef": 0.0}, {}))
     named, book = said("the default, written down", side, 0)
     assert named == {"no_op"}
     [[found]] = book.diagnoses.values()
-    assert "differ in ['algorithm.kl_coef']" in found.seen
+    assert "differ in ['job.algorithm.kl_coef']" in found.seen

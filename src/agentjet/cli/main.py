@@ -54,6 +54,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "agentjet":
             raise
-        needed = "pip install 'agentjet[server,demo]'"
+        needed = "pip install 'agentjet[server,demo,research]'"
         print(f"agentjet: this command needs the package {error.name!r}: {needed}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 from agentjet.client import Swarm
 from agentjet.config import load_config
@@ -68,11 +69,11 @@ class LeasedPlace:
         return self.url
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting) -> Iterator[LeasedServed]:
+    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LeasedServed]:
         """Waits while somebody else has the server."""
         job = job_of(settings)
         with Swarm(self.url, self.token) as swarm:
-            self._epoch = self._taken(swarm)
+            self._epoch = self._taken(swarm, stopping)
         with Swarm(self.url, self.token, lease=self._epoch) as holder:
             self._check_model(holder, settings)
             name = name_there(run)
@@ -80,7 +81,8 @@ class LeasedPlace:
             served = LeasedServed(holder, self.holder, name, Address(self.url, self.token, self._epoch))
             while (status := holder.status()).state in ("loading", "offline"):
                 served.check()
-                time.sleep(POLL_SECONDS)
+                stopping.wait(POLL_SECONDS)
+                give_up(stopping)
             if status.state == "failed":
                 raise Lost(f"{self.url} could not load the model: {status.waiting_for}")
             yield served
@@ -96,16 +98,17 @@ class LeasedPlace:
                 swarm.end_lease()
             self._epoch = None
 
-    def _taken(self, swarm: Swarm) -> int:
+    def _taken(self, swarm: Swarm, stopping: Event) -> int:
         """The epoch of the lease that is held from now on."""
         while True:
+            give_up(stopping)
             try:
                 return swarm.take_lease(self.holder, SECONDS, epoch=self._epoch).epoch
             except Conflict as conflict:
                 if conflict.code not in ("leased", "lease_over"):
                     raise
                 if self._epoch is None:
-                    time.sleep(POLL_SECONDS)
+                    stopping.wait(POLL_SECONDS)
                 self._epoch = None
 
     def _check_model(self, swarm: Swarm, settings: Setting) -> None:
@@ -113,6 +116,11 @@ class LeasedPlace:
         wanted, found = Path(str(settings["model.name"])).name, swarm.status().model
         if Path(found).name != wanted:
             raise ConfigError(f"{self.url} serves {found!r}, and the study trains {wanted!r}: name another server")
+
+
+def give_up(stopping: Event) -> None:
+    if stopping.is_set():
+        raise Lost("the study ended while it waited for the server")
 
 
 def name_there(run: Path) -> str:
@@ -128,7 +136,7 @@ def job_of(settings: Setting) -> dict[str, object]:
     for name in settings:
         if not name.startswith(("job.", "model.name", *OWN)):
             raise ConfigError(
-                f"{name} = {settings[name]!r} cannot be set on a server that is running: leave --servers out, and the "
+                f"{name} = {settings[name]!r} cannot be set on a server that is running: leave --server out, and the "
                 "study starts its own"
             )
     overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if name.startswith("job.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Protocol
 
 from agentjet.research.records import Record, Setting
@@ -38,11 +39,11 @@ class Place(Protocol):
         """For people."""
         ...
 
-    def serving(self, run: Path, settings: Setting) -> AbstractContextManager[Served]:
+    def serving(self, run: Path, settings: Setting, stopping: Event) -> AbstractContextManager[Served]:
         """A server of the run that has the folder `run`: it stands at the base model, or where the run was when it was
         last served. Nobody else trains there meanwhile.
 
-        Raises `AgentJetError` when there is none to be had.
+        Raises `AgentJetError` when there is none to be had, or the study is `stopping` before there is.
         """
         ...
 

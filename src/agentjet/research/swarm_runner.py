@@ -126,7 +126,7 @@ class SwarmRunner:
         while not draft.exists() and servings < MAX_SERVINGS:
             servings += 1
             try:
-                with place.serving(run, self._setting(trial)) as served:
+                with place.serving(run, self._setting(trial), self._stopping) as served:
                     order = Order(trial, self._subject, served.address, str(run), str(draft))
                     note = self._ordered(order, served, self._launches / key / "work.log")
             except ConfigError:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 from agentjet.cli.child import STOP_SECONDS, ChildServer, ServerEnded
 from agentjet.cli.data_dir import JOURNAL
@@ -44,9 +45,9 @@ class LocalPlace:
         return f"local server {self.number}"
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting) -> Iterator[LocalServed]:
+    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LocalServed]:
         data_dir = run / "server"
-        wait_until_free(data_dir)
+        wait_until_free(data_dir, stopping)
         chosen = {"model.threads": self.threads, "job.keep_checkpoints": 1, **settings}
         overrides = [f"{name}={json.dumps(value)}" for name, value in chosen.items()]
         with ChildServer(None, overrides, data_dir) as server:
@@ -66,18 +67,18 @@ def local_places(count: int) -> list[LocalPlace]:
     return [LocalPlace(number, threads) for number in range(1, count + 1)]
 
 
-def wait_until_free(data_dir: Path) -> None:
+def wait_until_free(data_dir: Path, stopping: Event) -> None:
     """Until the server of a researcher that was killed has saved its policy and ended. Raises `ServerEnded`."""
     lock = data_dir / f"{JOURNAL}.lock"
     if not lock.exists():
         return
     deadline = time.monotonic() + STOP_SECONDS
     with lock.open("r+") as file:
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not stopping.is_set():
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                time.sleep(POLL_SECONDS)
+                stopping.wait(POLL_SECONDS)
             else:
                 return
-    raise ServerEnded(f"{data_dir} is still in use after {STOP_SECONDS:.0f} s: end the server that has it")
+    raise ServerEnded(f"{data_dir} is still in use, after {STOP_SECONDS:.0f} s at most: end the server that has it")

@@ -9,6 +9,9 @@ from typing import Any
 from agentjet.research.journal import Journal, Kind
 from agentjet.research.models import Finding, Outcome
 
+SHOWN = ("rungs", "setting of ", "frozen")
+"""Decisions that are told, by how their names begin."""
+
 
 class Told(Journal):
     """A journal that tells what is new in it."""
@@ -29,7 +32,7 @@ class Told(Journal):
                 return f"study {self.study.id if self.study else ''}: {body['topic']}"
             case "outcome":
                 return self._outcome(Outcome.from_json(body))
-            case "decision":
+            case "decision" if body["name"].startswith(SHOWN):
                 return f"decided: {body['name']}: {body['content']}"
             case "finding":
                 return self._finding(Finding.from_json(body["content"]))

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentjet.research.diagnosis.signs import FEWEST, Floats, Signals, Told, holds_since
+from agentjet.research.diagnosis.signs import FEWEST, Signals, Told, holds_since
 from agentjet.research.models import Diagnosis, Outcome
 
 LOST_SHARE = 0.5
 """Of the episodes, from which on an environment is dead: a flaky one loses a few."""
 JUMP = 5.0
 """Standard errors of a step's mean reward that it falls by at once."""
+UNEVEN = 0.5
+"""Of the mean length: a policy whose answers differ by more from step to step has changed."""
 DEAD = "dead_environment"
 SERVER = "server_lost"
 
@@ -80,20 +82,12 @@ def mute(signals: Signals) -> Told | None:
     step = holds_since((spread == 0) & (rewards == rewards[-1]))
     if step is None or step < FEWEST:
         return None
-    before, after = slice(step - FEWEST, step), slice(step, step + FEWEST)
-    error = float(np.sqrt(np.mean(spread[before] ** 2) / np.mean(episodes[before])))
-    fall = float(np.mean(rewards[before]) - rewards[step])
-    if fall < JUMP * error or not alike(length[before], length[after]):
+    fall, error = rewards[step - 1] - rewards[step], spread[step - 1] / np.sqrt(episodes[step - 1])
+    around = length[step - FEWEST : step + FEWEST]
+    if fall <= JUMP * error or np.ptp(around) > UNEVEN * around.mean():
         return None
     words = (
-        f"the mean reward fell from {np.mean(rewards[before]):.3g} to {rewards[step]:.3g} at step {step}; every "
-        "episode earns the same since, by answers as long as before"
+        f"the mean reward fell from {rewards[step - 1]:.3g} to {rewards[step]:.3g} at step {step}; every episode earns "
+        "the same since, by answers as long as before"
     )
-    return Told(
-        words, {"reward/mean before": float(np.mean(rewards[before])), "reward/mean": float(rewards[step])}, step
-    )
-
-
-def alike(a: Floats, b: Floats) -> bool:
-    """Within a third of each other."""
-    return bool(abs(a.mean() - b.mean()) <= max(a.mean(), b.mean()) / 3)
+    return Told(words, {"reward/mean before": float(rewards[step - 1]), "reward/mean": float(rewards[step])}, step)

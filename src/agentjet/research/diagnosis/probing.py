@@ -31,8 +31,7 @@ Question = Literal["settings", "tasks", "weights", "held_out", "regrade"]
 Answer = Mapping[str, Value]
 SLOWER = 1 / 8
 """Of the learning rate, in the trial that tells a step too large from everything else."""
-RATE = "optimizer.lr"
-"""The setting of a job."""
+RATE = "job.optimizer.lr"
 
 
 @runtime_checkable
@@ -51,11 +50,6 @@ class Probes:
         self._desk = desk
         self._slower: dict[str, tuple[Trial, Outcome] | str] = {}
 
-    @property
-    def _rate(self) -> str:
-        """What the learning rate is called where a study leaves it at its default."""
-        return RATE if self._desk.study.subject is None else f"job.{RATE}"
-
     def ask(self, trial: Trial, question: Question) -> Answer | None:
         book, runner, name = self._desk.book, self._desk.runner, f"{question} of {trial.id}"
         if name not in book.decisions:
@@ -73,8 +67,7 @@ class Probes:
         return self._slower[run]
 
     def _rerun(self, trial: Trial, rate: float) -> tuple[Trial, Outcome] | str:
-        name = next((name for name in trial.setting if name.split(".")[-1] == "lr"), self._rate)
-        again = replace(trial, setting={**trial.setting, name: rate * SLOWER}, phase="probe")
+        again = replace(trial, setting={**trial.setting, RATE: rate * SLOWER}, phase="probe")
         try:
             [outcome] = self._desk.run([again])
         except OutOfBudget as refusal:
