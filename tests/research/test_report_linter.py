@@ -69,6 +69,9 @@ def test_numbers_that_are_no_references(prose: str, problem: str) -> None:
         ("It improves the model.", "'improves' is a claim that refers to no finding"),
         ("{{F1.estimate}} was seen. So it is better.", "'better' is a claim that refers to no finding"),
         ("{{F5.arm}} is better than {{F5.against}}.", "which is exploratory"),
+        ("{{F1.against}} is better than {{F1.arm}}.", "'better' is said of F1.against: F1.arm comes first"),
+        ("{{F2.against}} scores lower.", "'lower' is said of F2.against"),
+        ("{{A3.name}} is better by {{F1.estimate}}.", "'better' names an arm by itself"),
     ],
 )
 def test_claims_stronger_than_their_verdict(prose: str, problem: str) -> None:

@@ -21,6 +21,7 @@ OVERSTATED = frozenset(VOCABULARY["overstated"].split())
 CLAIMS = {verdict: frozenset(words.split()) for verdict, words in VOCABULARY["claims"].items()}
 NO_DIFFERENCE = re.compile(r"\bno (?:real |measurable )?(?:difference|effect|influence)\b|\bas (?:good|bad) as\b")
 SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\n(?=[-|>#])|\|")
+ARM_NAME = re.compile(r"A\d+\.name")
 WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")
 MARKUP = re.compile(r"[<>\[\]|`#*]|^\s*[-+=~]|\{%|\{#", re.MULTILINE)
 TAG = re.compile(r"</?\w+[^>]*>")
@@ -72,15 +73,28 @@ def overclaims(sentence: str, findings: dict[str, Group]) -> Iterator[str]:
     words = set(WORD.findall(text))
     for word in sorted(words & OVERSTATED):
         yield f"{word!r} is stronger than any verdict"
-    about = {ref.split(".")[0] for ref in REFERENCE.findall(sentence)} & findings.keys()
+    refs = REFERENCE.findall(sentence)
+    about = {ref.split(".")[0] for ref in refs} & findings.keys()
     for verdict, vocabulary in CLAIMS.items():
         said = sorted(words & vocabulary)
         if verdict == "practically_equivalent":
             said += NO_DIFFERENCE.findall(text)
-        if said and not about:
+        if not said:
+            continue
+        if not about:
             yield f"{said[0]!r} is a claim that refers to no finding"
-        for name in sorted(about) if said else ():
+        if any(ARM_NAME.fullmatch(ref) for ref in refs):
+            yield f"{said[0]!r} names an arm by itself: in a claim it is {{{{F1.arm}}}} or {{{{F1.against}}}}"
+        for name in sorted(about):
             if findings[name]["verdict_is"] != verdict:
                 yield f"{said[0]!r} needs a verdict of {verdict!r}, and {name} is {findings[name]['verdict_is']!r}"
             elif findings[name]["exploratory"] and "exploratory" not in words:
                 yield f"{said[0]!r} of {name}, which is exploratory: the sentence has to say so"
+            elif verdict != "practically_equivalent" and is_turned_round(refs, name):
+                yield f"{said[0]!r} is said of {name}.against: {name}.arm comes first"
+
+
+def is_turned_round(refs: list[str], name: str) -> bool:
+    """Whether the claim is made of what the finding compares with."""
+    sides = [ref for ref in refs if ref in (f"{name}.arm", f"{name}.against")]
+    return sides[:1] == [f"{name}.against"]
