@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
+from agentjet.client.signals import signals_unwind
 from agentjet.config import load_config
 from examples.cocktail.client import TASK_SETS, ends_with, is_same
 from examples.cocktail.train import ENVIRONMENTS, HERE, SETTINGS, run_clients, summary

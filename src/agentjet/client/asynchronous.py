@@ -19,9 +19,10 @@ from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import AsyncEpisode, checked_reward, finish_body
 from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
 from agentjet.client.report import EvalReport, TrainReport
-from agentjet.client.rollout import Agent, Begun, Slot
+from agentjet.client.rollout import Agent, Begun
 from agentjet.client.settings import load_settings
 from agentjet.client.training import Training
+from agentjet.client.turns import Slot
 from agentjet.errors import AgentJetError
 from agentjet.protocol import (
     AbortRequest,

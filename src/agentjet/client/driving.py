@@ -59,12 +59,14 @@ def driven(
 def driven_run(
     verb: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Driver[Client], P], T]:
-    """The same for one that runs agents. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`."""
+    """The same for one that runs agents. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`; SIGTERM,
+    then `SystemExit`.
+    """
 
     @wraps(verb)
     def run_agents(self: Driver[Client], /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return self._loop.run(verb(self._client, *args, **kwargs))
+            return self._loop.run_agents(verb(self._client, *args, **kwargs))
         except (AgentJetError, KeyboardInterrupt) as error:
             raise _told(error) from None
 

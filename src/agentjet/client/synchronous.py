@@ -17,7 +17,7 @@ from agentjet.types import Mode
 
 class Swarm(Driver[AsyncSwarm]):
     """A client of one server. May be used from several threads. Its methods are those of `AsyncSwarm`; Ctrl-C in
-    `train` and `evaluate` aborts the live episodes, then raises `KeyboardInterrupt`.
+    `train` and `evaluate` aborts the live episodes, then raises `KeyboardInterrupt`; SIGTERM, then `SystemExit`.
 
     `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN; `client_id` names this client to the server and should
     be left alone unless several processes are one client. `lease` is the epoch of the lease under which it works: see

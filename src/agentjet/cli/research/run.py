@@ -65,8 +65,8 @@ def leased_places(urls: list[str], token_files: list[Path], folder: Path) -> lis
 
 def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None) -> list[Chapter]:
     """Everything from the plan to the report; `voice` may add to it in the end. Raises `ConfigError`."""
-    from agentjet.cli.child import signals_unwind
     from agentjet.cli.research.telling import Told
+    from agentjet.client.signals import signals_unwind
     from agentjet.errors import ConfigError
     from agentjet.research.folder import StudyFolder
     from agentjet.research.planner.consult import ModelAdviser

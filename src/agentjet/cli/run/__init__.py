@@ -75,8 +75,8 @@ def run(
     episode; with --reward exit-code, 1 to 124 score 0 instead. Of --reward FILE.py:FUNCTION the result has stdout,
     stderr, exit_code, seconds and folder.
     """
-    from agentjet.cli.child import signals_unwind
     from agentjet.cli.run.source import CommandSource, check_source
+    from agentjet.client.signals import signals_unwind
     from agentjet.client.task_file import read_tasks
 
     if watch and (only_eval or code_version is not None):
