@@ -14,7 +14,7 @@ import httpx
 import requests
 
 from agentjet.client.threads import LoopThread
-from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
+from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, in_thread, serving
 
 Role = Literal["nobody", "viewer", "client", "admin", "agent"]
 TOKENS: dict[Role, str] = {"viewer": VIEWER, "client": TOKEN, "admin": ADMIN}
@@ -68,8 +68,5 @@ class Target:
 @contextmanager
 def serving_target(data_dir: Path, **options: Any) -> Iterator[Target]:
     """See `tests.fakes.running` for the options."""
-    loop = LoopThread()
-    context = serving(data_dir, **options)
-    yield Target(loop.run(context.__aenter__()), loop)
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(data_dir, **options)) as (served, loop):
+        yield Target(served, loop)

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentjet.errors import InvalidRequest, NotFound
+from agentjet.server.dialects.bodies import text_of
 from agentjet.server.dialects.dialect import Past
 from agentjet.server.dialects.responses_bodies import (
     FunctionCallItem,
     FunctionOutputItem,
     Item,
+    ItemPart,
     ItemReference,
     MessageItem,
-    Part,
     ReasoningItem,
 )
 from agentjet.types import Message, ToolCall
@@ -46,10 +47,10 @@ def to_messages(items: Sequence[Item], past: Past) -> list[Message]:
     for i, item in enumerate(items):
         where = f"input.{i}"
         if isinstance(item, FunctionOutputItem):
-            messages.append(Message("tool", text_of(item.output, f"{where}.output"), tool_call_id=item.call_id))
+            messages.append(Message("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id))
         elif isinstance(item, MessageItem) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            messages.append(Message(role, text_of(item.content, f"{where}.content")))
+            messages.append(Message(role, _text(item.content, f"{where}.content")))
         else:
             spoken = _spoken(item, where, past)
             at = _place(messages, last, spoken)
@@ -61,18 +62,8 @@ def to_messages(items: Sequence[Item], past: Past) -> list[Message]:
     return messages
 
 
-def text_of(content: str | Sequence[Part], where: str) -> str:
-    """The text of a content. Raises `InvalidRequest` for anything that is no text."""
-    if isinstance(content, str):
-        return content
-    for i, part in enumerate(content):
-        if part.type not in ("input_text", "output_text") or part.text is None:
-            raise InvalidRequest(
-                f"{where}.{i} is of type {part.type!r}: the policy reads text only.",
-                code="unsupported_content",
-                param=f"{where}.{i}",
-            )
-    return "".join(part.text or "" for part in content)
+def _text(content: str | Sequence[ItemPart], where: str) -> str:
+    return text_of(content, ("input_text", "output_text"), where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +89,7 @@ def _spoken(item: MessageItem | FunctionCallItem | ReasoningItem | ItemReference
         return _Spoken(Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, item.arguments),)), origin)
     if isinstance(item, ReasoningItem):
         return _Spoken(Message("assistant", reasoning=_reasoning(item, where)), origin)
-    return _Spoken(Message("assistant", text_of(item.content, f"{where}.content")), origin)
+    return _Spoken(Message("assistant", _text(item.content, f"{where}.content")), origin)
 
 
 def _origin(item: MessageItem | FunctionCallItem | ReasoningItem | ItemReference) -> str:
