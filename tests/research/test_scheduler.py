@@ -164,7 +164,7 @@ def test_what_could_be_settled_is_not_given_up() -> None:
     give_up(FAMILY, evidence(a=[0.0] * 4, b=[1.0] * 4), [open_one], found)
     give_up(FAMILY, evidence(a=[0.0, 0.1], b=[1.0, 1.1]), [open_one], found)
     assert found == {}
-    give_up(FAMILY, evidence(a=[0.0, 0.1, 0.0, 0.1], b=[1.0, 1.1, 1.0, 1.1]), [open_one], found)
+    give_up(FAMILY, evidence(a=[0.0, 0.1] * 4, b=[1.0, 1.1] * 4), [open_one], found)
     assert found[open_one.id].verdict == "inconclusive"
 
 
