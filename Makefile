@@ -35,8 +35,9 @@ $(BENCH_INSTALLED): $(INSTALLED)
 demo: setup  ## train SmolLM2-135M from an agent: reward curve, report and exported model in OUT
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)
 
+# Four processes for two cores: who starts servers mostly waits for them. The order is that of `tests/conftest.py`.
 test: setup  ## run every test
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 fast: setup  ## run the tests that start no server and take no time
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not e2e and not slow"

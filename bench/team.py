@@ -7,8 +7,8 @@ Two servers on tiny models, one core each. The same calls to both, the same epis
   one member waits for the other's answer.
 
 The two ways take turns, in the order apart, team, team, apart, ...; the figure is the ratio of the medians. With
-`--size small` the models answer at once, and requests are most of the work. A table, then one JSON object as the last
-line.
+`--size small` the models answer at once, and requests are most of the work; with the others an episode takes seconds,
+as the figures say. A table, then one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentjet import AsyncSwarm, AsyncTeam, Task
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
 from agentjet.client import AsyncEpisode, AsyncTeamEpisode
+from agentjet.client.signals import signals_unwind
 from tests.tiny import make_model
 
 MEMBERS = ("planner", "coder")
@@ -51,12 +52,13 @@ group_size = 8
 checkpoint_every = 0
 """
 CONCURRENCY = 16
-SIZES = {"small": (2, 32, 48), "large": (6, 384, 160)}
+SIZES = {"small": (2, 32, 48), "medium": (4, 256, 96), "large": (6, 384, 160)}
 """Layers, width, and tokens of an answer at most."""
 
 
-async def talk(http: httpx.AsyncClient, part: AsyncEpisode, task: Task) -> float:
-    """What a member does in an episode, and what it is rewarded for."""
+async def talk(http: httpx.AsyncClient, part: AsyncEpisode, task: Task, talks: list[float] | None = None) -> float:
+    """What a member does in an episode, and what it is rewarded for; how many seconds it took goes to `talks`."""
+    began = time.perf_counter()
     messages = [{"role": "user", "content": f"Say something about {task.id}"}]
     length = 0
     for _ in range(CALLS):
@@ -68,12 +70,16 @@ async def talk(http: httpx.AsyncClient, part: AsyncEpisode, task: Task) -> float
         message = answer.raise_for_status().json()["choices"][0]["message"]
         messages += [message, {"role": "user", "content": "Go on."}]
         length += len(message["content"] or "")
+    if talks is not None:
+        talks.append(time.perf_counter() - began)
     return float(length % 7)
 
 
-async def apart(swarms: Mapping[str, AsyncSwarm], http: httpx.AsyncClient, steps: int, seed: int) -> float:
+async def apart(
+    swarms: Mapping[str, AsyncSwarm], http: httpx.AsyncClient, steps: int, seed: int, talks: list[float] | None = None
+) -> float:
     async def agent(task: Task, episode: AsyncEpisode) -> float:
-        return await talk(http, episode, task)
+        return await talk(http, episode, task, talks)
 
     began = time.perf_counter()
     await asyncio.gather(
@@ -95,8 +101,11 @@ async def together(team: AsyncTeam, http: httpx.AsyncClient, steps: int, seed: i
     return time.perf_counter() - began
 
 
-async def measured(servers: Mapping[str, tuple[str, str]], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each run, by way; `servers` are addresses and tokens."""
+async def measured(
+    servers: Mapping[str, tuple[str, str]], rounds: int, steps: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds of each run, by way, and of each episode apart; `servers` are addresses and tokens."""
+    talks: list[float] = []
     seconds: dict[str, list[float]] = {"apart": [], "team": []}
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=120, verify=False, trust_env=False))
@@ -107,10 +116,10 @@ async def measured(servers: Mapping[str, tuple[str, str]], rounds: int, steps: i
         for number in range(rounds):
             for way in ("apart", "team") if number % 2 == 0 else ("team", "apart"):
                 if way == "apart":
-                    seconds[way].append(await apart(swarms, http, steps, seed=number))
+                    seconds[way].append(await apart(swarms, http, steps, seed=number, talks=talks))
                 else:
                     seconds[way].append(await together(team, http, steps, seed=number))
-    return seconds
+    return seconds, talks
 
 
 def main() -> None:
@@ -134,14 +143,17 @@ def main() -> None:
         for member, child in children.items():
             with child.connect() as swarm:
                 servers[member] = (swarm.url, (child.data_dir / "token").read_text().strip())
-        seconds = asyncio.run(measured(servers, options.rounds, options.steps))
+        seconds, talks = asyncio.run(measured(servers, options.rounds, options.steps))
     medians = {way: statistics.median(runs) for way, runs in seconds.items()}
     ratio = medians["team"] / medians["apart"]
     extra = 1000 * (medians["team"] - medians["apart"]) / (options.steps * 16)
     table = Table("way", "median s", "runs")
     for way, runs in seconds.items():
         table.add_row(way, f"{medians[way]:.2f}", " ".join(f"{run:.2f}" for run in runs))
-    Console().print(table, f"team / apart = {ratio:.3f}; {extra:.1f} ms an episode")
+    talk_seconds = statistics.median(talks)
+    Console().print(
+        table, f"team / apart = {ratio:.3f}; {extra:.1f} ms an episode, which takes {talk_seconds:.2f} s apart"
+    )
     print(
         json.dumps(
             {
@@ -149,6 +161,7 @@ def main() -> None:
                 "size": options.size,
                 "ratio": round(ratio, 4),
                 "extra_ms_per_episode": round(extra, 2),
+                "episode_seconds_apart": round(talk_seconds, 3),
                 "seconds": {way: [round(run, 3) for run in runs] for way, runs in seconds.items()},
                 "steps": options.steps,
                 "episodes_per_run": options.steps * 16,

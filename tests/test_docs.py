@@ -3,8 +3,9 @@
 1. Every `agentjet ...` command in them parses, with its options; every `make ...` target exists.
 2. Python snippets compile, what they import exists, and what they call on a swarm or episode takes those arguments.
 3. `docs/settings.md` is what `make docs` would write; every setting has a meaning; settings named in prose exist.
-4. Links lead somewhere; the table of rooms is the one that is enforced; the tree in the README is the tree.
-5. (e2e) The README's agent trains a tiny model, word for word.
+4. Every metric of a step that the program names has its line in `docs/operations.md`.
+5. Links lead somewhere; the table of rooms is the one that is enforced; the tree in the README is the tree.
+6. (e2e) The README's agent trains a tiny model, word for word.
 """
 
 from __future__ import annotations
@@ -121,6 +122,18 @@ def test_settings_named_in_prose_exist(page: Path) -> None:
     tops = {name.split(".")[0] for name in known}
     named = [code for code in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", code) and code.split(".")[0] in tops]
     assert [name for name in named if name not in known] == []
+
+
+def test_every_metric_of_a_step_is_explained() -> None:
+    kinds = "reward|code|agent|episodes?|completion|batch|groups|forest|policy|optim|time|perf"
+    literal = re.compile(rf'"((?:{kinds})/[\w/{{}}.-]*[\w}}])"')
+    rooms = [ROOT / "src" / "agentjet" / room for room in ("swarm", "gateway", "compute")]
+    sources = [path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py")]
+    named = {re.sub(r"{[^}]*}", "*", name) for text in sources for name in literal.findall(text)}
+    table = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split("## What a step reports")[1]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    explained = {re.sub("[A-Z][A-Z_]+", "*", name) for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert len(named) > 25 and named - explained - {"forest/*"} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -142,3 +143,21 @@ def make_model(
         model = LlamaForCausalLM(config)
     model.save_pretrained(path)
     return path
+
+
+def overrides(model: Path, **job: Any) -> list[str]:
+    """`setting=value` for a server of a tiny model on one core; a `job` setting's `__` is a dot."""
+    settings = {
+        "model.name": model,
+        "model.device": "cpu",
+        "model.dtype": "float32",
+        "model.threads": 1,
+        "sampler.cache_tokens": 16384,
+        **{f"job.{name.replace('__', '.')}": value for name, value in job.items()},
+    }
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def set_options(model: Path, **job: Any) -> list[str]:
+    """The same as options of a command."""
+    return [part for override in overrides(model, **job) for part in ("--set", override)]

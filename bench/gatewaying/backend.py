@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from agentjet.server.listening import listen
 from bench.gatewaying.scripted import ANSWER, MODEL
 
 HEAD: dict[str, Any] = {"id": "chatcmpl-scripted", "created": 1_700_000_000, "model": MODEL}
@@ -55,7 +55,7 @@ async def _stream() -> AsyncGenerator[bytes]:
 
 def main() -> None:
     app = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
-    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+    with listen("127.0.0.1", 0, backlog=4096) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         asyncio.run(
             uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")).serve([listener])

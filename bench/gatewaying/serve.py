@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import uvicorn
 from agentjet.config import ServeConfig
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
-from agentjet.server.listening import calm_collector, options
+from agentjet.server.listening import calm_collector, listen, options
 from agentjet.swarm import Journal
 from bench.gatewaying.report import Counters, percentile
 from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_card
@@ -68,7 +67,7 @@ async def serve(data_dir: Path, seconds: float, *, wait: bool) -> None:
     timed = TimedSync(gateway._journal, wait=wait)
     app = create_app(gateway, Keys.open(data_dir))
     app.add_api_route("/counters", lambda: counters(timed))
-    with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
+    with listen("127.0.0.1", 0, backlog=4096) as listener:
         await gateway.start()
         await gateway.ready()
         calm_collector()

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from agentjet import Swarm
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
 from agentjet.client import TrainReport, wilson_interval
+from agentjet.client.signals import signals_unwind
 from agentjet.config import load_config
 from examples.calculator_tool.agent import NUM_HELD_OUT, Agent, held_out_tasks, training_tasks
 

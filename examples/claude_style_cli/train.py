@@ -16,7 +16,8 @@ from typing import Any
 import anthropic
 
 from agentjet import Episode, Reward, Swarm, Task
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
+from agentjet.client.signals import signals_unwind
 from agentjet.config import load_config
 from examples.claude_style_cli.cli import Workspace, work
 from examples.claude_style_cli.repairs import TASKS, Repair

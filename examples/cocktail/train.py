@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
+from agentjet.client.signals import signals_unwind
 from agentjet.config import load_config
 
 HERE = Path(__file__).parent

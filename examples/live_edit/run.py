@@ -20,7 +20,8 @@ from typing import Any
 
 from agentjet import Swarm, Task, TrainReport
 from agentjet.cli.arithmetic import SETTINGS, training_tasks
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
+from agentjet.client.signals import signals_unwind
 
 AGENT = Path(__file__).with_name("adder.py")
 BROKEN = 'PROMPT = ["Write a poem about {a} + {b}."]'

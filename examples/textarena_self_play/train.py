@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agentjet import Swarm
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
+from agentjet.client.signals import signals_unwind
 from agentjet.config import load_config
 from examples.textarena_self_play.agent import against_random, games, self_play
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agentjet import Swarm, Team
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
+from agentjet.client.signals import signals_unwind
 from agentjet.config import load_config
 from examples.word_game_team.agent import DESCRIBER, GUESSER, play, rounds
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli.arithmetic import held_out_tasks
-from agentjet.client.threads import LoopThread
 from tests.fakes import saying
-from tests.server.serving import Served, serving
+from tests.server.serving import Served, in_thread, serving
 
 TOO_HARD = held_out_tasks(10)[3]
 
@@ -24,8 +23,5 @@ def adds(prompt: str) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    loop = LoopThread()
-    context = serving(tmp_path / "data", saying(adds))
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(tmp_path / "data", saying(adds))) as (served, _):
+        yield served

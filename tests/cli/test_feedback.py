@@ -16,10 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.client.threads import LoopThread
 from agentjet.errors import Conflict
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
+from tests.server.serving import TOKEN, Served, in_thread, serving
 
 DAY = 86400.0
 JOB = {
@@ -41,11 +40,8 @@ for turn in sys.argv[1:]:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    loop = LoopThread()
-    context = serving(tmp_path / "data", saying(lambda prompt: "at your service"), job=JOB)
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(tmp_path / "data", saying(lambda prompt: "at your service"), job=JOB)) as (served, _):
+        yield served
 
 
 def post(served: Served, path: str, key: str, **body: Any) -> Any:

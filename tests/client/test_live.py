@@ -7,7 +7,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,24 +26,31 @@ import asyncio
 from live_words import REWARD
 
 async def agent(task, episode):
-    await GATE(task, episode)
+    await GATE()
     return REWARD
 """
 
 
-async def open_gate(task: Task, episode: Any) -> None:
-    await asyncio.sleep(0)
-
-
 @dataclass
 class Files:
-    """An agent's module and one beside it. `gate` is what each episode awaits."""
+    """An agent's module and one beside it; each of its episodes awaits `gate`."""
 
     folder: Path
-    gate: Callable[[Task, Any], Any] = open_gate
+    edits: dict[int, tuple[str, str]] = field(default_factory=dict)
+    num_begun: int = 0
 
     def write(self, name: str, text: str) -> None:
         (self.folder / f"{name}.py").write_text(text)
+
+    def edit(self, at: int, name: str, text: str) -> None:
+        """Have it written in the midst of the episode that is the `at`th to begin."""
+        self.edits[at] = name, text
+
+    async def gate(self) -> None:
+        self.num_begun += 1
+        if self.num_begun in self.edits:
+            self.write(*self.edits[self.num_begun])
+        await asyncio.sleep(0)
 
     def agent(self) -> Any:
         __import__("live_agent")
@@ -56,7 +63,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
     files = Files(tmp_path)
     files.write("live_words", "REWARD = 0.25\n")
     files.write("live_agent", AGENT)
-    monkeypatch.setattr("builtins.GATE", lambda task, episode: files.gate(task, episode), raising=False)
+    monkeypatch.setattr("builtins.GATE", files.gate, raising=False)
     yield files
     for name in ("live_agent", "live_words", "live_more"):
         sys.modules.pop(name, None)
@@ -83,24 +90,10 @@ class Run:
         return found
 
 
-def when(number: int, files: Files, act: Callable[[], None]) -> None:
-    """Have `act` done in the midst of the episode that is the `number`th to begin."""
-    seen = 0
-
-    async def gate(task: Task, episode: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == number:
-            act()
-        await asyncio.sleep(0)
-
-    files.gate = gate
-
-
 def test_an_edit_is_taken_up_between_groups(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     """The first episode of the first group edits: its partner still runs the old code, all others the new."""
     run = Run()
-    when(1, files, lambda: files.write("live_words", "REWARD = 0.75\n"))
+    files.edit(1, "live_words", "REWARD = 0.75\n")
     report = asyncio.run(run.train(files.agent(), 3, concurrency=1, progress=True))
     old, new = report.by_code_version
     assert [report.by_code_version[it].mean_reward for it in (old, new)] == [0.25, 0.75]
@@ -116,7 +109,7 @@ def test_an_edit_is_taken_up_between_groups(files: Files, capsys: pytest.Capture
 def test_groups_that_have_begun_are_completed_by_their_code(files: Files) -> None:
     """Two groups of three are under way when the edit comes; the last episode of theirs is begun only after it."""
     run = Run(FakeServer(batch_size=4, group_size=3))
-    when(5, files, lambda: files.write("live_words", "REWARD = 0.75\n"))
+    files.edit(5, "live_words", "REWARD = 0.75\n")
     report = asyncio.run(run.train(files.agent(), 4, concurrency=5))
     groups = run.versions_of_groups()
     assert all(len(versions) == 1 for versions in groups.values()), groups
@@ -131,7 +124,7 @@ def test_groups_that_have_begun_are_completed_by_their_code(files: Files) -> Non
 def test_who_waits_for_room_begins_with_the_newest_code(files: Files) -> None:
     """While the batch has no room the workers' requests stand open at the server; an edit replaces them."""
     run = Run(FakeServer(batch_size=1, group_size=2))
-    when(2, files, lambda: files.write("live_words", "REWARD = 0.75\n"))
+    files.edit(2, "live_words", "REWARD = 0.75\n")
     report = asyncio.run(run.train(files.agent(), 3, concurrency=6))
     old, _ = report.by_code_version
     assert report.by_code_version[old].num_finished == 2
@@ -152,7 +145,7 @@ def test_what_cannot_be_loaded_is_not_taken_up(
     files: Files, text: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run()
-    when(1, files, lambda: files.write("live_agent", text))
+    files.edit(1, "live_agent", text)
     report = asyncio.run(run.train(files.agent(), 2, progress=True))
     [change] = report.code_changes
     [version] = report.by_code_version
@@ -164,17 +157,8 @@ def test_what_cannot_be_loaded_is_not_taken_up(
 
 def test_an_edit_mended_after_a_typo_is_taken_up(files: Files) -> None:
     run = Run()
-    seen = 0
-
-    async def gate(task: Task, episode: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 1:
-            files.write("live_words", "REWARD = = 0.5\n")
-        elif seen == 7:
-            files.write("live_words", "REWARD = 0.75\n")
-
-    files.gate = gate
+    files.edit(1, "live_words", "REWARD = = 0.5\n")
+    files.edit(7, "live_words", "REWARD = 0.75\n")
     report = asyncio.run(run.train(files.agent(), 5))
     assert [change.kind for change in report.code_changes] == ["not loaded", "loaded"]
     assert "live_words.py" in report.code_changes[0].why
@@ -183,7 +167,7 @@ def test_an_edit_mended_after_a_typo_is_taken_up(files: Files) -> None:
 
 def test_a_version_that_only_fails_is_rolled_back(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run()
-    when(1, files, lambda: files.write("live_words", "REWARD = 1 / 0 if False else None\n"))
+    files.edit(1, "live_words", "REWARD = 1 / 0 if False else None\n")
     report = asyncio.run(run.train(files.agent(), 4, progress=True))
     good, bad = report.by_code_version
     assert [change.kind for change in report.code_changes] == ["loaded", "rolled back"]
@@ -199,17 +183,8 @@ def test_a_version_that_only_fails_is_rolled_back(files: Files, capsys: pytest.C
 
 def test_a_version_rolled_back_is_tried_again_when_the_files_change(files: Files) -> None:
     run = Run()
-    seen = 0
-
-    async def gate(task: Task, episode: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 1:
-            files.write("live_words", "REWARD = None\n")
-        elif seen == 14:
-            files.write("live_words", "REWARD = 1.0\n")
-
-    files.gate = gate
+    files.edit(1, "live_words", "REWARD = None\n")
+    files.edit(14, "live_words", "REWARD = 1.0\n")
     report = asyncio.run(run.train(files.agent(), 6))
     assert [change.kind for change in report.code_changes] == ["loaded", "rolled back", "loaded"]
     assert report.rewards[-1] == 1.0
@@ -218,7 +193,7 @@ def test_a_version_rolled_back_is_tried_again_when_the_files_change(files: Files
 
 def test_one_that_fails_now_and_then_is_kept(files: Files) -> None:
     run = Run()
-    when(1, files, lambda: files.write("live_agent", AGENT + "    # edited\n" + FLAKY))
+    files.edit(1, "live_agent", AGENT + "    # edited\n" + FLAKY)
     report = asyncio.run(run.train(files.agent(), 3))
     assert [change.kind for change in report.code_changes] == ["loaded"]
     assert report.num_aborted >= 3

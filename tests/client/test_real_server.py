@@ -59,6 +59,23 @@ def test_train_evaluate_checkpoint_and_export(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_one_client_with_two_task_sets_fills_the_batches_by_weight(tmp_path: Path) -> None:
+    """Most tasks are of one set. Its workers must not wait for room in it while the other set's place is free: nobody
+    else would take that.
+    """
+    tasks = [Task(f"{name}{n}", name, n) for name, count in (("many", 8), ("one", 1)) for n in range(count)]
+
+    async def scenario() -> None:
+        job = {"task_weights": {"many": 1.0, "one": 1.0}}
+        async with serving(tmp_path / "data", saying(last_letter), job=job) as served, client(served) as swarm:
+            async with asyncio.timeout(60):
+                report = await swarm.train(agent, tasks, steps=6, concurrency=4, progress=False)
+        shares = [step.metrics.get("batch/share/one", 0.0) for step in report.steps]
+        assert sum(shares) >= 2.5, "of the first batch it may have none: it had not been asked for"
+
+    asyncio.run(scenario())
+
+
 def test_the_way_of_one_episode_and_its_refusals(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
@@ -130,32 +147,46 @@ swarm.train(agent, [Task("a")], steps=1, concurrency=int(sys.argv[3]), progress=
 """
 
 
+async def end_while_agents_hang(served: Served, folder: Path, number: signal.Signals, concurrency: int) -> list[str]:
+    """A real process and a real signal: afterwards nothing of it is live, what it had begun is aborted. Returns what it
+    said on its stderr."""
+    script = folder / "train.py"
+    script.write_text(HANGING)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(script), served.url, TOKEN, str(concurrency)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        hanging = [await process.stdout.readline(), await process.stdout.readline()]
+        process.send_signal(number)
+        out, err = await process.communicate()
+    counts = served.run.gateway.swarm.status_counts()
+    assert (counts["live"], counts["finished"]) == (0, 0)
+    assert len(hanging) + out.count(b"hanging") <= counts["aborted"] <= 4
+    assert process.returncode == (-number if number == signal.SIGINT else 128 + number)
+    return err.decode().splitlines()
+
+
 @pytest.mark.parametrize("concurrency", [2, 8])
 def test_ctrl_c_on_a_script_whose_agents_hang_leaves_no_live_episode(tmp_path: Path, concurrency: int) -> None:
-    """A real process and a real SIGINT; of eight episodes wanted at most four find room."""
-    script = tmp_path / "train.py"
-    script.write_text(HANGING)
+    """Of eight episodes wanted at most four find room."""
 
     async def scenario() -> None:
         async with serving(tmp_path / "data") as served:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, str(script), served.url, TOKEN, str(concurrency)),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-            )
-            assert process.stdout is not None
-            async with asyncio.timeout(60):
-                hanging = [await process.stdout.readline(), await process.stdout.readline()]
-                process.send_signal(signal.SIGINT)
-                out, err = await process.communicate()
-            counts = served.run.gateway.swarm.status_counts()
-            assert (counts["live"], counts["finished"]) == (0, 0)
-            assert len(hanging) + out.count(b"hanging") <= counts["aborted"] <= 4
-            lines = err.decode().splitlines()
-            assert lines[-1].startswith("KeyboardInterrupt: interrupted: this client's live episodes were aborted")
-            assert sum(line.startswith("  File ") for line in lines) == 2, err.decode()
-        assert process.returncode == -signal.SIGINT
+            lines = await end_while_agents_hang(served, tmp_path, signal.SIGINT, concurrency)
+        assert lines[-1].startswith("KeyboardInterrupt: interrupted: this client's live episodes were aborted")
+        assert sum(line.startswith("  File ") for line in lines) == 2, lines
+
+    asyncio.run(scenario())
+
+
+def test_sigterm_on_a_script_whose_agents_hang_leaves_no_live_episode_either(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path / "data") as served:
+            assert await end_while_agents_hang(served, tmp_path, signal.SIGTERM, 8) == []
 
     asyncio.run(scenario())
 

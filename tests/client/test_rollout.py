@@ -20,8 +20,8 @@ import pytest
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
 from agentjet.client.following import QUIET_SECONDS
 from agentjet.client.progress import Lines
-from agentjet.client.rollout import training_slots
 from agentjet.client.threads import LoopThread
+from agentjet.client.turns import Slot, Turns
 from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
@@ -166,22 +166,22 @@ def inside(error: BaseException) -> list[str]:
     return [frame.name for frame in shown if "agentjet" in Path(frame.filename).parts]
 
 
-def test_tracebacks_show_the_public_method_and_nothing_of_the_inside() -> None:
+def test_tracebacks_show_one_frame_and_nothing_of_the_inside() -> None:
     with pytest.raises(AgentFailing) as failing, client(FakeServer()) as swarm:
         swarm.train(broken, TASKS, steps=1, concurrency=1, progress=False)
-    assert inside(failing.value) == ["train"]
+    assert inside(failing.value) == ["run_agents"]
     with pytest.raises(AgentFailing) as failing, client(FakeServer()) as swarm:
         swarm.evaluate(broken, TASKS, concurrency=1, progress=False)
-    assert inside(failing.value) == ["evaluate"]
+    assert inside(failing.value) == ["run_agents"]
     with pytest.raises(Unauthorized) as refused, Swarm(URL, "wrong", transport=FakeServer().transport()) as swarm:
         swarm.train(sync_agent, TASKS, steps=1, progress=False)
-    assert inside(refused.value) == ["train"]
+    assert inside(refused.value) == ["run_agents"]
     down = FakeServer()
     down.be_down = 10_000
     brief = Retry(first_patience=0.0)
     with pytest.raises(Unreachable) as silent, Swarm(URL, TOKEN, transport=down.transport(), retry=brief) as swarm:
         swarm.evaluate(sync_agent, TASKS, progress=False)
-    assert inside(silent.value) == ["evaluate"]
+    assert inside(silent.value) == ["run_agents"]
 
     async def scenario() -> None:
         async with AsyncSwarm(URL, TOKEN, transport=FakeServer().transport()) as swarm:
@@ -293,7 +293,7 @@ def test_ctrl_c_aborts_the_live_episodes_and_is_raised() -> None:
     stuck.set()
     assert server.by_status() == {"aborted": 4}, "no place that an abort freed was taken on the way out"
     assert {view.reason for view in server.episodes.values()} == {"the client stopped"}
-    assert inside(interrupted.value) == ["train"]
+    assert inside(interrupted.value) == ["run_agents"]
 
 
 def test_sync_methods_inside_an_async_agent_are_refused_instead_of_hanging() -> None:
@@ -308,17 +308,42 @@ def test_sync_methods_inside_an_async_agent_are_refused_instead_of_hanging() -> 
             swarm.evaluate(agent, TASKS[:1], progress=False)
 
 
+def first(number: int, turns: Turns) -> list[Slot]:
+    return [slot for _ in range(number) if (slot := turns.next()) is not None]
+
+
 def test_tasks_are_visited_in_an_order_the_seed_determines() -> None:
     def visits(seed: int) -> list[str]:
-        slots = training_slots(TASKS, 2, seed)
-        return [next(slots).task.id for _ in range(20)]
+        return [slot.task.id for slot in first(20, Turns.training(TASKS, 2, seed))]
 
     assert visits(1) == visits(1)
     assert visits(1) != visits(2)
     assert sorted(visits(1)[:10:2]) == sorted(task.id for task in TASKS)
-    slots = training_slots(TASKS[:1], 2, 0)
-    groups = [next(slots).group for _ in range(4)]
+    groups = [slot.group for slot in first(4, Turns.training(TASKS[:1], 2, 0))]
     assert groups[0] == groups[1] != groups[2] == groups[3]
+
+
+def test_a_task_set_without_room_is_passed_over_and_misses_nothing() -> None:
+    tasks = [Task(f"{task_set}{number}", task_set) for number in range(4) for task_set in ("a", "b")]
+
+    def order_of(task_set: str, slots: list[Slot]) -> list[str]:
+        return [slot.task.id for slot in slots if slot.task.task_set == task_set]
+
+    undisturbed = first(200, Turns.training(tasks, 2, seed=3))
+    turns, begun, full = Turns.training(tasks, 2, seed=3), list[Slot](), set[str]()
+    for number in range(150):
+        slot = turns.next(full)
+        assert slot is not None and slot.task.task_set not in full
+        if number % 3 == 0:
+            turns.put_back(slot)
+            full = {slot.task.task_set}
+        else:
+            begun.append(slot)
+            full = set()
+    assert len(begun) == len({slot.index for slot in begun}) == 100
+    for task_set in ("a", "b"):
+        had = order_of(task_set, begun)
+        assert len(had) > 30 and had == order_of(task_set, undisturbed)[: len(had)]
 
 
 def test_progress_lines_say_step_reward_speed_failures_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:

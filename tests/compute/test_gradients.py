@@ -97,6 +97,14 @@ def double(kind: str, single: Case, tmp_path_factory: pytest.TempPathFactory) ->
         return Case(policy, single.rows, reference, Baseline(policy, single.rows, reference))
 
 
+@pytest.fixture(scope="module")
+def restricted(double: Case) -> Case:
+    """Another batch in float64, whose tokens were chosen among sets."""
+    with Double():
+        rows = episodes(double.policy, restricted=True)
+        return dataclasses.replace(double, rows=rows, baseline=Baseline(double.policy, rows, double.reference))
+
+
 @pytest.mark.parametrize("kl", KL)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
@@ -165,19 +173,18 @@ def test_branches_without_advantage_are_not_computed_and_change_nothing(double: 
 
 @pytest.mark.parametrize("kl", KL)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_restricted_tokens_have_the_gradient_of_the_restricted_softmax(double: Case, loss: str, kl: float) -> None:
+def test_restricted_tokens_have_the_gradient_of_the_restricted_softmax(restricted: Case, loss: str, kl: float) -> None:
     """Each row's distributions are over the members of its tokens' sets only; the reference's, too."""
     chosen = algorithm(loss, "sequence_mean", kl)
+    policy, rows, reference = restricted.policy, restricted.rows, restricted.reference
     with Double():
-        rows = episodes(double.policy, restricted=True)
-        baseline = Baseline(double.policy, rows, double.reference)
-        ours = learner_gradient(double.policy, build_forest(rows), chosen, double.reference)
-        assert relative(ours, baseline.gradient(chosen)) <= 1e-9
-        cut = learner_gradient(double.policy, build_forest(rows), chosen, double.reference, micro_batch_tokens=50)
-        assert relative(cut, baseline.gradient(chosen)) <= 1e-9
-        free = [dataclasses.replace(row, allowed=()) for row in rows]
-        other = learner_gradient(double.policy, build_forest(free), chosen, double.reference)
-        assert relative(other, baseline.gradient(chosen)) > 1e-3, "the sets make no difference"
+        truth = restricted.baseline.gradient(chosen)
+        forest = build_forest(rows)
+        assert relative(learner_gradient(policy, forest, chosen, reference), truth) <= 1e-9
+        cut = learner_gradient(policy, forest, chosen, reference, micro_batch_tokens=50)
+        assert relative(cut, truth) <= 1e-9
+        free = build_forest([dataclasses.replace(row, allowed=()) for row in rows])
+        assert relative(learner_gradient(policy, free, chosen, reference), truth) > 1e-3, "the sets make no difference"
 
 
 def test_a_token_without_an_alternative_counts_and_has_no_gradient(tiny_folder: Path) -> None:

@@ -11,26 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.embedded import EmbeddedCompute, checkpoint
+from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.model import load_policy
+from agentjet.compute.embedded.policy import Policy
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied
 from agentjet.timeline.allowed import EVERYTHING
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import SamplingParams
 from tests.compute.conftest import tokens
+from tests.e2e.server import environment, is_running
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 RESTRICTIONS: tuple[dict[str, Any], ...] = ({"grammar": "start: /[a-z]+/\n", "piece_tokens": 4}, {"top_p": 0.8}, {})
@@ -92,7 +99,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "policy" / "model.safetensors").read_bytes()
 
 
-def test_verbs_and_idempotent_learning(tiny_folder: Path, tmp_path: Path) -> None:
+def test_verbs_refusals_and_idempotent_learning(tiny_folder: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         compute = EmbeddedCompute(config(tiny_folder, tmp_path))
         card = await compute.start()
@@ -104,6 +111,9 @@ def test_verbs_and_idempotent_learning(tiny_folder: Path, tmp_path: Path) -> Non
         for grammar in ("start: nothing\n", 'start: "a" NEVER\nNEVER: /b/ & /c/\n'):
             with pytest.raises(Unfollowable):
                 await completion(compute, tokens(0, 5), SamplingParams(max_tokens=9, grammar=grammar))
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            await compute.load(tmp_path / "nothing")
+        assert (await compute.status()).policy_version == 0
         stream = compute.sample(tokens(0, 5).tolist(), SamplingParams(max_tokens=400, temperature=3.0))
         first = await anext(stream)
         assert first.policy_version == 0
@@ -166,47 +176,36 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(tiny_folder:
     asyncio.run(scenario())
 
 
-def test_a_full_disk_keeps_the_last_good_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
-    """A limit on file size stands in for the disk: writing beyond it fails with an OSError in the worker."""
-    script = textwrap.dedent(
-        """
-        import resource, signal, sys
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        from pathlib import Path
-        from agentjet.compute.embedded import checkpoint
-        from agentjet.compute.embedded.learner import Learner
-        from agentjet.compute.embedded.model import load_policy
-        from agentjet.config import ModelConfig
-        from agentjet.errors import CheckpointError
-        policy = load_policy(ModelConfig(name=sys.argv[1], device="cpu", dtype="float32", threads=1))
-        target = Path(sys.argv[2]) / "step_000000"
-        checkpoint.save(target, policy, Learner(policy), {"policy_version": 0})
-        good = (target / "policy" / "model.safetensors").read_bytes()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        try:
-            checkpoint.save(target, policy, Learner(policy), {"policy_version": 1})
-        except CheckpointError as error:
-            print("refused:", error)
-        assert (target / "policy" / "model.safetensors").read_bytes() == good
-        assert sorted(p.name for p in target.parent.iterdir()) == ["step_000000"], list(target.parent.iterdir())
-        """
-    )
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """A limit on file size stands in for it: writing beyond it fails with an OSError."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(policy: Policy, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", script, tiny_folder, folder], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "refused:" in done.stdout and "could not be written" in done.stdout
+    target = folder / "step_000000"
+    checkpoint.save(target, policy, Learner(policy), {"policy_version": 0})
+    good = weights(target)
+    with full_disk(), pytest.raises(CheckpointError, match="could not be written"):
+        checkpoint.save(target, policy, Learner(policy), {"policy_version": 1})
+    assert weights(target) == good
+    assert [path.name for path in folder.iterdir()] == ["step_000000"]
 
 
 def test_an_unreadable_model_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a folder here, nor a Hugging Face id"):
+        load_policy(config(tmp_path / "nowhere", tmp_path).model)
+    (tmp_path / "empty").mkdir()
+
     async def scenario() -> None:
-        compute = EmbeddedCompute(config(tmp_path / "nowhere", tmp_path))
-        with pytest.raises(ConfigError, match="neither a folder here, nor a Hugging Face id"):
-            await compute.start()
-        await compute.close()
-        (tmp_path / "empty").mkdir()
         compute = EmbeddedCompute(config(tmp_path / "empty", tmp_path))
         with pytest.raises(ConfigError, match=r"model\.name"):
             await compute.start()
@@ -215,28 +214,15 @@ def test_an_unreadable_model_is_a_config_error(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_checkpoint_that_is_missing_is_an_answer(tiny_folder: Path, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        compute = EmbeddedCompute(config(tiny_folder, tmp_path))
-        await compute.start()
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            await compute.load(tmp_path / "nothing")
-        assert (await compute.status()).policy_version == 0
-        await compute.close()
-
-    asyncio.run(scenario())
-
-
 def test_a_vanished_parent_leaves_no_orphan(tiny_folder: Path, tmp_path: Path) -> None:
     script = textwrap.dedent(
-        f"""
+        """
         import asyncio, os, sys
-        from pathlib import Path
         from agentjet.compute.embedded import EmbeddedCompute
-        from tests.compute.test_worker import config
+        from agentjet.config import ServeConfig
 
         async def main():
-            compute = EmbeddedCompute(config(Path({str(tiny_folder)!r}), Path({str(tmp_path)!r})))
+            compute = EmbeddedCompute(ServeConfig.model_validate_json(sys.argv[1]))
             await compute.start()
             print(compute.pid, flush=True)
             os._exit(0)
@@ -244,19 +230,12 @@ def test_a_vanished_parent_leaves_no_orphan(tiny_folder: Path, tmp_path: Path) -
         asyncio.run(main())
         """
     )
+    settings = config(tiny_folder, tmp_path).model_dump_json()
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", script, settings], env=environment(), capture_output=True, text=True, timeout=120
     )
     pid = int(done.stdout)
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and _is_running(pid):
+    while time.monotonic() < deadline and is_running(pid):
         time.sleep(0.05)
-    assert not _is_running(pid)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    assert not is_running(pid)

@@ -22,7 +22,7 @@ import pytest
 from tests.e2e.server import PATIENCE, Server, environment, is_running
 from tests.tiny import make_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AGREED = {
     "seed",

@@ -18,7 +18,7 @@ from agentjet import Swarm, Task
 from tests.e2e.server import Server
 from tests.tiny import make_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STEPS = 24
 SETTINGS = {

@@ -23,7 +23,7 @@ import pytest
 from tests.e2e.server import Server, environment, is_running, serve_command
 from tests.tiny import make_model, make_tokenizer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_worker_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> Non
         episode = server.begin(mode="eval")
         [worker] = server.workers()
         answers: list[Any] = []
-        asking = threading.Thread(target=lambda: answers.append(server.ask(episode, "hello", max_tokens=1500, n=8)))
+        asking = threading.Thread(target=lambda: answers.append(server.ask(episode, "hello", max_tokens=500, n=8)))
         asking.start()
         server.until(lambda: server.get("/status")["calls_active"] == 1)
         os.kill(worker, signal.SIGKILL)

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from agentjet.cli.arithmetic import held_out_tasks
 from agentjet.cli.main import app
 from agentjet.cli.run.tasks import read_tasks
-from agentjet.client.threads import LoopThread
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
+from tests.server.serving import TOKEN, Served, in_thread, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "black_box_node"
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
@@ -31,11 +30,8 @@ def adds(prompt: str) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    loop = LoopThread()
-    context = serving(tmp_path / "data", saying(adds))
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(tmp_path / "data", saying(adds))) as (served, _):
+        yield served
 
 
 @pytest.mark.parametrize("script", ["agent_fetch.mjs", "agent.mjs"])

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from agentjet import Swarm
-from agentjet.client.threads import LoopThread
 from agentjet.config import load_config
 from agentjet.types import Task
 from examples.calculator_tool.agent import (
@@ -26,8 +25,8 @@ from examples.calculator_tool.agent import (
 )
 from examples.calculator_tool.train import SETTINGS, main
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
-from tests.tiny import make_card, make_model
+from tests.server.serving import TOKEN, Served, in_thread, serving
+from tests.tiny import make_card, make_model, set_options
 
 
 def test_held_out_questions_are_neither_trained_on_nor_shown() -> None:
@@ -95,13 +94,10 @@ def uses_the_tool(prompt: str) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    loop = LoopThread()
     card = make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes")
     job = {"batch_size": 1, "group_size": 2, "max_tokens": 512}
-    context = serving(tmp_path / "data", saying(uses_the_tool), card=card, job=job)
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(tmp_path / "data", saying(uses_the_tool), card=card, job=job)) as (served, _):
+        yield served
 
 
 def test_what_the_model_said_is_trained_and_what_the_tool_said_is_not(
@@ -138,17 +134,7 @@ def test_a_model_that_does_not_call_earns_nothing_and_is_not_asked_again(served:
 
 @pytest.mark.e2e
 def test_the_run_shortened(tmp_path: Path) -> None:
-    settings = {
-        "model.name": str(make_model(tmp_path / "model", template="qwen3")),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 16384,
-        "job.max_steps": 2,
-        "job.batch_size": 2,
-        "job.group_size": 2,
-    }
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    sets = set_options(make_model(tmp_path / "model", template="qwen3"), max_steps=2, batch_size=2, group_size=2)
     out = tmp_path / "out"
     result = main(["--out", str(out), "--tasks", "6", "--seed", "3", *sets])
     assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))

@@ -15,14 +15,13 @@ import anthropic
 import pytest
 
 from agentjet import Swarm
-from agentjet.client.threads import LoopThread
 from agentjet.config import load_config
 from examples.claude_style_cli import cli, train
 from examples.claude_style_cli.cli import EXAMPLE, ToolError, Workspace
 from examples.claude_style_cli.repairs import TASKS
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
-from tests.tiny import make_card, make_model
+from tests.server.serving import TOKEN, Served, in_thread, serving
+from tests.tiny import make_card, make_model, set_options
 
 ADD = TASKS[0]
 FIXED = "def add(a, b):\n    return a + b\n"
@@ -106,12 +105,10 @@ def has_learned(prompt: str) -> str:
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(cli, "MAX_TOKENS", 512)  # the tiny vocabulary spells everything out
-    loop = LoopThread()
     card = make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes")
-    context = serving(tmp_path / "data", saying(has_learned), card=card, job={"batch_size": 1, "group_size": 2})
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    job = {"batch_size": 1, "group_size": 2}
+    with in_thread(serving(tmp_path / "data", saying(has_learned), card=card, job=job)) as (served, _):
+        yield served
 
 
 def test_what_the_model_said_is_trained_on_one_timeline(served: Served) -> None:
@@ -169,17 +166,7 @@ def test_the_shipped_settings_load() -> None:
 
 @pytest.mark.e2e
 def test_the_run_shortened(tmp_path: Path) -> None:
-    settings = {
-        "model.name": str(make_model(tmp_path / "model", template="qwen3")),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 16384,
-        "job.max_steps": 1,
-        "job.batch_size": 1,
-        "job.group_size": 2,
-    }
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    sets = set_options(make_model(tmp_path / "model", template="qwen3"), max_steps=1, batch_size=1, group_size=2)
     result = train.main(["--out", str(tmp_path / "out"), "--repeats", "1", *sets])
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     assert (result["batches"], result["aborted"]) == (1, 0)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.child import ChildServer, signals_unwind
+from agentjet.cli.child import ChildServer
+from agentjet.client.signals import signals_unwind
 from agentjet.config import load_config
 from examples.cocktail.client import TASK_SETS, ends_with, is_same
 from examples.cocktail.train import ENVIRONMENTS, HERE, SETTINGS, run_clients, summary
-from tests.tiny import make_model
+from tests.tiny import make_model, overrides
 
 
 def test_every_task_set_has_a_weight_and_an_environment() -> None:
@@ -47,20 +48,15 @@ def test_what_counts_as_right() -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_batches_are_mixed_by_weight(tmp_path: Path) -> None:
-    settings = {
-        "model.name": str(make_model(tmp_path / "model")),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 16384,
-        "job.max_steps": 3,
-        "job.batch_size": 4,
-        "job.group_size": 2,
-        "job.task_weights": "{addition = 3, subtraction = 1}",
-    }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
+    settings = overrides(
+        make_model(tmp_path / "model"),
+        max_steps=3,
+        batch_size=4,
+        group_size=2,
+        task_weights="{addition = 3, subtraction = 1}",
+    )
     folder = tmp_path / "server"
-    with signals_unwind(), ChildServer(SETTINGS, overrides, folder) as server, server.connect():
+    with signals_unwind(), ChildServer(SETTINGS, settings, folder) as server, server.connect():
         clients = run_clients(server.url, folder, dict.fromkeys(("addition", "subtraction"), Path(sys.executable)))
     assert [client["task_set"] for client in clients] == ["addition", "subtraction"]
     for client, weight in zip(clients, (0.75, 0.25), strict=True):  # 12 groups in all: never more than one astray

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
+import openai
 import pytest
 
 from agentjet import Swarm
 from agentjet.cli.arithmetic import training_tasks
-from agentjet.client.threads import LoopThread
 from examples.live_edit.run import AGENT, BROKEN, MENDED, draw, edit_live
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
+from tests.server.serving import TOKEN, Served, in_thread, serving
 
 
 def obeys(prompt: str) -> str:
@@ -27,11 +29,24 @@ def obeys(prompt: str) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    loop = LoopThread()
-    context = serving(tmp_path / "data", saying(obeys), job={"batch_size": 3, "group_size": 2})
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(tmp_path / "data", saying(obeys), job={"batch_size": 3, "group_size": 2})) as (served, _):
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def clients_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each version of the agent has one HTTP client, as long as its process lives: here, as long as the test."""
+    made: list[httpx.Client] = []
+
+    class Client(openai.DefaultHttpxClient):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            made.append(self)
+
+    monkeypatch.setattr(openai, "DefaultHttpxClient", Client)
+    yield
+    for client in made:
+        client.close()
 
 
 def test_the_prompt_is_mended_without_a_restart_or_a_lost_episode(served: Served, tmp_path: Path) -> None:
@@ -42,7 +57,7 @@ def test_the_prompt_is_mended_without_a_restart_or_a_lost_episode(served: Served
     broken, mended = result["versions"]
     assert (broken["reward"], mended["reward"]) == (0.0, 1.0)
     assert broken["episodes"] + mended["episodes"] >= 14 * 6
-    assert broken["episodes"] % 6 == 0, "whole groups, and whole batches of them"
+    assert broken["episodes"] >= 2 * 6 and broken["episodes"] % 2 == 0, "whole groups"
     assert (result["edit"], result["failed_episodes"]) == ("loaded", 0)
     assert (result["server_restarts"], result["lost_finished_episodes"]) == (0, 0)
     assert result["rewards"][:2] == [0.0, 0.0] and result["rewards"][-1] == 1.0

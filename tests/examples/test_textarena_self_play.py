@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from agentjet import Swarm
-from agentjet.client.threads import LoopThread
 from agentjet.config import load_config
 from tests.fakes import saying
-from tests.server.serving import TOKEN, Served, serving
-from tests.tiny import make_model
+from tests.server.serving import TOKEN, Served, in_thread, serving
+from tests.tiny import make_model, set_options
 
 pytest.importorskip("textarena", reason="textarena is not installed: pip install -e '.[examples]'")
 
@@ -63,11 +62,11 @@ def first_free(prompt: str) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    loop = LoopThread()
-    context = serving(tmp_path / "data", saying(first_free), job={"batch_size": 1, "group_size": 2})
-    yield loop.run(context.__aenter__())
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(tmp_path / "data", saying(first_free), job={"batch_size": 1, "group_size": 2})) as (
+        served,
+        _,
+    ):
+        yield served
 
 
 def test_each_side_is_trained_on_its_own_moves_and_its_own_result(served: Served) -> None:
@@ -104,17 +103,7 @@ def test_the_evaluation_plays_both_sides_and_speaks_for_one(served: Served, side
 
 @pytest.mark.e2e
 def test_the_run_shortened(tmp_path: Path) -> None:
-    settings = {
-        "model.name": str(make_model(tmp_path / "model")),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 16384,
-        "job.max_steps": 2,
-        "job.batch_size": 2,
-        "job.group_size": 2,
-    }
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    sets = set_options(make_model(tmp_path / "model"), max_steps=2, batch_size=2, group_size=2)
     out = tmp_path / "out"
     result = main(["--out", str(out), "--games", "4", *sets])
     assert json.loads((out / "result.json").read_text()) == result

@@ -10,7 +10,7 @@ import pytest
 from agentjet.config import load_config
 from examples.word_game_team.agent import DESCRIBER, GUESSER, closeness, fairness, letters
 from examples.word_game_team.train import SETTINGS, ends, main
-from tests.tiny import make_model
+from tests.tiny import make_model, set_options
 
 STEPS = 24
 
@@ -38,17 +38,7 @@ def test_the_shipped_settings_load() -> None:
 
 def tiny_run(folder: Path, seed: int) -> dict[str, list[float]]:
     """Mean rewards by member and batch, of a run on tiny models."""
-    settings = {
-        "model.name": str(make_model(folder / "model")),
-        "model.device": "cpu",
-        "model.dtype": "float32",
-        "model.threads": 1,
-        "sampler.cache_tokens": 16384,
-        "job.max_steps": STEPS,
-        "job.batch_size": 2,
-        "job.optimizer.lr": 1e-2,
-    }
-    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    sets = set_options(make_model(folder / "model"), max_steps=STEPS, batch_size=2, optimizer__lr=1e-2)
     out = folder / "out"
     result = main(["--out", str(out), "--seed", str(seed), *sets])
     assert json.loads((out / "result.json").read_text()) == result

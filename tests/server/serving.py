@@ -1,14 +1,13 @@
-"""The real application on a real loopback port, in the test's own event loop."""
+"""The real application on a real loopback port, in the test's own event loop, or in a thread."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
@@ -17,8 +16,12 @@ from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from fastapi import FastAPI
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from agentjet.client.threads import LoopThread
 from agentjet.server import Keys, create_app
+from agentjet.server.listening import listen
 from tests.fakes import Running, running
+
+T = TypeVar("T")
 
 TOKEN = "client-token-client-token"
 ADMIN = "admin-token-admin-token-admin"
@@ -66,7 +69,7 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
     async with running(data_dir, *args, **kwargs) as run:
         keys = Keys(token=TOKEN, admin_token=ADMIN, viewer_token=VIEWER, clock=run.clock)
         tls = run.gateway.config.server
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0)
         app = create_app(run.gateway, keys)
         config = uvicorn.Config(
             app,
@@ -95,3 +98,17 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
             await run.gateway.drain()
             server.should_exit = True
             await task
+
+
+@contextmanager
+def in_thread(context: AbstractAsyncContextManager[T]) -> Iterator[tuple[T, LoopThread]]:
+    """What an asynchronous context gives, and the event loop in a thread that it lives in, for synchronous tests."""
+    loop = LoopThread()
+    try:
+        entered = loop.run(context.__aenter__())
+        try:
+            yield entered, loop
+        finally:
+            loop.run(context.__aexit__(None, None, None))
+    finally:
+        loop.stop()

@@ -1,5 +1,5 @@
 """The application as a target for fuzzers: the real one over a scripted worker, asked in its own event loop, without a
-network in between.
+network in between. An exception that nobody expected comes through with its traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import httpx
 import requests
 
 from agentjet.client.threads import LoopThread
-from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
+from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, in_thread, serving
 
 Role = Literal["nobody", "viewer", "client", "admin", "agent"]
 TOKENS: dict[Role, str] = {"viewer": VIEWER, "client": TOKEN, "admin": ADMIN}
@@ -27,7 +27,7 @@ class Target:
         self.served = served
         self._loop = loop
         self.app = served.app
-        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app, raise_app_exceptions=False))
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app))
         self.episode: dict[str, Any] = {}
         self.seen: Counter[tuple[str, int]] = Counter()
 
@@ -68,8 +68,5 @@ class Target:
 @contextmanager
 def serving_target(data_dir: Path, **options: Any) -> Iterator[Target]:
     """See `tests.fakes.running` for the options."""
-    loop = LoopThread()
-    context = serving(data_dir, **options)
-    yield Target(loop.run(context.__aenter__()), loop)
-    loop.run(context.__aexit__(None, None, None))
-    loop.stop()
+    with in_thread(serving(data_dir, **options)) as (served, loop):
+        yield Target(served, loop)

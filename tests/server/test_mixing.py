@@ -50,6 +50,7 @@ async def test_who_is_refused_and_how(tmp_path: Path) -> None:
         await served.http.post(f"/swarm/v1/episodes/{there['episode_id']}/abort")
         await play(served, "math")
         assert await refused(served, task_set="math", task_id="u") == (429, "task_set_full")
+        assert await refused(served, task_set="math", task_id="u", unless_full=True, wait=60) == (409, "task_set_full")
         assert await refused(served, mode="eval", at_version=3) == (409, "version_gone")
         assert await refused(served, at_version=0) == (422, "invalid_value")
 

@@ -350,6 +350,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "computer_call"}]}, "input.0"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments"),
     ({"input": [{"type": "reasoning", "encrypted_content": "gAAA!"}]}, "input.0.encrypted_content"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "\xd3"}]}, "input.0.encrypted_content"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "input.0.encrypted_content"),
     ({"input": "\ud800"}, "input"),
     ({"input": "x" * 5000}, "input"),
     ({"temperature": 0}, "temperature"),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 
 from agentjet.client import Retry, Swarm
@@ -22,24 +20,6 @@ POLL_SECONDS = 0.1
 STOP_SECONDS = 120.0
 """A stop writes a checkpoint."""
 NUM_LOG_LINES = 20
-
-
-@contextmanager
-def signals_unwind() -> Iterator[None]:
-    """While inside, a request to end this process (SIGTERM, a closed terminal) unwinds the stack as Ctrl-C does, so
-    that children are ended, too.
-    """
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    names = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    before = {name: signal.signal(name, unwind) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
 
 
 class ServerEnded(AgentJetError):

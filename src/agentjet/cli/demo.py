@@ -65,9 +65,10 @@ class Demo:
         returns."""
         # These need the [server] and [demo] extras; `agentjet --help` does not.
         from agentjet.cli.arithmetic import SETTINGS, agent, training_tasks
-        from agentjet.cli.child import ChildServer, signals_unwind
+        from agentjet.cli.child import ChildServer
         from agentjet.cli.picture import draw_rewards
         from agentjet.cli.report import write_report
+        from agentjet.client.signals import signals_unwind
         from agentjet.config import load_config
 
         started = time.monotonic()

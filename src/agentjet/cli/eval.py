@@ -124,7 +124,8 @@ def _server(target: str | None, token: str | None, token_file: Path | None, over
             yield swarm
         return
     from agentjet.cli.arithmetic import SETTINGS
-    from agentjet.cli.child import ChildServer, signals_unwind
+    from agentjet.cli.child import ChildServer
+    from agentjet.client.signals import signals_unwind
 
     if "/" in target and target.count("/") != 1 and not Path(target).is_dir():
         raise ConfigError(f"{target!r} is neither a folder nor an address (http://...)")

@@ -29,7 +29,7 @@ from agentjet.config import ServeConfig, ServerConfig, server_token
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
-from agentjet.server.listening import calm_collector, options
+from agentjet.server.listening import calm_collector, listen, options
 from agentjet.server.logs import LogFormat, prepared
 from agentjet.server.tls import check_certificate
 from agentjet.types import Conversation, Message
@@ -173,9 +173,8 @@ def _stop_on_signals() -> asyncio.Future[None]:
 def _listen(server: ServerConfig) -> socket.socket:
     """The bound port. Raises `ConfigError` when it is in use."""
     host = "127.0.0.1" if server.host == "localhost" else server.host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, server.port), family=family, backlog=1024)
+        return listen(host, server.port)
     except OSError as error:
         raise ConfigError(
             f"server.port = {server.port} on {host} cannot be had ({error.strerror or error}): stop what listens "

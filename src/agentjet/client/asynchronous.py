@@ -19,9 +19,10 @@ from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import AsyncEpisode, checked_reward, finish_body
 from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
 from agentjet.client.report import EvalReport, TrainReport
-from agentjet.client.rollout import Agent, Begun, Slot
+from agentjet.client.rollout import Agent, Begun
 from agentjet.client.settings import load_settings
 from agentjet.client.training import Training
+from agentjet.client.turns import Slot
 from agentjet.errors import AgentJetError
 from agentjet.protocol import (
     AbortRequest,
@@ -234,10 +235,10 @@ class AsyncSwarm:
         """The job's settings and their revision."""
         return JobBody.model_validate(await self._connection.request("GET", "/job"))
 
-    async def set_job(self, changes: Mapping[str, Any], *, revision: int) -> JobBody:
+    async def set_job(self, job: Mapping[str, Any], *, revision: int) -> JobBody:
         """Replace the job's settings, if they are still those of `revision`; else raises `Conflict`. Takes the admin
         token."""
-        body = JobBody(revision=revision, job=dict(changes))
+        body = JobBody(revision=revision, job=dict(job))
         return JobBody.model_validate(await self._connection.request("PUT", "/job", body=body))
 
     async def start(self) -> StatusResponse:

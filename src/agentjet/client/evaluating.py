@@ -14,7 +14,8 @@ from agentjet.client.episode import GOODBYE_SECONDS
 from agentjet.client.following import status_of
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, EvalReport
-from agentjet.client.rollout import Begin, Runner, Slot, keep_alive
+from agentjet.client.rollout import Begin, Runner, keep_alive
+from agentjet.client.turns import Slot, Turns
 from agentjet.errors import AgentJetError, Conflict
 from agentjet.protocol import BeginRequest
 from agentjet.types import Task
@@ -68,7 +69,6 @@ async def evaluated(
             if last:
                 results[slot.index] = result
 
-        slots = (Slot(task, "", index) for index, task in enumerate(repeated))
-        await Runner(begin_slot, note).run(slots, min(concurrency, len(repeated)))
+        await Runner(begin_slot, note).run(Turns.once(repeated), min(concurrency, len(repeated)))
     ordered = tuple(results[index] for index in sorted(results))
     return EvalReport(results=ordered, seconds=time.monotonic() - started)

@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import itertools
-import random
-import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +24,7 @@ from agentjet.client.episode import (
 )
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import in_thread
+from agentjet.client.turns import Slot, Turns
 from agentjet.errors import AgentJetError, Conflict, RequestError, Unreachable
 from agentjet.types import EpisodeStatus, Reward, Task
 
@@ -34,8 +32,8 @@ Returned = float | Reward | Mapping[str, float]
 Agent = Callable[[Task, Any], Returned | Awaitable[Returned]]
 """`agent(task, episode) -> reward`. A plain function runs in a thread and holds an `Episode` (of a team, a
 `TeamEpisode`), an `async def` one an `AsyncEpisode`. Rewards by member are a team's."""
-Begin = Callable[["Slot"], Awaitable["Begun"]]
-Report = Callable[["Slot", EpisodeResult, bool], None]
+Begin = Callable[[Slot], Awaitable["Begun"]]
+Report = Callable[[Slot, EpisodeResult, bool], None]
 
 SPARE = ("surplus:", "stale:")
 """How the server's reasons begin for episodes that failed in nothing."""
@@ -45,6 +43,8 @@ _SILENT = (
 )
 ATTEMPTS = 3
 """Times a failed episode is begun anew in its group."""
+FULL_SECONDS = 1.0
+"""Before a worker asks again that has found no task set with room."""
 
 
 class Attempt(Protocol):
@@ -80,26 +80,6 @@ class Begun:
     agent: Agent
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One episode to be had: a task, the group it is compared in, and its place in the order."""
-
-    task: Task
-    group: str
-    index: int
-    spare: bool = False
-    """Beyond what its group needs: not begun when the group has all it needs by then."""
-
-
-def training_slots(tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0) -> Iterator[Slot]:
-    """Tasks for ever, in an order that `seed` determines, anew each epoch; `group_size` slots a visit, and `spare`."""
-    order, run, index = random.Random(seed), uuid.uuid4().hex[:8], itertools.count()
-    for epoch in itertools.count():
-        for task in order.sample(tasks, len(tasks)):
-            for member in range(group_size + spare):
-                yield Slot(task, f"{task.id[:200]}/{run}/{epoch}", next(index), spare=member >= group_size)
-
-
 class AgentFailing(AgentJetError):
     """Every episode so far was aborted by the agent's own exception, or made no call."""
 
@@ -123,8 +103,9 @@ class Runner:
         self._num_beginning = 0
         self._none_beginning = asyncio.Event()
 
-    async def run(self, slots: Iterator[Slot], concurrency: int) -> None:
-        """Attempt every slot, `concurrency` at a time; one that fails is tried again, `ATTEMPTS` times in all.
+    async def run(self, turns: Turns, concurrency: int) -> None:
+        """Attempt every slot, `concurrency` at a time; one that fails is tried again, `ATTEMPTS` times in all. While a
+        task set has no room (`Conflict`, `task_set_full`) others have their turn.
 
         Raises `AgentFailing` when the first `2 * concurrency` episodes all fail, or make no call where that matters:
         then the agent is wrong, not unlucky.
@@ -140,16 +121,24 @@ class Runner:
             # A worker whose episode failed takes the freed place in the same group at once. Were the slot queued, all
             # workers could be waiting for room for new groups while this one lacks a member.
             nonlocal failures, succeeded, silent, called
-            for slot in slots:
+            full: set[str] = set()
+            while (slot := turns.next(full)) is not None:
                 if slot.group and slot.group in unwanted:
                     continue
                 for attempts_left in reversed(range(ATTEMPTS)):
                     try:
                         result = await self.attempt(slot)
-                    except Conflict as closed:
-                        if slot.spare and closed.code == "group_closed":
-                            break
-                        raise
+                    except Conflict as refusal:
+                        if refusal.code == "task_set_full":
+                            turns.put_back(slot)
+                            full.add(slot.task.task_set)
+                            if full == turns.task_sets:
+                                await asyncio.sleep(FULL_SECONDS)
+                                full.clear()
+                        elif not (slot.spare and refusal.code == "group_closed"):
+                            raise
+                        break
+                    full.clear()
                     self._report(slot, result, result.outcome in ("finished", "not_needed") or not attempts_left)
                     if result.outcome == "not_needed":
                         unwanted.add(slot.group)
@@ -217,6 +206,8 @@ class Runner:
                 await asyncio.wait([working])
 
     async def _begun(self, slot: Slot) -> Begun:
+        if slot.spare:
+            await slot.opened.wait()
         self._num_beginning += 1
         self._none_beginning.clear()
         try:
@@ -225,6 +216,7 @@ class Runner:
             self._num_beginning -= 1
             if not self._num_beginning:
                 self._none_beginning.set()
+        slot.opened.set()
         self.num_begun += 1
         self.live.add(begun.episode)
         return begun

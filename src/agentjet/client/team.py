@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Self
-from urllib.parse import quote
+from typing import Literal, Self, TypeVar
 
 from agentjet.client.asynchronous import AsyncSwarm
-from agentjet.client.beginning import begin
 from agentjet.client.code import Version, code_version_of
-from agentjet.client.connection import Connection
-from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
-from agentjet.client.evaluating import EVAL_WAIT, evaluated
-from agentjet.client.following import Server, say_what_it_waits_for
-from agentjet.client.progress import progress_for
-from agentjet.client.report import EpisodeResult, EvalReport, TeamReport
-from agentjet.client.rollout import Agent, Begun, Runner, Slot, all_to_end, first_to_end, training_slots
+from agentjet.client.endpoint import Endpoint
+from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
+from agentjet.client.report import EvalReport, TeamReport
+from agentjet.client.rollout import Agent, Begun
+from agentjet.client.team_beginning import begin_on_all
 from agentjet.client.team_episode import AsyncTeamEpisode
-from agentjet.errors import AgentJetError, Conflict, InvalidRequest, Later, NotFound
-from agentjet.protocol import AbortRequest, BeginRequest, EpisodeList, EpisodeView, FinishRequest
+from agentjet.client.team_recovery import recover
+from agentjet.client.team_training import TeamTraining
+from agentjet.client.turns import Slot
+from agentjet.errors import AgentJetError
+from agentjet.protocol import BeginRequest
 from agentjet.types import Mode, Task
 
-RECOVER_SECONDS = 15.0
-"""Between two looks for parts that somebody left in doubt, while a team trains."""
-INCOMPLETE = "not needed: another server of the team had no room"
-PREPARED_LISTED = 500
+T = TypeVar("T")
 
 
 class AsyncTeam:
@@ -67,7 +61,12 @@ class AsyncTeam:
 
         Waits up to `wait` seconds for room everywhere, then raises `Later`.
         """
-        return await self._begin(wait, lambda swarm: swarm.asking(task_id, task_set, group, mode))
+        return await begin_on_all(
+            self._swarms,
+            lambda member: self._swarms[member].asking(task_id, task_set, group, mode),
+            wait=wait,
+            deciding=self._deciding,
+        )
 
     @asynccontextmanager
     async def episode(
@@ -76,30 +75,6 @@ class AsyncTeam:
         """An episode as a context: leaving it without `finish`, or by an exception, aborts."""
         async with await self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait) as episode:
             yield episode
-
-    async def _begin(self, wait: float, asking: Callable[[AsyncSwarm], BeginRequest]) -> AsyncTeamEpisode:
-        """On all servers, one after the other. A place is not held for long while another server has no room."""
-        retry = self._connections[self.anchor].retry
-        deadline, attempt = retry.clock() + wait, 0
-        while True:
-            team = f"{self.anchor}/{uuid.uuid4().hex}"
-            parts: dict[str, AsyncEpisode] = {}
-            try:
-                for member, swarm in self._swarms.items():
-                    patience = deadline - retry.clock()
-                    if parts:
-                        patience = min(patience, min(part.lease_seconds for part in parts.values()) / 2)
-                    request = asking(swarm).model_copy(update={"team": team})
-                    parts[member] = await begin(swarm.connection, request, wait=max(0.0, patience))
-            except BaseException as error:
-                await _given_back(parts, INCOMPLETE if isinstance(error, Later) else STOPPED)
-                left = deadline - retry.clock()
-                if not (isinstance(error, Later) and parts) or left <= 0:
-                    raise
-                await retry.sleep(min(left, retry.delay(attempt)))
-                attempt += 1
-                continue
-            return AsyncTeamEpisode(team, parts, self._deciding)
 
     # ---- running agents -------------------------------------------------------------------------------------------
 
@@ -119,63 +94,16 @@ class AsyncTeam:
 
         Otherwise as `AsyncSwarm.train`. The servers' jobs must have the same `group_size`. Parts of episodes that a
         client left in doubt are settled before, meanwhile and in the end. A server may learn more than `steps` batches
-        while another is behind (it dropped groups, say).
+        while another is behind (it dropped groups, say); one at its `max_steps` plays on without learning.
         """
         if not tasks:
             raise ValueError("there are no tasks to train on")
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
+        training = TeamTraining(self._swarms, version, tasks, self._deciding, self.recover)
         try:
-            return await self._train(version, tasks, steps, concurrency, seed, progress)
+            return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None  # The frames inside tell a user nothing.
-
-    async def _train(
-        self, version: Version, tasks: Sequence[Task], steps: int, concurrency: int, seed: int, progress: bool
-    ) -> TeamReport:
-        started = time.monotonic()
-        await self.recover()
-        servers = {member: await Server.reach(c, steps) for member, c in self._connections.items()}
-        sizes = {member: server.status.group_size for member, server in servers.items()}
-        if len(set(sizes.values())) > 1:
-            raise InvalidRequest(
-                f"the servers' jobs have different group_size: {sizes}; a team needs the same everywhere",
-                param="group_size",
-            )
-        results: list[EpisodeResult] = []
-        with progress_for("training", steps, wanted=progress) as shown:
-
-            def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
-                results.append(result)
-                shown.episode(result)
-
-            async def begun(slot: Slot) -> Begun:
-                task = slot.task
-                episode = await self._begin(
-                    float("inf"),
-                    lambda swarm: swarm.asking(
-                        task.id, task.task_set, slot.group, "train", code_version=version.code_version
-                    ),
-                )
-                return Begun(episode, version.agent)
-
-            runner = Runner(begun, note, needs_calls=True)
-
-            async def follow() -> None:
-                anchor = servers[self.anchor]
-                others = [server.follow(lambda metrics: None) for server in servers.values() if server is not anchor]
-                await all_to_end([anchor.follow(shown.step), *others])
-                runner.has_enough = True
-
-            running = runner.run(training_slots(tasks, sizes[self.anchor], seed), concurrency)
-            waiting = say_what_it_waits_for(list(self._connections.values()), runner, shown)
-            await first_to_end([running, follow(), waiting, self._recover_now_and_then()])
-        with suppress(AgentJetError):
-            await self.recover()
-        return TeamReport(
-            results=tuple(results),
-            steps={member: tuple(server.learned) for member, server in servers.items()},
-            seconds=time.monotonic() - started,
-        )
 
     async def evaluate(
         self,
@@ -187,25 +115,56 @@ class AsyncTeam:
         progress: bool = True,
         code_version: str | None = None,
         temperature: float | None = None,
+        at_version: int | Literal["newest"] | Mapping[str, int] | None = None,
+        endpoint: Endpoint | Mapping[str, Endpoint] | None = None,
     ) -> EvalReport:
-        """As `AsyncSwarm.evaluate`, over all servers; an episode's reward is the mean of its members'."""
+        """As `AsyncSwarm.evaluate`, over all servers; an episode's reward is the mean of its members'.
+
+        `at_version` is for all members, or by member: those left out are played by whichever version is the newest.
+        With `endpoint` all members talk to that model, or those that are named to theirs.
+        """
         if not tasks:
             raise ValueError("there are no tasks to evaluate on")
+        outside = self._by_member(endpoint, "endpoint", list(self._swarms))
+        versions: dict[str, int | Literal["newest"]] = self._by_member(
+            at_version, "at_version", [name for name in self._swarms if name not in outside]
+        )
+        if len(outside) == len(self._swarms) and (at_version, temperature) != (None, None):
+            raise ValueError("at_version and temperature are for the policies of servers: no member plays with one")
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
-
-        async def begun(slot: Slot) -> Begun:
-            task, code = slot.task, version.code_version
-
-            def asking(swarm: AsyncSwarm) -> BeginRequest:
-                request = swarm.asking(task.id, task.task_set, "", "eval", code_version=code)
-                return request.model_copy(update={"temperature": temperature})
-
-            return Begun(await self._begin(EVAL_WAIT, asking), version.agent)
-
         try:
-            return await evaluated(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+            async with AsyncExitStack() as holding:
+                pinned = {
+                    member: await holding.enter_async_context(
+                        held_at(swarm.connection, swarm.asking(HOLDING, mode="eval"), versions[member])
+                    )
+                    for member, swarm in self._swarms.items()
+                    if member in versions
+                }
+
+                async def begun(slot: Slot) -> Begun:
+                    def asking(member: str) -> BeginRequest:
+                        task, code = slot.task, version.code_version
+                        request = self._swarms[member].asking(task.id, task.task_set, "", "eval", code_version=code)
+                        return request.model_copy(update={"at_version": pinned.get(member), "temperature": temperature})
+
+                    return Begun(
+                        await begin_on_all(self._swarms, asking, wait=EVAL_WAIT, outside=outside), version.agent
+                    )
+
+                return await evaluated(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None
+
+    def _by_member(self, given: T | Mapping[str, T] | None, what: str, members: Sequence[str]) -> dict[str, T]:
+        """What was given for all, or by name, of those `members` that may have it."""
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            return dict.fromkeys(members, given)
+        if strangers := [name for name in given if name not in members]:
+            raise ValueError(f"{what} names {strangers[0]!r}; it can be given for: {', '.join(members) or 'nobody'}")
+        return dict(given)
 
     # ---- recovery -------------------------------------------------------------------------------------------------
 
@@ -215,36 +174,7 @@ class AsyncTeam:
         may, too, and they are left alone. Returns how many were settled. Any client of these servers may do this that
         gives the members the same names.
         """
-        settled = 0
-        for member, connection in self._connections.items():
-            for part in await _episodes(connection, f"status=prepared&limit={PREPARED_LISTED}"):
-                anchor = part.team.partition("/")[0]
-                if anchor in self._connections and anchor != member and part.team not in self._deciding:
-                    settled += await self._settle(connection, part, self._connections[anchor])
-        return settled
-
-    async def _settle(self, connection: Connection, part: EpisodeView, anchor: Connection) -> bool:
-        anchored = await _episodes(anchor, f"team={quote(part.team, safe='')}")
-        decisions = {episode.status for episode in anchored}
-        body: FinishRequest | AbortRequest
-        if "finished" in decisions:
-            assert part.reward is not None, "a prepared episode has promised a reward"
-            verb, body = "finish", FinishRequest(reward=part.reward, by_role=part.by_role, metrics=part.metrics)
-        elif decisions and decisions <= {"aborted", "expired"}:
-            verb, body = "abort", AbortRequest(reason="the team's anchor was not finished")
-        else:
-            return False
-        try:
-            await connection.request("POST", f"/episodes/{quote(part.episode_id, safe='')}/{verb}", body=body)
-        except (Conflict, NotFound):  # Somebody else settled it meanwhile.
-            return False
-        return True
-
-    async def _recover_now_and_then(self) -> None:
-        while True:
-            await self._connections[self.anchor].retry.sleep(RECOVER_SECONDS)
-            with suppress(AgentJetError):  # A server that is away is recovered when it is back.
-                await self.recover()
+        return await recover(self._connections, self._deciding)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -258,15 +188,3 @@ class AsyncTeam:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-async def _given_back(parts: Mapping[str, AsyncEpisode], reason: str) -> None:
-    """Abort what was begun in vain. A server that is away is not waited for: the lease ends its part."""
-    with suppress(AgentJetError, TimeoutError):
-        async with asyncio.timeout(GOODBYE_SECONDS):
-            await asyncio.gather(*[part.abort(reason) for part in parts.values()], return_exceptions=True)
-
-
-async def _episodes(connection: Connection, query: str) -> tuple[EpisodeView, ...]:
-    found = EpisodeList.model_validate(await connection.request("GET", f"/episodes?{query}"))
-    return tuple(found.episodes)

@@ -68,7 +68,8 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
 
     @property
     def mode(self) -> Mode:
-        return self._anchor.mode
+        """Of a training episode some parts may be in "eval" mode: their servers' jobs are over."""
+        return "train" if any(part.mode == "train" for part in self.values()) else "eval"
 
     @property
     def code_version(self) -> str:

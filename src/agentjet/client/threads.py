@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from agentjet.client.signals import signals_unwind
 from agentjet.errors import AgentJetError
 
 T = TypeVar("T")
@@ -86,6 +87,11 @@ class LoopThread:
                 _await(outcome, self._patience)
                 self._abandoned = not outcome.done()
             raise
+
+    def run_agents(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The same for what takes long: a request to end the process cancels the coroutine, too, then ends it."""
+        with signals_unwind():
+            return self.run(coroutine)
 
     def iterate(self, values: AsyncIterator[T]) -> Iterator[T]:
         """Draw from an asynchronous iterator, one value at a time."""

@@ -6,10 +6,8 @@ nothing, and one at the agent's files. The run ends when the steps are there, or
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +20,8 @@ from agentjet.client.following import Server, say_what_it_waits_for
 from agentjet.client.live import LiveCode
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, TrainReport
-from agentjet.client.rollout import Begun, Runner, Slot, first_to_end, not_needed, training_slots
+from agentjet.client.rollout import Begun, Runner, first_to_end, not_needed
+from agentjet.client.turns import Slot, Turns
 from agentjet.protocol import BeginRequest
 from agentjet.types import Task
 
@@ -44,6 +43,7 @@ class Training:
         started = time.monotonic()
         server = await Server.reach(self.connection, steps)
         status = server.status
+        turns = Turns.training(self.tasks, status.group_size, seed, status.spare_episodes)
         with progress_for("training", steps, wanted=progress) as shown:
             live = LiveCode(
                 self.version,
@@ -58,12 +58,7 @@ class Training:
                 live.ended(slot, result, last)
                 shown.episode(result)
 
-            opened: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-
             async def begun(slot: Slot) -> Begun:
-                if slot.spare:  # It joins a group, so one of those that open it must have begun.
-                    await opened[slot.group].wait()
-
                 def give_back(episode: AsyncEpisode) -> None:
                     note(slot, not_needed(slot.task, episode), True)
 
@@ -74,13 +69,12 @@ class Training:
                         group=slot.group,
                         client_id=self.client_id,
                         join_only=slot.spare,
+                        unless_full=len(turns.task_sets) > 1,
                         code_version=code_version,
                     )
                     return begin(self.connection, request, wait=math.inf, given_back=give_back)
 
                 episode, agent = await live.begin(slot, ask, give_back)
-                if status.spare_episodes:
-                    opened[slot.group].set()
                 return Begun(episode, agent)
 
             runner = Runner(begun, note, needs_calls=True)
@@ -89,8 +83,7 @@ class Training:
                 await server.follow(shown.step)
                 runner.has_enough = True
 
-            slots = training_slots(self.tasks, status.group_size, seed, status.spare_episodes)
-            running = runner.run(slots, concurrency)
+            running = runner.run(turns, concurrency)
             beside = [follow(), say_what_it_waits_for([self.connection], runner, shown)]
             await first_to_end([running, *beside, *([live.watch()] if self.code is not None else [])])
         return TrainReport(

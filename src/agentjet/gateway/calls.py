@@ -67,6 +67,8 @@ class _Order:
     renderer: Renderer
     tool_format: str
     deadline: float
+    ordinal: int
+    """How many calls of the episode came before it."""
     repeats: list[str] | None = None
     """Calls that this one repeats, for the choices not yet recorded; None until the first is."""
     kept_back: list[str] = field(default_factory=list)
@@ -129,11 +131,9 @@ class CallPath:
         """The chunks of an answer. See `Gateway.call`."""
         log_context.episode_id.set(episode_id)
         with self._swarm.calling(episode_id) as episode, self._limits.calling(episode):
-            order, ordinal = await self._order(episode, role, request)
+            order = await self._order(episode, role, request)
             outbox: Outbox = asyncio.Queue()
-            tasks = [
-                asyncio.create_task(self._choice(order, index, ordinal, outbox)) for index in range(request.choices)
-            ]
+            tasks = [asyncio.create_task(self._choice(order, index, outbox)) for index in range(request.choices)]
             self._under_way.setdefault(episode_id, []).append(outbox)
             try:
                 ended = 0
@@ -177,7 +177,7 @@ class CallPath:
         assert card is not None and renderer is not None, "the gate opens for a worker that is up"
         return card, renderer
 
-    async def _order(self, episode: Episode, role: str, request: CallRequest) -> tuple[_Order, int]:
+    async def _order(self, episode: Episode, role: str, request: CallRequest) -> _Order:
         """Everything that can be wrong with a request is found here, before it is held for a batch."""
         job = self._swarm.job
         params = sampling_params(request, job, episode)
@@ -203,25 +203,25 @@ class CallPath:
             )
         grammar = renderer.grammar(request.conversation, request.constraint)
         params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
-        order = _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline)
-        return order, episode.num_calls + len(self._under_way.get(episode.id, ()))
+        ordinal = episode.num_calls + len(self._under_way.get(episode.id, ()))
+        return _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline, ordinal)
 
-    async def _choice(self, order: _Order, index: int, ordinal: int, outbox: Outbox) -> None:
+    async def _choice(self, order: _Order, index: int, outbox: Outbox) -> None:
         """One choice, from the gate to the journal; what goes wrong is put into the outbox."""
         try:
             with self._tracing.call(order.episode.id, order.role):
-                await self._sample_until_done(order, index, ordinal, outbox)
+                await self._sample_until_done(order, index, outbox)
         except Exception as error:  # Raised again by `run`, in the caller's task.
             outbox.put_nowait(error)
 
-    async def _sample_until_done(self, order: _Order, index: int, ordinal: int, outbox: Outbox) -> None:
+    async def _sample_until_done(self, order: _Order, index: int, outbox: Outbox) -> None:
         loop = asyncio.get_running_loop()
         params = seeded(
             order.params,
             explicit=order.request.seed,
             job_seed=self._swarm.job.seed,
             episode_id=order.episode.id,
-            ordinal=ordinal,
+            ordinal=order.ordinal,
             choice=index,
         )
         while True:

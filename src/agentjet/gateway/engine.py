@@ -95,8 +95,7 @@ class Engine:
         self._deaths: Counter[int] = Counter()
         self._refuse_calls()
 
-    # ---- the switch
-    # ---------------------------------------------------------------------------------------------------
+    # ---- the switch -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Bring the worker up, in the background; nothing happens when that is under way or done.
@@ -190,8 +189,7 @@ class Engine:
             return Later(f"The engine gave up: {self.reason}", code="engine_failed", status=503, retry_after=30.0)
         return Later("The engine is stopped.", code="engine_stopped", status=503, retry_after=10.0)
 
-    # ---- the worker's life
-    # --------------------------------------------------------------------------------------------
+    # ---- the worker's life ------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         """Until stopped: a worker, brought up and taught; another one when it fails."""
@@ -377,8 +375,7 @@ class Engine:
             except (AgentJetError, OSError) as error:
                 log.error("no checkpoint at the stop: %s", error)
 
-    # ---- states
-    # -------------------------------------------------------------------------------------------------------
+    # ---- states -----------------------------------------------------------------------------------------------------
 
     def _roll(self) -> None:
         self._timer.roll()

@@ -98,8 +98,7 @@ class Gateway:
         self._reaper: asyncio.Task[None] | None = None
         self.closing = False
 
-    # ---- life
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- life -------------------------------------------------------------------------------------------------------
 
     @property
     def model_name(self) -> str:
@@ -142,8 +141,7 @@ class Gateway:
         """Bring the worker up again."""
         self.engine.start()
 
-    # ---- episodes
-    # -----------------------------------------------------------------------------------------------------
+    # ---- episodes ---------------------------------------------------------------------------------------------------
 
     async def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
         """Start an episode, waiting up to `request.wait` seconds for room. Raises `Later`."""
@@ -221,8 +219,7 @@ class Gateway:
         """An episode opened up. Raises `NotFound`."""
         return inspection.tree(self.swarm, self.engine.renderer, episode_id)
 
-    # ---- the job
-    # ------------------------------------------------------------------------------------------------------
+    # ---- the job ----------------------------------------------------------------------------------------------------
 
     def job(self) -> JobBody:
         return JobBody(revision=self._job_revision, job=self.swarm.job.model_dump(mode="json"))
@@ -241,17 +238,14 @@ class Gateway:
         try:
             job: JobConfig = parse_job(body.job)
             ServeConfig.model_validate({**self.config.model_dump(exclude={"job"}), "job": job.model_dump()})
-        except ConfigError as error:
-            raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
-        except ValueError as error:
+        except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
         self.swarm.job = job
         self._job_revision += 1
         self.changed.notify()
         return self.job()
 
-    # ---- checkpoints
-    # --------------------------------------------------------------------------------------------------
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     async def checkpoint(self) -> CheckpointInfo:
         """Save the present policy between two batches.
@@ -273,8 +267,7 @@ class Gateway:
 
         return await self.engine.between_batches("export", errand)
 
-    # ---- what others may know
-    # -----------------------------------------------------------------------------------------
+    # ---- what others may know ---------------------------------------------------------------------------------------
 
     async def durable(self) -> None:
         """Until all that can be seen now is on disk: whoever lost an answer and looks what became of it relies on that.

@@ -36,6 +36,9 @@ class BeginRequest(Request):
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
     join_only: bool = False
     """Join an open group, never open one: for spare episodes. 409 `group_closed` when there is none with room."""
+    unless_full: bool = False
+    """For a client with tasks of other sets to begin instead: while this one has its share of the batch, 409
+    `task_set_full` at once."""
     wait: float = Field(0.0, ge=0, le=60, allow_inf_nan=False)
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
     code_version: Annotated[str, Field(max_length=128)] = ""

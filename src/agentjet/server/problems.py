@@ -145,7 +145,7 @@ def _most_telling(errors: Sequence[Any]) -> Any:
 
 
 def _place(loc: Sequence[int | str]) -> str:
-    """Where in the body, dotted, without the names pydantic gives to the members of a union (`list[TextPart]`,
+    """Where in the body, dotted, without the names pydantic gives to the members of a union (`list[ContentPart]`,
     `str`).
     """
     inner = [part for part in loc[1:-1] if isinstance(part, int) or (part.isidentifier() and part != "str")]

@@ -29,8 +29,8 @@ def trained_out(ledger: Ledger, job: JobConfig) -> bool:
 def admit(ledger: Ledger, mixing: Mixing, job: JobConfig, request: BeginRequest, now: float) -> Group:
     """The group a new training episode joins, perhaps a new one.
 
-    Raises `Later` when the present batch needs none, `Conflict` when there is none to join (`group_closed`) or the task
-    set has no weight (`task_set_unknown`).
+    Raises `Later` when the present batch needs none, `Conflict` when there is none to join (`group_closed`), the task
+    set has no weight (`task_set_unknown`), or the client has others to begin than one with its share (`task_set_full`).
     """
     mixing.asked(job, request.task_set)
     if ledger.pending is not None and not job.max_staleness:
@@ -51,7 +51,12 @@ def admit(ledger: Ledger, mixing: Mixing, job: JobConfig, request: BeginRequest,
         raise Conflict(f"There is no open group {name!r} to join.", code="group_closed")
     if len(ledger.groups) >= places(ledger, job):
         raise Later(f"The batch has its {job.batch_size} groups.", code="batch_full", retry_after=RETRY_SECONDS)
-    mixing.check_room(job, request.task_set)
+    try:
+        mixing.check_room(job, request.task_set)
+    except Later as full:
+        if request.unless_full:  # It is not to be waited for.
+            raise Conflict(str(full), code=full.code) from None
+        raise
     return Group(
         ledger.journal.next_group_id(),
         request.client_id,

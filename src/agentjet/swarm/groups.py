@@ -1,9 +1,9 @@
 """The rules of groups: when a group is complete, when it is dropped and why. Who joins is `admission`'s.
 
 A group is open until all its `group_size` members finished; a prepared one keeps it open. A lost member frees its
-place. One that stays short,
-with nobody live in it, is closed after `lease_seconds` of waiting for a refill: that long an abort may delay a
-batch (once more after a restart), but an expired lease adds nothing. Functions on a `Ledger`, inside its transactions.
+place. One that stays short, with nobody live in it, is closed after `lease_seconds` of waiting for a refill: that long
+an abort may delay a batch (once more after a restart), but an expired lease adds nothing. Functions on a `Ledger`,
+inside its transactions.
 """
 
 from __future__ import annotations

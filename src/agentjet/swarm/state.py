@@ -53,7 +53,8 @@ class Swarm(Learning):
 
         Raises `Later` (`not_rolling`, `batch_full`, `task_set_full`, `group_full`) when the present batch needs none,
         `Conflict` when it was to join a group and there is none (`group_closed`), when `job.task_weights` has no place
-        for its task set (`task_set_unknown`), or the version it is pinned to is not the present one (`version_gone`).
+        for its task set (`task_set_unknown`), or none just now for one `unless_full` (`task_set_full`), or the version
+        it is pinned to is not the present one (`version_gone`).
         """
         scope = f"begin/{request.client_id}"
         known = self._ledger.recall(scope, idempotency_key, request)

@@ -75,9 +75,9 @@ def run(
     episode; with --reward exit-code, 1 to 124 score 0 instead. Of --reward FILE.py:FUNCTION the result has stdout,
     stderr, exit_code, seconds and folder.
     """
-    from agentjet.cli.child import signals_unwind
     from agentjet.cli.run.source import CommandSource, check_source
     from agentjet.cli.run.tasks import read_tasks
+    from agentjet.client.signals import signals_unwind
 
     if watch and (only_eval or code_version is not None):
         raise ConfigError(f"--watch and {'--eval' if only_eval else '--code-version'} exclude each other")

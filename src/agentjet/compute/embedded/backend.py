@@ -55,9 +55,7 @@ class EmbeddedCompute:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "agentjet.compute.embedded.worker",
+                *(sys.executable, "-m", "agentjet.compute.embedded"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

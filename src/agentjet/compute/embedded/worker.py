@@ -2,8 +2,7 @@
 
 Started by `backend.EmbeddedCompute` with frames on standard input and output. A thread reads frames, so that `status`
 is answered while the loop learns and a vanished gateway ends the process at once: nothing here must outlive it, since
-every fact that counts
-is in the gateway's journal.
+every fact that counts is in the gateway's journal.
 """
 
 from __future__ import annotations
@@ -237,7 +236,7 @@ def _resident_mb() -> float:
 
 
 def main() -> None:
-    """Entry point of `python -m agentjet.compute.embedded.worker`."""
+    """Serve the gateway at the other end of standard input and output until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not end up between the frames
@@ -248,7 +247,3 @@ def main() -> None:
     worker.run()
     sys.stderr.flush()
     os._exit(0)  # the reader thread still holds standard input, which an orderly end of the interpreter would wait for
-
-
-if __name__ == "__main__":
-    main()

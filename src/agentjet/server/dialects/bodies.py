@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
+
+from agentjet.errors import InvalidRequest
 
 
 def _whole(text: str) -> str:
@@ -28,9 +31,6 @@ Text = Annotated[str, AfterValidator(_whole)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
 """An object that any JSON parser reads: without NaN and half characters, nested about 200 deep at most."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Stop = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
-"""One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows 4."""
 
 
 class Body(BaseModel):
@@ -46,8 +46,22 @@ class RequestBody(Body):
     stream: bool | None = None
 
 
-class StreamOptions(Body):
-    """What a stream carries besides the answer."""
+class Part(Body):
+    """A part of a message's content. Only text can be heard; what else it may hold differs by dialect."""
 
-    include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
+    type: str
+    text: str | None = None
+
+
+def text_of(content: str | Sequence[Part], kinds: Sequence[str], where: str) -> str:
+    """The text of a content, `kinds` being the types of part that hold text. Raises `InvalidRequest` for any other."""
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type not in kinds or part.text is None:
+            raise InvalidRequest(
+                f"{where}.{i} is of type {part.type!r}: the policy reads text only.",
+                code="unsupported_content",
+                param=f"{where}.{i}",
+            )
+    return "".join(part.text or "" for part in content)

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest, TokenLogprob
+from agentjet.server.dialects.bodies import text_of
 from agentjet.server.dialects.chat_bodies import (
     NEUTRAL,
     AnswerBody,
@@ -21,16 +22,16 @@ from agentjet.server.dialects.chat_bodies import (
     LogprobsBody,
     MessageBody,
     ResponseFormat,
-    TextPart,
     TokenLogprobBody,
     ToolBody,
     ToolCallBody,
 )
-from agentjet.server.dialects.constraints import ANY_OBJECT, checked
+from agentjet.server.dialects.constraints import ANY_OBJECT, checked, function_tool, named_function
 from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
-from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather, refuse_other_tokens
-from agentjet.server.dialects.neutral import refuse_unless_neutral
+from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
+from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens, refuse_unless_neutral
+from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 
 
@@ -43,22 +44,10 @@ def to_request(body: ChatBody) -> CallRequest:
             f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
             param="max_completion_tokens",
         )
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options need stream = true.", param="stream_options")
+    refuse_idle_stream_options(body, body.stream_options)
     tools = () if body.tool_choice == "none" else tuple(map(_tool, body.tools or ()))
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    return CallRequest(
-        conversation=Conversation(tuple(_message(m, i) for i, m in enumerate(body.messages)), tools),
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        temperature=body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        seed=body.seed,
-        stop=stop,
-        constraint=_constraint(body),
-        choices=body.n or 1,
-        stream=bool(body.stream),
-    )
+    conversation = Conversation(tuple(_message(m, i) for i, m in enumerate(body.messages)), tools)
+    return sampled_request(body, conversation, body.max_completion_tokens or body.max_tokens, _constraint(body))
 
 
 async def to_answer(chunks: Chunks, body: ChatBody, head: Head) -> ChatCompletion:
@@ -147,7 +136,7 @@ def _message(body: MessageBody, index: int) -> Message:
         )
     return Message(
         role="system" if body.role == "developer" else body.role,
-        content=_text(body.content, f"{where}.content"),
+        content=text_of(body.content or "", ("text",), f"{where}.content"),
         reasoning=body.reasoning_content or "",
         tool_calls=tuple(
             ToolCall(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ()
@@ -157,21 +146,8 @@ def _message(body: MessageBody, index: int) -> Message:
     )
 
 
-def _text(content: str | list[TextPart] | None, where: str) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    for i, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise InvalidRequest(
-                f"{where}.{i} is of type {part.type!r}: the policy reads text only.",
-                code="unsupported_content",
-                param=f"{where}.{i}",
-            )
-    return "".join(part.text or "" for part in content)
-
-
 def _tool(tool: ToolBody) -> dict[str, Any]:
-    return {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+    return function_tool(tool.function.name, tool.function.description, tool.function.parameters)
 
 
 def _constraint(body: ChatBody) -> Constraint:
@@ -200,17 +176,7 @@ def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
 
 
 def _named(choice: Mapping[str, Any]) -> str:
-    """The function that a tool choice names."""
-    function = choice.get("function")
-    name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        raise InvalidRequest(
-            f"tool_choice = {choice!r} is not supported: use 'auto', 'none', 'required' or "
-            "{'type': 'function', 'function': {'name': ...}}.",
-            code="unsupported_parameter",
-            param="tool_choice",
-        )
-    return name
+    return named_function(choice, choice.get("function"), "{'type': 'function', 'function': {'name': ...}}")
 
 
 def _answer(message: Message) -> AnswerBody:

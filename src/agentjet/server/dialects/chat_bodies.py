@@ -9,16 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from agentjet.server.dialects.bodies import Body, Finite, JsonObject, RequestBody, Seed, Stop, StreamOptions, Text
+from agentjet.server.dialects.bodies import Body, Finite, JsonObject, Part, Text
 from agentjet.server.dialects.gathering import UsageBody
-from agentjet.server.dialects.neutral import Neutral
+from agentjet.server.dialects.refusals import Neutral
+from agentjet.server.dialects.sampled import SampledBody
 
 
-class TextPart(Body):
-    """A part of a message's content. Only text can be heard."""
+class ContentPart(Part):
+    """A part of a message's content, with what others than text have in it."""
 
-    type: str
-    text: str | None = None
     image_url: Any = None
     input_audio: Any = None
     file: Any = None
@@ -59,7 +58,7 @@ class MessageBody(Body):
     """A message. The keys that SDKs write with null into an answer that is sent back are known, and must be empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     """Null or missing in an assistant message only."""
     reasoning_content: str | None = None
     """What an assistant thought before it answered, as the answers of this server have it."""
@@ -108,20 +107,12 @@ class ResponseFormat(Body):
     json_schema: NamedSchema | None = None
 
 
-class ChatBody(RequestBody):
+class ChatBody(SampledBody):
     """A chat completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
-    seed: Seed | None = None
-    stop: Stop | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
-    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""

@@ -20,8 +20,9 @@ from agentjet.server.dialects.completions_bodies import (
 )
 from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
-from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather, refuse_other_tokens
-from agentjet.server.dialects.neutral import refuse_unless_neutral
+from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
+from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens, refuse_unless_neutral
+from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Conversation
 
 
@@ -32,19 +33,8 @@ def to_request(body: CompletionBody) -> CallRequest:
     else:
         refuse_unless_neutral(body, {name: values for name, values in NEUTRAL.items() if name != "best_of"})
     refuse_other_tokens(body.logprobs, "logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options need stream = true.", param="stream_options")
-    return CallRequest(
-        conversation=Conversation((), prompt=_prompt(body.prompt)),
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        seed=body.seed,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        choices=body.n or 1,
-        stream=bool(body.stream),
-    )
+    refuse_idle_stream_options(body, body.stream_options)
+    return sampled_request(body, Conversation((), prompt=_prompt(body.prompt)), body.max_tokens)
 
 
 async def to_answer(chunks: Chunks, body: CompletionBody, head: Head) -> Completion:

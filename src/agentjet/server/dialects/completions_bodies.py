@@ -9,15 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, Strict
 
-from agentjet.server.dialects.bodies import Finite, RequestBody, Seed, Stop, StreamOptions
+from agentjet.server.dialects.bodies import Finite
 from agentjet.server.dialects.gathering import UsageBody
-from agentjet.server.dialects.neutral import Neutral
+from agentjet.server.dialects.refusals import Neutral
+from agentjet.server.dialects.sampled import SampledBody
 
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=2**24)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
-class CompletionBody(RequestBody):
+class CompletionBody(SampledBody):
     """A text completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
 
     prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1)]
@@ -27,14 +28,6 @@ class CompletionBody(RequestBody):
     """
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Without it as the job says, and not OpenAI's 16."""
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
-    seed: Seed | None = None
-    stop: Stop | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
-    stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     """0: log-probabilities of the sampled tokens. Those of other tokens are not known."""
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
-from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallChunk, TokenLogprob
 from agentjet.server.dialects.dialect import Chunks
 from agentjet.types import Call
@@ -51,17 +50,6 @@ async def gather(chunks: Chunks) -> Gathered:
     async for chunk in chunks:
         gathered.take(chunk)
     return gathered
-
-
-def refuse_other_tokens(num_likeliest: int | None, param: str) -> None:
-    """Raises `InvalidRequest` for log-probabilities of tokens that were not sampled."""
-    if num_likeliest:
-        raise InvalidRequest(
-            f"{param} = {num_likeliest} is not supported: the sampler reports the log-probability of the token that it "
-            "sampled, not those of others. Leave it out or use 0.",
-            code="unsupported_parameter",
-            param=param,
-        )
 
 
 def fingerprint_of(call: Call) -> str:

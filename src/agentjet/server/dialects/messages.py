@@ -12,7 +12,7 @@ from typing import Any
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest
-from agentjet.server.dialects.constraints import checked
+from agentjet.server.dialects.constraints import checked, function_tool
 from agentjet.server.dialects.dialect import Dialect
 from agentjet.server.dialects.messages_answers import to_answer, to_events
 from agentjet.server.dialects.messages_bodies import (
@@ -32,7 +32,7 @@ from agentjet.server.dialects.messages_bodies import (
 )
 from agentjet.server.dialects.messages_errors import ANTHROPIC
 from agentjet.server.dialects.messages_inputs import to_arguments
-from agentjet.server.dialects.neutral import refuse_unless_neutral, refuse_value
+from agentjet.server.dialects.refusals import refuse_unless_neutral, refuse_value
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 
@@ -175,8 +175,7 @@ def _tool(tool: Tool, where: str) -> dict[str, Any]:
             param=where,
         )
     _check_keys(tool, TOOL, where)
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    return function_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _offered(body: CountBody) -> Sequence[Tool]:

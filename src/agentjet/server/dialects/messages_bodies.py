@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.server.dialects.bodies import Body, Finite, JsonObject, RequestBody, Text
-from agentjet.server.dialects.neutral import Neutral
+from agentjet.server.dialects.refusals import Neutral
 
 
 class Open(BaseModel):

@@ -12,11 +12,10 @@ from typing import Any
 
 from agentjet.errors import InvalidRequest, NotFound, RequestError
 from agentjet.gateway.requests import CallRequest
-from agentjet.server.dialects.constraints import ANY_OBJECT, checked
+from agentjet.server.dialects.constraints import ANY_OBJECT, checked, function_tool, named_function
 from agentjet.server.dialects.dialect import Dialect, ErrorShape, Past, sse
 from agentjet.server.dialects.errors import OpenAIError, openai_error
-from agentjet.server.dialects.gathering import refuse_other_tokens
-from agentjet.server.dialects.neutral import refuse_unless_neutral
+from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens, refuse_unless_neutral
 from agentjet.server.dialects.responses_answers import to_answer, to_events
 from agentjet.server.dialects.responses_bodies import NEUTRAL, Format, FunctionTool, ResponsesBody
 from agentjet.server.dialects.responses_items import to_messages
@@ -31,8 +30,7 @@ def to_request(body: ResponsesBody, past: Past) -> CallRequest:
     """The canonical request. Raises `RequestError` naming the first thing that cannot be honoured."""
     refuse_unless_neutral(body, NEUTRAL)
     refuse_other_tokens(body.top_logprobs, "top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options need stream = true.", param="stream_options")
+    refuse_idle_stream_options(body, body.stream_options)
     instructions = (Message("system", body.instructions),) if body.instructions else ()
     said = [Message("user", body.input)] if isinstance(body.input, str) else to_messages(body.input, past)
     offered = [_tool(tool, i) for i, tool in enumerate(body.tools or ())]
@@ -76,8 +74,7 @@ def _tool(tool: FunctionTool, index: int) -> dict[str, Any]:
         )
     if tool.name is None:
         raise InvalidRequest(f"{where}.name is missing.", code="invalid_value", param=f"{where}.name")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    return function_tool(tool.name, tool.description, tool.parameters)
 
 
 def _constraint(body: ResponsesBody) -> Constraint:
@@ -106,16 +103,7 @@ def _schema(given: Format | None) -> Mapping[str, Any] | None:
 
 
 def _named(choice: Mapping[str, Any]) -> str:
-    """The function that a tool choice names."""
-    name = choice.get("name")
-    if choice.get("type") != "function" or not isinstance(name, str) or not name:
-        raise InvalidRequest(
-            f"tool_choice = {choice!r} is not supported: use 'auto', 'none', 'required' or "
-            "{'type': 'function', 'name': ...}.",
-            code="unsupported_parameter",
-            param="tool_choice",
-        )
-    return name
+    return named_function(choice, choice, "{'type': 'function', 'name': ...}")
 
 
 def _error(error: RequestError) -> dict[str, Any]:

@@ -9,17 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from agentjet.server.dialects.bodies import Body, Finite, JsonObject, RequestBody, Text
-from agentjet.server.dialects.neutral import Neutral
+from agentjet.server.dialects.bodies import Body, Finite, JsonObject, Part, RequestBody, Text
+from agentjet.server.dialects.refusals import Neutral
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class Part(Body):
-    """A part of a message's content, or of a function's output. Only text can be heard."""
+class ItemPart(Part):
+    """A part of a message's content, or of a function's output, with what others than text have in it."""
 
-    type: str
-    text: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     refusal: str | None = None
@@ -38,7 +36,7 @@ class MessageItem(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | list[ItemPart]
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
@@ -62,7 +60,7 @@ class FunctionOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
-    output: str | list[Part]
+    output: str | list[ItemPart]
     id: str | None = None
     name: str | None = None
     status: Status | None = None
@@ -74,10 +72,10 @@ class ReasoningItem(Body):
     """What the model thought before it answered, as the answers of this server have it."""
 
     type: Literal["reasoning"]
-    content: list[Part] | None = None
+    content: list[ItemPart] | None = None
     encrypted_content: str | None = None
     """The same, for those who keep nothing else of it; read where there is no content."""
-    summary: list[Part] | None = None
+    summary: list[ItemPart] | None = None
     id: str | None = None
     status: Status | None = None
 

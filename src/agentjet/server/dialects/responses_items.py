@@ -8,20 +8,20 @@ items can be followed.
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentjet.errors import InvalidRequest, NotFound
+from agentjet.server.dialects.bodies import text_of
 from agentjet.server.dialects.dialect import Past
 from agentjet.server.dialects.responses_bodies import (
     FunctionCallItem,
     FunctionOutputItem,
     Item,
+    ItemPart,
     ItemReference,
     MessageItem,
-    Part,
     ReasoningItem,
 )
 from agentjet.types import Message, ToolCall
@@ -47,10 +47,10 @@ def to_messages(items: Sequence[Item], past: Past) -> list[Message]:
     for i, item in enumerate(items):
         where = f"input.{i}"
         if isinstance(item, FunctionOutputItem):
-            messages.append(Message("tool", text_of(item.output, f"{where}.output"), tool_call_id=item.call_id))
+            messages.append(Message("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id))
         elif isinstance(item, MessageItem) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            messages.append(Message(role, text_of(item.content, f"{where}.content")))
+            messages.append(Message(role, _text(item.content, f"{where}.content")))
         else:
             spoken = _spoken(item, where, past)
             at = _place(messages, last, spoken)
@@ -62,18 +62,8 @@ def to_messages(items: Sequence[Item], past: Past) -> list[Message]:
     return messages
 
 
-def text_of(content: str | Sequence[Part], where: str) -> str:
-    """The text of a content. Raises `InvalidRequest` for anything that is no text."""
-    if isinstance(content, str):
-        return content
-    for i, part in enumerate(content):
-        if part.type not in ("input_text", "output_text") or part.text is None:
-            raise InvalidRequest(
-                f"{where}.{i} is of type {part.type!r}: the policy reads text only.",
-                code="unsupported_content",
-                param=f"{where}.{i}",
-            )
-    return "".join(part.text or "" for part in content)
+def _text(content: str | Sequence[ItemPart], where: str) -> str:
+    return text_of(content, ("input_text", "output_text"), where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ def _spoken(item: MessageItem | FunctionCallItem | ReasoningItem | ItemReference
         return _Spoken(Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, item.arguments),)), origin)
     if isinstance(item, ReasoningItem):
         return _Spoken(Message("assistant", reasoning=_reasoning(item, where)), origin)
-    return _Spoken(Message("assistant", text_of(item.content, f"{where}.content")), origin)
+    return _Spoken(Message("assistant", _text(item.content, f"{where}.content")), origin)
 
 
 def _origin(item: MessageItem | FunctionCallItem | ReasoningItem | ItemReference) -> str:
@@ -148,7 +138,7 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
         return "".join(part.text or "" for part in item.content)
     try:
         return base64.b64decode(item.encrypted_content or "", validate=True).decode(errors="surrogatepass")
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # Not ASCII, not base64, or not UTF-8: each is one.
         place = f"{where}.encrypted_content"
         raise InvalidRequest(f"{place} was not made by this server.", code="invalid_value", param=place) from None
 

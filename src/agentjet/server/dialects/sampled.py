@@ -1,0 +1,53 @@
+"""How a request of OpenAI's two older dialects says what its answer is sampled with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agentjet.gateway.requests import CallRequest
+from agentjet.server.dialects.bodies import Body, Finite, RequestBody
+from agentjet.types import ANY_ANSWER, Constraint, Conversation
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Stop = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+"""One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows 4."""
+
+
+class StreamOptions(Body):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class SampledBody(RequestBody):
+    """The keys for it, but for the length of the answer."""
+
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
+    seed: Seed | None = None
+    stop: Stop | None = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    stream_options: StreamOptions | None = None
+
+
+def sampled_request(
+    body: SampledBody, conversation: Conversation, max_tokens: int | None, constraint: Constraint = ANY_ANSWER
+) -> CallRequest:
+    """The canonical request that a body is."""
+    return CallRequest(
+        conversation=conversation,
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        seed=body.seed,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        constraint=constraint,
+        choices=body.n or 1,
+        stream=bool(body.stream),
+    )
