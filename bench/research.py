@@ -4,8 +4,10 @@ Studies with computed answers, each conducted many times with fresh seeds; besid
 with 1 to 24 seeds. A table, then one JSON object as the last line; keys of what is not built yet are null. `wrong` and
 `abstain` are means over all claims, `correct` over the decidable ones; a study with two claims counts twice.
 `cost_vs_grid` is against the cheapest grid that is wrong no more often and right no less often; a grid that is seldom
-wrong because it seldom answers is no match. At the end one study is killed by SIGKILL at every entry of its journal:
-`resume_identical`. The method was developed in environment 0; others say more.
+wrong because it seldom answers is no match. Then one study is killed by SIGKILL at every entry of its journal:
+`resume_identical`. Language models and coding agents attack a study: `adversarial_refused`. At the end come planted
+failures and their healthy twins: `diagnosis_correct` is a mean over kinds, `false_alarms` over healthy runs. The method
+was developed in environment 0; others say more.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from scipy import stats
 from agentjet.research.journal import Book
 from agentjet.research.models import Verdict
 from agentjet.research.scheduler import conduct
+from bench.researching.adversary import attacks, honest_are_granted, table_of_attacks
 from bench.researching.kills import resume_identical
 from bench.researching.oracle import Truth, grid, grid_cost, grid_verdicts, truths
+from bench.researching.planted import UNDISCLOSED, Confusions
 from bench.researching.runner import WorldRunner
 from bench.researching.suite import QUICK, Case, suite
 
@@ -127,6 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     disturbed = next(case for case in cases if case.tuned != options.quick and not case.is_aa)
     identical, kills = resume_identical(disturbed.study(options.first), disturbed.world)
     console.print(f"killed {kills} times: the study {'ends the same' if identical else 'ENDS DIFFERENTLY'}")
+    tried = attacks(ways=1) if options.quick else attacks()
+    console.print(table_of_attacks(tried))
+    assert honest_are_granted(), "an honest proposal was refused: refusing everything is no defence"
+    planted = Confusions.of(1 if options.quick else repeats, UNDISCLOSED)
+    console.print(planted.table())
     false = [verdict in CALLED for tally in tallies if tally.case.is_aa for verdict in tally.verdicts]
     interval = stats.binomtest(sum(false), len(false)).proportion_ci(method="exact")
     result = {
@@ -144,9 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "claims": len(tallies),
         "decidable": sum(tally.truth.decidable for tally in tallies),
         "repeats": repeats,
-        "diagnosis_correct": None,
-        "false_alarms": None,
-        "adversarial_refused": None,
+        **planted.summary(),
+        "adversarial_refused": sum(attack.refused for attack in tried) / len(tried),
+        "attacks": len(tried),
         "resume_identical": identical,
         "kills": kills,
     }

@@ -61,7 +61,9 @@ ROOMS = {
         "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
     "client": room(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
-    "research": room(f"{VOCABULARY} config client", "jinja2 matplotlib numpy optuna pydantic scipy", lazy="httpx"),
+    "research": room(
+        f"{VOCABULARY} config client", "jinja2 markdown_it matplotlib numpy optuna pydantic scipy", lazy="httpx"
+    ),
     "__init__": room(f"{VOCABULARY} client"),
 }
 COMMAND_LINE = room(" ".join(ROOMS), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn")

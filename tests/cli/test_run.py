@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from agentjet.cli.main import app
 from agentjet.cli.run.rewards import NoReward, reward_source
 from agentjet.cli.run.source import CommandCode, CommandSource, check_source
-from agentjet.cli.run.tasks import read_tasks
 from agentjet.client import Command, Result
+from agentjet.client.task_file import read_tasks
 from agentjet.errors import ConfigError
 from agentjet.types import Reward
 from tests.fakes import saying
@@ -121,7 +121,7 @@ def test_bad_tasks_are_named_by_line(tmp_path: Path, text: str, error: str) -> N
 
 
 def test_tasks_that_are_no_text_or_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--task-file .*none: No such file"):
+    with pytest.raises(ConfigError, match=r"none: No such file"):
         read_tasks(tmp_path / "none")
     (tmp_path / "latin").write_bytes('{"name": "Zoë"}'.encode("latin-1"))
     with pytest.raises(ConfigError, match="byte 12 is no UTF-8"):

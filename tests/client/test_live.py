@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,6 +180,17 @@ def test_a_version_that_only_fails_is_rolled_back(files: Files, capsys: pytest.C
     assert f"ROLLED BACK to code {good}" in capsys.readouterr().out
     assert "rolled back to" in str(report)
     assert all(len(versions) == 1 for versions in run.versions_of_groups().values())
+
+
+def test_no_task_is_given_up_for_a_version_that_is_rolled_back(files: Files) -> None:
+    """One worker alone: its task fails more often than a task may before the version has failed often enough."""
+    run = Run(FakeServer(batch_size=1, group_size=2))
+    files.edit(2, "live_words", "REWARD = None\n")
+    report = asyncio.run(run.train(files.agent(), 4, concurrency=1))
+    assert [change.kind for change in report.code_changes] == ["loaded", "rolled back"]
+    assert report.num_aborted == 4
+    finished = Counter(result.task_id for result in report.finished)
+    assert len(finished) == 4 and set(finished.values()) == {2}
 
 
 def test_a_version_rolled_back_is_tried_again_when_the_files_change(files: Files) -> None:

@@ -3,7 +3,7 @@
 Pinned here:
 1. the demo writes what it promises, and `result.json` has the agreed keys;
 2. the exported folder loads in `transformers` and answers, one at a time, what the server's policy answers, greedy and
-sampled; 3. Ctrl-C ends it with exit code 130 and leaves no process behind.
+sampled; 3. Ctrl-C ends it with exit code 130 and leaves no process behind, nor does a kill.
 """
 
 from __future__ import annotations
@@ -117,6 +117,25 @@ def test_ctrl_c_ends_the_demo_and_its_server(model: Path, tmp_path: Path) -> Non
     assert not is_running(server) and not is_running(worker)
     assert "interrupted" in log.read_text()
     assert list((tmp_path / "server" / "checkpoints").glob("step_*"))
+
+
+def test_a_demo_that_is_killed_leaves_no_server(model: Path, tmp_path: Path) -> None:
+    arguments = ("--model", str(model), "--steps", "5000", "--tasks", "2", "--out", str(tmp_path), *SMALL)
+    demo = subprocess.Popen(command("demo", *arguments), stdout=subprocess.DEVNULL, env=environment())
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while "step 1 " not in (text := server_log(tmp_path)):
+            assert demo.poll() is None and time.monotonic() < deadline, text
+            time.sleep(0.05)
+        [server] = children(demo.pid)
+        [worker] = children(server)
+    finally:
+        demo.kill()
+        demo.wait()
+    while is_running(server) or is_running(worker):
+        assert time.monotonic() < deadline, server_log(tmp_path)
+        time.sleep(0.05)
+    assert list((tmp_path / "server" / "checkpoints").glob("step_*"))  # what it had learned is kept
 
 
 def server_log(out: Path) -> str:

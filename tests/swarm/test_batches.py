@@ -161,6 +161,8 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "batch/staleness_max": 0.0,
         "agent/tools": 3.0,
         "episode/timelines": 1.0,
+        "completion/truncated": 0.0,
+        "groups/zero_variance": 0.0,
         "forest/orphans": 0.0,
         "forest/orphan_tokens": 0.0,
         "forest/drift": 0.0,
@@ -173,6 +175,19 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
     }
     assert world.swarm.episode(a.id).trained_in == 0
     assert world.swarm.events()[-1].body == {"policy_version": 1, "metrics": metrics}
+
+
+def test_equal_groups_and_answers_that_were_cut_off_are_counted(make_world: Make) -> None:
+    world = make_world(batch_size=2)
+    for group, rewards in (("equal", (1.0, 1.0)), ("mixed", (0.0, 1.0))):
+        for reward in rewards:
+            episode = world.begin(group)
+            world.call(episode, 7, finish_reason="length" if reward == 0.0 else "stop")
+            world.finish(episode, reward)
+    batch = world.swarm.compose()
+    world.swarm.forest(batch)
+    metrics = world.swarm.learned(batch, {})
+    assert (metrics["groups/zero_variance"], metrics["completion/truncated"]) == (0.5, 0.25)
 
 
 def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:

@@ -31,21 +31,23 @@ class ChildServer:
     id.
 
     It runs in a session of its own: Ctrl-C reaches this process only, which first aborts what is live and then asks the
-    child to save a checkpoint and end. A second Ctrl-C meanwhile kills it.
+    child to save a checkpoint and end. A second Ctrl-C meanwhile kills it. A child whose parent was killed ends, too.
     """
 
-    def __init__(self, settings: Path, overrides: Sequence[str], data_dir: Path) -> None:
+    def __init__(self, settings: Path | None, overrides: Sequence[str], data_dir: Path) -> None:
         self.data_dir = data_dir
         self.log = data_dir / "serve.log"
         self.url = ""
         data_dir.mkdir(parents=True, exist_ok=True)
-        arguments = ["--config", str(settings), "--data-dir", str(data_dir), "--host", "127.0.0.1", "--port", "0"]
+        arguments = ["--data-dir", str(data_dir), "--host", "127.0.0.1", "--port", "0", "--end-with-input"]
+        if settings is not None:
+            arguments += ["--config", str(settings)]
         for override in overrides:
             arguments += ["--set", override]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "agentjet.cli", "serve", *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # Never written to: it ends with this process.
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # A token or an address in the environment is meant for another server.
@@ -88,9 +90,9 @@ class ChildServer:
     def stop(self) -> None:
         """Have the server save a checkpoint and end; idempotent. It is killed when that takes too long, or on a second
         Ctrl-C."""
-        if self._process.poll() is not None:
-            return
-        self._process.terminate()
+        assert self._process.stdin is not None
+        if self._process.poll() is None:
+            self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -103,6 +105,8 @@ class ChildServer:
             self._process.kill()
             self._process.wait()
             raise
+        finally:
+            self._process.stdin.close()
 
     def _log_text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")

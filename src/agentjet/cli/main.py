@@ -11,6 +11,7 @@ from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
 from agentjet.cli.eval import evaluate
 from agentjet.cli.export import export
+from agentjet.cli.research import app as research
 from agentjet.cli.run import run
 from agentjet.cli.serve import serve
 from agentjet.cli.status import status
@@ -35,6 +36,7 @@ app.add_typer(episodes, name="episodes")
 app.command()(checkpoints)
 app.add_typer(token, name="token")
 app.command()(export)
+app.add_typer(research, name="research")
 
 
 @app.callback()
@@ -52,6 +54,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "agentjet":
             raise
-        needed = "pip install 'agentjet[server,demo]'"
+        needed = "pip install 'agentjet[server,demo,research]'"
         print(f"agentjet: this command needs the package {error.name!r}: {needed}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -30,6 +30,10 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow plain HTTP on an address that is no loopback one.")
     ] = False,
+    end_with_input: Annotated[
+        bool,
+        typer.Option("--end-with-input", help="End when standard input does: with whoever started the server."),
+    ] = False,
 ) -> None:
     """Serve a model for agents to use, and train it with the rewards they send back.
 
@@ -49,4 +53,4 @@ def serve(
             overrides.append(f"{key}={json.dumps(value)}")
     if insecure:
         overrides.append("server.insecure=true")
-    run(load_config(config, overrides))
+    run(load_config(config, overrides), ends_with_input=end_with_input)

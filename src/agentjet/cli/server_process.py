@@ -23,8 +23,9 @@ import uvicorn
 
 from agentjet import __version__
 from agentjet.cli.data_dir import check_data_dir
+from agentjet.cli.runs import ServedRuns
 from agentjet.cli.tracing import tracer_provider
-from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.client.lifeline import end_with_input
 from agentjet.config import ServeConfig, ServerConfig, server_token
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
@@ -40,11 +41,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_BYTES = 10_000_000
+CHANGE_SECONDS = 0.2
+"""Between two looks at which run is served, while it is changed."""
 
 
-def run(config: ServeConfig) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises `ConfigError` when it cannot begin, `SystemExit` when the engine gave up
-    on the model, which its log has said by then.
+def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
+    """Serve until Ctrl-C or SIGTERM, or until standard input ends, where that counts. Raises `ConfigError` when it
+    cannot begin, `SystemExit` when the engine gave up on the model, which its log has said by then.
     """
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
@@ -55,7 +58,7 @@ def run(config: ServeConfig) -> None:
             stack.callback(provider.shutdown)
             tracer = provider.get_tracer("agentjet", __version__)
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
-        exit_code = asyncio.run(_serve(config, listener, tracer))
+        exit_code = asyncio.run(_serve(config, listener, tracer, ends_with_input))
     if exit_code:
         raise SystemExit(exit_code)
 
@@ -68,37 +71,39 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + time.monotonic()
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None) -> int:
+async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> int:
     """Returns the exit code."""
     clock = steady_clock()
-    gateway = Gateway(config, EmbeddedCompute(config), clock=clock)
-    gateway.tracing.tracer = tracer
+    runs = ServedRuns(config, clock)
+    runs.gateway.tracing.tracer = tracer
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs", config.server.log_format)
     url = _url(listener, config.server)
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
-    http = _Http(options(create_app(gateway, keys), config.server))
+    http = _Http(options(create_app(runs, keys), config.server))
     stop = _stop_on_signals()
-    await gateway.start()
+    if ends_with_input:
+        end_with_input(signal.SIGTERM)
+    await runs.gateway.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
-    narrator = asyncio.create_task(_narrate(gateway))
+    narrator = asyncio.create_task(_narrate(runs))
     try:
         _say(f"AgentJet {__version__} listens on {url}, loading {config.model.name} …")
-        if await _ready(gateway, stop):
+        if await _ready(runs.gateway, stop):
             calm_collector()
-            _greet(gateway, url, data_dir)
+            _greet(runs.gateway, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
-        elif gateway.engine.fatal is not None:
+        elif runs.gateway.engine.fatal is not None:
             return 2
         _say("Stopping: the batch being learned is finished and a checkpoint saved (Ctrl-C again: at once) …")
-        await gateway.drain()
-        newest = gateway.store.newest()
+        await runs.gateway.drain()
+        newest = runs.gateway.store.newest()
         if newest is not None:
-            _say(f"Checkpoint of policy version {newest}: {gateway.store.path(newest)}")
+            _say(f"Checkpoint of policy version {newest}: {runs.gateway.store.path(newest)}")
     finally:
         http.should_exit = True
         await asyncio.wait([serving])
-        await gateway.close()
+        await runs.close()
         narrator.cancel()
     serving.result()
     return 0
@@ -134,8 +139,14 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     )
 
 
-async def _narrate(gateway: Gateway) -> None:
-    """One line a batch. What goes wrong is in the log, whose warnings are shown, too."""
+async def _narrate(runs: ServedRuns) -> None:
+    """One line a batch, of whichever run is served. What goes wrong is in the log, whose warnings are shown, too."""
+    while True:
+        await _narrate_run(runs.gateway)
+        await asyncio.sleep(CHANGE_SECONDS)
+
+
+async def _narrate_run(gateway: Gateway) -> None:
     is_first = True
     async for event in gateway.events(gateway.last_event):
         if event is None or event.kind != "step":

@@ -34,6 +34,9 @@ from agentjet.protocol import (
     Event,
     FinishRequest,
     JobBody,
+    LeaseRequest,
+    LeaseView,
+    RunRequest,
     StatusResponse,
 )
 from agentjet.types import Mode, Reward, Task
@@ -46,7 +49,8 @@ class AsyncSwarm:
     """A client of one server. Use it from one event loop; close it, or use it as a context manager.
 
     `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN; `client_id` names this client to the server and should
-    be left alone unless several processes are one client.
+    be left alone unless several processes are one client. `lease` is the epoch of the lease under which it works: see
+    `take_lease`.
     """
 
     def __init__(
@@ -55,10 +59,11 @@ class AsyncSwarm:
         token: str | None = None,
         *,
         client_id: str | None = None,
+        lease: int | None = None,
         retry: Retry | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._settings = load_settings(url, token, client_id)
+        self._settings = load_settings(url, token, client_id, lease)
         self._retry, self._transport = retry or Retry(), transport
         self._connection = Connection(self._settings, retry=self._retry, transport=transport)
 
@@ -66,7 +71,12 @@ class AsyncSwarm:
         """Another client of the same server under the same name, for another event loop."""
         known = self._settings
         return type(self)(
-            known.url, known.token, client_id=known.client_id, retry=self._retry, transport=self._transport
+            known.url,
+            known.token,
+            client_id=known.client_id,
+            lease=known.lease,
+            retry=self._retry,
+            transport=self._transport,
         )
 
     @property
@@ -248,6 +258,26 @@ class AsyncSwarm:
     async def stop(self) -> StatusResponse:
         """Stop training and sampling, after the batch being learned. Takes the admin token."""
         return StatusResponse.model_validate(await self._connection.request("POST", "/stop"))
+
+    async def take_lease(self, holder: str, seconds: float, *, epoch: int | None = None) -> LeaseView:
+        """Have the server for oneself, for a time: only clients made with `lease=` its epoch begin episodes meanwhile.
+
+        With the `epoch` of a lease that is still held it is renewed. Raises `Conflict` (`leased`, `lease_over`). Takes
+        the admin token, as do the next two.
+        """
+        body = LeaseRequest(holder=holder, seconds=seconds, epoch=epoch)
+        return LeaseView.model_validate(await self._connection.request("PUT", "/lease", body=body))
+
+    async def end_lease(self) -> LeaseView:
+        """End the lease, whoever has it; the server goes back to its own run."""
+        answer = await self._connection.request("DELETE", "/lease", server_wait=SAVING_WAIT)
+        return LeaseView.model_validate(answer)
+
+    async def enter_run(self, name: str, job: Mapping[str, Any]) -> StatusResponse:
+        """Have the server serve a run of this lease: from the base model, or from where it was left."""
+        body = RunRequest(name=name, job=dict(job))
+        answer = await self._connection.request("PUT", "/run", body=body, server_wait=SAVING_WAIT)
+        return StatusResponse.model_validate(answer)
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints on the server's disk, oldest first."""

@@ -35,6 +35,7 @@ from agentjet.errors import (
 from agentjet.protocol import Event, Problem
 
 PREFIX = "/swarm/v1"
+LEASE_HEADER = "AgentJet-Lease"
 ERRORS: dict[int, type[RequestError]] = {
     401: Unauthorized,
     403: Forbidden,
@@ -79,7 +80,7 @@ class Connection:
         self._answered = False
         self._http = httpx.AsyncClient(
             base_url=settings.url,
-            headers={"Authorization": f"Bearer {settings.token}"} if settings.token else {},
+            headers=_headers(settings),
             timeout=retry.timeout,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
             # Reading the known certificates, and those of SSL_CERT_FILE, takes 20 ms, which plain http does not need.
@@ -186,6 +187,11 @@ class Connection:
         error = kind(text, code=code or ("server_error" if status >= 500 else None), status=status)
         error.param = problem.param if problem else None
         return error
+
+
+def _headers(settings: ClientSettings) -> dict[str, str]:
+    headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
+    return headers if settings.lease is None else {**headers, LEASE_HEADER: str(settings.lease)}
 
 
 def _problem(response: httpx.Response) -> Problem | None:

@@ -3,7 +3,7 @@
 When the files change, no group begins with the old version any more; those that have begun are completed by it, so that
 no group mixes versions and no finished episode is lost. Then the files are loaded and groups begin again. What cannot
 be loaded is not taken up. A version whose first episodes all fail is rolled back to the one before it, until the files
-change again.
+change again; its failures cost no task an attempt.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LiveCode:
         """Take an episode's end into account; `last`: it is not tried again. Rolls back a version that only fails."""
         if self._code is None:
             return
-        loaded = next(it for it in reversed(self._versions) if it.code_version == result.code_version)
+        loaded = self._loaded(result.code_version)
         loaded.num_finished += result.outcome == "finished"
         loaded.num_failed += result.outcome in ("aborted", "expired")
         if slot.group in self._begun:
@@ -133,6 +133,14 @@ class LiveCode:
         is_bad = not loaded.num_finished and loaded.num_failed >= max(MIN_TRIAL, self._group_size)
         if loaded is not self._versions[0] and is_bad and not loaded.is_rolled_back:
             self._roll_back(loaded, f"its first {loaded.num_failed} episodes all failed, the last with {result.error}")
+
+    def is_on_trial(self, code_version: str) -> bool:
+        """Whether a version is an edit of which no episode was finished: what fails may be the edit."""
+        loaded = self._loaded(code_version)
+        return loaded is not self._versions[0] and not loaded.num_finished
+
+    def _loaded(self, code_version: str) -> Loaded:
+        return next(loaded for loaded in reversed(self._versions) if loaded.code_version == code_version)
 
     def _forget(self, groups: list[str]) -> None:
         for group in groups:

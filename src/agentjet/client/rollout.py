@@ -91,11 +91,22 @@ class Runner:
     `has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed` then.
     """
 
-    def __init__(self, begin: Begin, report: Report, *, needs_calls: bool = False) -> None:
-        """`needs_calls`: what makes no call cannot be trained, and agents that never make one are wrong."""
+    def __init__(
+        self,
+        begin: Begin,
+        report: Report,
+        *,
+        needs_calls: bool = False,
+        is_on_trial: Callable[[str], bool] = lambda code_version: False,
+    ) -> None:
+        """`needs_calls`: what makes no call cannot be trained, and agents that never make one are wrong.
+        `is_on_trial`: whether a code version may yet turn out to be the one that fails, so that no slot is given up for
+        its failures.
+        """
         self._begin = begin
         self._report = report
         self._needs_calls = needs_calls
+        self._is_on_trial = is_on_trial
         self.has_enough = False
         self.num_begun = 0
         self.live: set[Attempt] = set()
@@ -125,7 +136,8 @@ class Runner:
             while (slot := turns.next(full)) is not None:
                 if slot.group and slot.group in unwanted:
                     continue
-                for attempts_left in reversed(range(ATTEMPTS)):
+                attempts_left = ATTEMPTS
+                while attempts_left:
                     try:
                         result = await self.attempt(slot)
                     except Conflict as refusal:
@@ -139,6 +151,7 @@ class Runner:
                             raise
                         break
                     full.clear()
+                    attempts_left -= not self._is_on_trial(result.code_version)
                     self._report(slot, result, result.outcome in ("finished", "not_needed") or not attempts_left)
                     if result.outcome == "not_needed":
                         unwanted.add(slot.group)

@@ -27,6 +27,8 @@ class ClientSettings:
     url: str
     token: str
     client_id: str
+    lease: int | None = None
+    """Epoch of the lease that its requests show."""
 
     @property
     def is_loopback(self) -> bool:
@@ -38,6 +40,7 @@ def load_settings(
     url: str | None = None,
     token: str | None = None,
     client_id: str | None = None,
+    lease: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientSettings:
     """Arguments first, then the environment, then the default address.
@@ -52,6 +55,7 @@ def load_settings(
         url=address,
         token=token if token is not None else environ.get(TOKEN_VARIABLE, ""),
         client_id=client_id or f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
+        lease=lease,
     )
 
 

@@ -20,7 +20,8 @@ class Swarm(Driver[AsyncSwarm]):
     `train` and `evaluate` aborts the live episodes, then raises `KeyboardInterrupt`; SIGTERM, then `SystemExit`.
 
     `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN; `client_id` names this client to the server and should
-    be left alone unless several processes are one client.
+    be left alone unless several processes are one client. `lease` is the epoch of the lease under which it works: see
+    `take_lease`.
     """
 
     def __init__(
@@ -29,10 +30,11 @@ class Swarm(Driver[AsyncSwarm]):
         token: str | None = None,
         *,
         client_id: str | None = None,
+        lease: int | None = None,
         retry: Retry | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(AsyncSwarm(url, token, client_id=client_id, retry=retry, transport=transport))
+        super().__init__(AsyncSwarm(url, token, client_id=client_id, lease=lease, retry=retry, transport=transport))
 
     @property
     def asynchronous(self) -> AsyncSwarm:
@@ -70,6 +72,9 @@ class Swarm(Driver[AsyncSwarm]):
     set_job = driven(AsyncSwarm.set_job)
     start = driven(AsyncSwarm.start)
     stop = driven(AsyncSwarm.stop)
+    take_lease = driven(AsyncSwarm.take_lease)
+    end_lease = driven(AsyncSwarm.end_lease)
+    enter_run = driven(AsyncSwarm.enter_run)
     checkpoints = driven(AsyncSwarm.checkpoints)
     checkpoint = driven(AsyncSwarm.checkpoint)
     export = driven(AsyncSwarm.export)

@@ -77,7 +77,7 @@ class Training:
                 episode, agent = await live.begin(slot, ask, give_back)
                 return Begun(episode, agent)
 
-            runner = Runner(begun, note, needs_calls=True)
+            runner = Runner(begun, note, needs_calls=True, is_on_trial=live.is_on_trial)
 
             async def follow() -> None:
                 await server.follow(shown.step)

@@ -16,7 +16,10 @@ from agentjet.protocol.bodies import (
     Event,
     FinishRequest,
     JobBody,
+    LeaseRequest,
+    LeaseView,
     Problem,
+    RunRequest,
     StatusResponse,
     TaskSetStatus,
 )
@@ -38,7 +41,10 @@ __all__ = [
     "Event",
     "FinishRequest",
     "JobBody",
+    "LeaseRequest",
+    "LeaseView",
     "Problem",
+    "RunRequest",
     "StatusResponse",
     "TaskSetStatus",
 ]

@@ -187,6 +187,36 @@ class JobBody(Request):
     job: dict[str, Any]
 
 
+class LeaseRequest(Request):
+    """Have the server for oneself."""
+
+    holder: Annotated[str, Field(min_length=1, max_length=256)]
+    """Shown to whoever is refused meanwhile."""
+    seconds: float = Field(60.0, gt=0, le=86400, allow_inf_nan=False)
+    """From now on, unless it is renewed."""
+    epoch: int | None = Field(None, ge=0, le=2**53)
+    """Of the lease to be renewed; null takes a new one."""
+
+
+class LeaseView(Response):
+    """The lease as it is."""
+
+    holder: str
+    """Empty when nobody has it."""
+    epoch: int
+    """Of the present or the last lease; 0 before the first."""
+    seconds_left: float
+    run: str
+    """What the server serves: a run of the holder's; empty: its own."""
+
+
+class RunRequest(Request):
+    """A run to be served under a lease, by whatever name, with the job settings it is trained under."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    job: dict[str, Any] = {}
+
+
 class CodeVersionStatus(Response):
     """What became of the training episodes of one `code_version`, since the data dir was made."""
 

@@ -49,7 +49,8 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
     findings: dict[str, Finding] = {}
     why = "the last look left it open"
     for seeds in study.looks:
-        still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= settings.keys()]
+        usable = settings.keys() - desk.vetoed
+        still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= usable]
         if not still_open:
             break
         try:
@@ -61,7 +62,13 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
         if seeds < study.looks[-1]:
             give_up(study, evidence, still_open, findings)
     for hypothesis in study.hypotheses:
-        if hypothesis.id not in findings:
+        if hypothesis.id in findings:
+            continue
+        if vetoed := sorted({hypothesis.arm, hypothesis.against} & desk.vetoed):
+            trials = evidence.trials(hypothesis.arm, hypothesis.against)
+            reason = f"arm {vetoed[0]!r} was vetoed"
+            findings[hypothesis.id] = Finding(hypothesis.id, "inconclusive", reason, trials=trials)
+        else:
             tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
             reason = why if tuned else "the budget did not suffice to tune both arms"
             findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=open_shares(study, {}))

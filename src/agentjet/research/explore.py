@@ -3,8 +3,8 @@
 An ablation at one fixed learning rate measures the learning rate. So every arm is given its best setting: successive
 halving (Karnin et al. 2013) that continues the survivors, then a few more seeds for the finalists. Halving drops what
 starts badly, which is wrong where an early lead is lost later; the first arm is therefore run in full with one seed,
-and rungs that would have lost something that matters there are skipped for all arms. Scores from here choose settings
-and nothing else.
+and rungs that would have lost something that matters there are skipped for all arms. Where the knobs have too many
+combinations, candidates are proposed. Scores from here choose settings and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from agentjet.research.desk import Desk
 from agentjet.research.ledger import OutOfBudget
 from agentjet.research.models import Arm, Setting, Study, Trial, canonical
+from agentjet.research.planner.asking import ROUNDS, is_searched, proposed
 from agentjet.research.seeds import seed_of
 
 ETA = 3
@@ -34,7 +35,8 @@ def tune(study: Study, desk: Desk) -> dict[str, Setting]:
     chosen: dict[str, Setting] = {}
     rungs: tuple[float, ...] | None = None
     for arm in study.arms:
-        candidates = settings(arm)
+        searched = is_searched(arm)
+        candidates = proposed(study, arm, []) if searched else settings(arm)
         if len(candidates) == 1:
             chosen[arm.name] = candidates[0]
             continue
@@ -43,6 +45,9 @@ def tune(study: Study, desk: Desk) -> dict[str, Setting]:
             if rungs is None:
                 rungs = trusted_rungs(study, search, candidates)
                 desk.book.decide("rungs", list(rungs))
+            for _ in range(ROUNDS if searched else 0):
+                scores = search.run(candidates, rungs[0], seed=0)
+                candidates += proposed(study, arm, list(zip(candidates, scores, strict=True)))
             search.halve(candidates, rungs)
         except OutOfBudget:
             pass

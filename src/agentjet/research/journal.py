@@ -14,15 +14,28 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Diagnosis, Outcome, Study, Trial, canonical
+from agentjet.research.files import sync_folder
+from agentjet.research.models import Amendment, Diagnosis, Exchange, Outcome, Study, Trial, canonical
 
-Kind = Literal["study", "intent", "ack", "outcome", "decision", "finding", "diagnosis"]
+Kind = Literal[
+    "study",
+    "intent",
+    "ack",
+    "outcome",
+    "decision",
+    "finding",
+    "diagnosis",
+    "point",
+    "amendment",
+    "refusal",
+    "exchange",
+]
 
 
 class Book:
@@ -42,6 +55,11 @@ class Book:
         """By trial id."""
         self.decisions: dict[str, object] = {}
         """By name: what was decided, and from then on stands."""
+        self.amendments: list[Amendment] = []
+        """Requests that were granted and those that were refused, in the order they were taken."""
+        self.exchanges: list[Exchange] = []
+        self.num_points = 0
+        """Fixed points that were passed: what is asked now is taken at a later one."""
         self.num_entries = 0
 
     def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
@@ -69,6 +87,19 @@ class Book:
                 "study's code changed since; finish it with the version that began it"
             )
 
+    def annex(self, number: int) -> Book:
+        """The book of what was added to this study later."""
+        return Book()
+
+    def close(self) -> None:
+        """Nothing more is recorded."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
     def _apply(self, kind: str, body: Mapping[str, Any]) -> None:
         match kind:
             case "study":
@@ -88,6 +119,12 @@ class Book:
                 self.diagnoses.setdefault(diagnosis.trial, []).append(diagnosis)
             case "decision" | "finding":
                 self.decisions[body["name"]] = body["content"]
+            case "point":
+                self.num_points += 1
+            case "amendment" | "refusal":
+                self.amendments.append(Amendment.from_json(body))
+            case "exchange":
+                self.exchanges.append(Exchange.from_json(body))
             case _:
                 raise ConfigError(f"journal entry of kind {kind!r}: written by a newer AgentJet; use that one")
 
@@ -130,11 +167,9 @@ class Journal(Book):
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+    def annex(self, number: int) -> Journal:
+        """A file beside this one."""
+        return Journal(annex_path(self.path, number))
 
     def _lock(self) -> None:
         try:
@@ -143,21 +178,46 @@ class Journal(Book):
             raise ConfigError(f"{self.path} is being written by another process: stop that one first") from None
 
     def _replay(self) -> None:
-        lines = self.path.read_bytes().splitlines(keepends=True)
         good = 0
-        for number, line in enumerate(lines):
-            fields = parsed(line)
-            if fields is None or fields["seq"] != number or fields["prev"] != self._last:
-                if number == len(lines) - 1 and fields is None:  # torn by a crash: nobody has acted on it
-                    os.ftruncate(self._file, good)
-                    os.fsync(self._file)
-                    return
-                raise ConfigError(
-                    f"{self.path}, line {number + 1}: was changed after it was written; restore the file from a copy"
-                )
+        for fields, line in whole_lines(self.path):
             self._last = digest(line)
             good += len(line)
             super().append(fields["kind"], fields["body"])
+        if os.fstat(self._file).st_size > good:
+            os.ftruncate(self._file, good)
+            os.fsync(self._file)
+
+
+def read_book(path: Path) -> Book:
+    """What a journal holds, also while another process writes it. Raises `ConfigError`."""
+    book = Book()
+    for fields, _ in whole_lines(path) if path.exists() else ():
+        book.append(fields["kind"], fields["body"])
+    return book
+
+
+def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The entries of a journal; a last line that a crash tore is none, for nobody has acted on it.
+
+    Raises `ConfigError` where a line was changed.
+    """
+    previous = ""
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        fields = parsed(line)
+        if fields is None and number == len(lines) - 1:
+            return
+        if fields is None or fields["seq"] != number or fields["prev"] != previous:
+            raise ConfigError(
+                f"{path}, line {number + 1}: was changed after it was written; restore the file from a copy"
+            )
+        previous = digest(line)
+        yield fields, line
+
+
+def annex_path(path: Path, number: int) -> Path:
+    """Where the journal of a study's n-th annex is."""
+    return path.with_name(f"{path.stem}-annex-{number}{path.suffix}")
 
 
 def entry(number: int, previous: str, kind: str, body: Mapping[str, Any]) -> bytes:
@@ -179,12 +239,3 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def digest(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()[:32]
-
-
-def sync_folder(folder: Path) -> None:
-    """A new file survives a power cut only when its folder does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

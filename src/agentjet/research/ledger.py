@@ -24,13 +24,22 @@ class Ledger:
     def __init__(self, study: Study) -> None:
         self.budget = study.budget
         self.for_exploring = study.budget * (1 - study.reserve)
-        self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0}
+        self.spent: dict[Phase, float] = {"explore": 0.0, "confirm": 0.0, "probe": 0.0}
         self.repeated = 0.0
         self._reached: dict[str, float] = {}
 
     @property
     def total(self) -> float:
         return sum(self.spent.values()) + self.repeated
+
+    def cap(self, budget: float) -> None:
+        """From now on no more than this is spent, in all."""
+        self.for_exploring *= budget / self.budget
+        self.budget = budget
+
+    def left(self, phase: Phase) -> float:
+        left = self.budget - self.total
+        return min(left, self.for_exploring - self.spent["explore"]) if phase == "explore" else left
 
     def cost(self, trials: Iterable[Trial]) -> float:
         """What these would add, one after the other."""
@@ -43,9 +52,7 @@ class Ledger:
             return
         cost, phase = self.cost(trials), trials[0].phase
         assert all(trial.phase == phase for trial in trials)
-        left = self.budget - self.total
-        if phase == "explore":
-            left = min(left, self.for_exploring - self.spent["explore"])
+        left = self.left(phase)
         if cost > left + ROUNDING:
             raise OutOfBudget(f"{len(trials)} trials to {phase} cost {cost:.2f} runs, and {left:.2f} are left")
         for trial in trials:

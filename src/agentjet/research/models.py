@@ -10,64 +10,41 @@ in every process, so a journal can be replayed against a plan and a trial can be
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from agentjet.research.records import Record, Setting, Value, canonical, refuse
+from agentjet.research.subject import Subject
 
-from agentjet.errors import ConfigError
+__all__ = [
+    "Amendment",
+    "Arm",
+    "Diagnosis",
+    "End",
+    "Exchange",
+    "Finding",
+    "Hypothesis",
+    "Knob",
+    "Origin",
+    "Outcome",
+    "Phase",
+    "Record",
+    "Setting",
+    "Study",
+    "Subject",
+    "Trial",
+    "Value",
+    "Verdict",
+    "canonical",
+    "refuse",
+]
 
-Value = bool | int | float | str
-Setting = Mapping[str, Value]
-"""Names and values of settings, as a job understands them."""
-Phase = Literal["explore", "confirm"]
+Phase = Literal["explore", "confirm", "probe"]
 End = Literal["completed", "pruned", "diverged", "infra_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
-
-
-ADAPTERS: dict[type, TypeAdapter[Any]] = {}
-
-
-def adapter(kind: type) -> TypeAdapter[Any]:
-    """Built once for a class: that takes a millisecond."""
-    if kind not in ADAPTERS:
-        ADAPTERS[kind] = TypeAdapter(kind)
-    return ADAPTERS[kind]
-
-
-class Record:
-    """To and from JSON, and the id."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @cached_property
-    def id(self) -> str:
-        """The first 64 bits of the SHA-256 of the content, in hexadecimal."""
-        return hashlib.sha256(canonical(self.to_json()).encode()).hexdigest()[:16]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]  # every subclass is a dataclass
-
-    @classmethod
-    def from_json(cls, content: object) -> Self:
-        """Raises `ConfigError` naming the first field that does not fit."""
-        try:
-            checked: Self = adapter(cls).validate_json(canonical(content), strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or cls.__name__
-            raise ConfigError(f"{cls.__name__}: {where} = {first['input']!r}: {first['msg']}") from None
-        return checked
-
-
-def canonical(content: object) -> str:
-    """JSON with one spelling per content. Not-a-number and infinities are refused."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+Origin = Literal["prior", "llm", "human"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +74,7 @@ class Hypothesis(Record):
     arm: str
     against: str
     confirmatory: bool = True
-    origin: Literal["prior", "llm", "human"] = "prior"
+    origin: Origin = "prior"
 
 
 @dataclass(frozen=True)
@@ -125,6 +102,15 @@ class Study(Record):
     evaluator: str = ""
     """Hash of what computes the metric."""
     seed: int = 0
+    subject: Subject | None = None
+    """What is trained; None where that is the runner's own affair."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Without a subject that there is none of: its seeds, which come from its id, stay what they were."""
+        content = super().to_json()
+        if self.subject is None:
+            del content["subject"]
+        return content
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -146,11 +132,6 @@ class Study(Record):
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
-
-
-def refuse(wrong: bool, message: str) -> None:
-    if wrong:
-        raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -208,6 +189,30 @@ class Diagnosis(Record):
     """From which step on it showed."""
     evidence: Mapping[str, float] = field(default_factory=dict)
     """The numbers that `seen` and `tried` speak of, by name."""
+
+
+@dataclass(frozen=True)
+class Amendment(Record):
+    """What was asked of a study besides its plan, and whether it was granted."""
+
+    point: int
+    """The fixed point it was taken at: so many batches of trials had ended."""
+    origin: Origin
+    asked: Mapping[str, Any]
+    """An action of `agentjet.research.planner.actions`, or what was no action, as `text`."""
+    refused: str = ""
+    """Why not, as a sentence; empty where it was granted."""
+
+
+@dataclass(frozen=True)
+class Exchange(Record):
+    """A question to a language model or a coding agent, and what came back."""
+
+    moment: str
+    question: str
+    answer: str
+    failed: str = ""
+    """Why no answer came."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentjet import __version__
 from agentjet.gateway import Gateway
-from agentjet.server import control, health, inference, problems
+from agentjet.server import control, health, inference, leasing, problems
 from agentjet.server.auth import Keys
 from agentjet.server.hosts import HostCheck, allowed_hosts
+from agentjet.server.lease import FILE, Lease
+from agentjet.server.runs import OneRun, Runs
 from agentjet.server.wiring import Wiring
 
 
-def create_app(gateway: Gateway, keys: Keys) -> FastAPI:
-    """The application. It does not start or close the gateway: whoever made that does."""
+def create_app(runs: Gateway | Runs, keys: Keys) -> FastAPI:
+    """The application of a gateway, or of several runs. It does not start or close them: whoever made them does."""
+    if isinstance(runs, Gateway):
+        runs = OneRun(runs)
+    server = runs.gateway.config.server
     app = _App(
         title="AgentJet",
         version=__version__,
@@ -27,12 +32,13 @@ def create_app(gateway: Gateway, keys: Keys) -> FastAPI:
         # Traces of the framework's own would carry request paths, and so the keys in them.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.wiring = Wiring(gateway, keys)
+    app.state.wiring = Wiring(runs, keys, Lease(server.data_dir / FILE, keys.clock))
     app.include_router(inference.router)  # Tried one by one, in this order: what is asked most comes first.
     app.include_router(control.router)
+    app.include_router(leasing.router)
     app.include_router(health.router)
-    app.add_middleware(BodyLimit, max_bytes=gateway.config.server.max_body_mb * 2**20)
-    app.add_middleware(HostCheck, allowed=allowed_hosts(gateway.config.server))  # The last one added is asked first.
+    app.add_middleware(BodyLimit, max_bytes=server.max_body_mb * 2**20)
+    app.add_middleware(HostCheck, allowed=allowed_hosts(server))  # The last one added is asked first.
     problems.install(app)
     return app
 

@@ -50,7 +50,7 @@ class Keys:
             "viewer": _source(viewer_token),
         }
         self._key_secret = _source(key_secret)
-        self._clock = clock
+        self.clock = clock
 
     @classmethod
     def open(cls, data_dir: Path, *, token: str | None = None, clock: Callable[[], float] = time.time) -> Keys:
@@ -85,7 +85,7 @@ class Keys:
                 "No key was given: send `Authorization: Bearer <api_key of the episode>`.", code="key_missing"
             )
         episode_id, expires_at = self._opened(key)
-        if self._clock() >= expires_at:
+        if self.clock() >= expires_at:
             raise Unauthorized(f"The key of episode {episode_id} has expired.", code="key_expired")
         return episode_id
 

@@ -34,6 +34,7 @@ from agentjet.server.wiring import (
     require_client,
     require_episode,
     require_episode_reader,
+    require_lease,
     require_viewer,
 )
 from agentjet.types import EpisodeStatus
@@ -45,20 +46,22 @@ _PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+j
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 
 
-def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def problems_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
     later = {429, 503}
     return {status: {**_PROBLEM, **({"headers": _RETRY_AFTER} if status in later else {})} for status in statuses}
 
 
-router = APIRouter(prefix="/swarm/v1", tags=["control"], responses=_problems(400, 401, 403, 413, 422, 500))
+router = APIRouter(prefix="/swarm/v1", tags=["control"], responses=problems_of(400, 401, 403, 413, 422, 500))
 viewer = [Depends(require_viewer)]
 client = [Depends(require_client)]
 admin = [Depends(require_admin)]
+leased = [Depends(require_lease)]
+"""What nobody but the holder of a lease may do while there is one."""
 of_episode = [Depends(require_episode)]
 of_episode_reader = [Depends(require_episode_reader)]
 
 
-@router.post("/episodes", dependencies=client, responses=_problems(409, 429, 503))
+@router.post("/episodes", dependencies=client + leased, responses=problems_of(409, 429, 503))
 async def begin_episode(
     body: BeginRequest, request: Request, wired: Wired, idempotency_key: IdempotencyKey = None
 ) -> BeginResponse:
@@ -77,7 +80,7 @@ async def begin_episode(
     )
 
 
-@router.get("/episodes", dependencies=viewer, responses=_problems(503))
+@router.get("/episodes", dependencies=viewer, responses=problems_of(503))
 async def list_episodes(
     wired: Wired,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
@@ -90,7 +93,7 @@ async def list_episodes(
     return EpisodeList(episodes=[view(episode) for episode in found])
 
 
-@router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=_problems(404, 503))
+@router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=problems_of(404, 503))
 async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
     """An episode with every call: messages, tokens, who wrote them, log-probabilities and versions."""
     found = wired.gateway.episode_tree(episode_id)
@@ -98,13 +101,13 @@ async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
     return found
 
 
-@router.post("/episodes/{episode_id}/heartbeat", dependencies=of_episode, responses=_problems(404, 409, 503))
+@router.post("/episodes/{episode_id}/heartbeat", dependencies=of_episode, responses=problems_of(404, 409, 503))
 async def heartbeat(episode_id: str, wired: Wired) -> EpisodeView:
     """Renew an episode's lease."""
     return view(await wired.gateway.heartbeat(episode_id))
 
 
-@router.post("/episodes/{episode_id}/prepare", dependencies=of_episode, responses=_problems(404, 409, 503))
+@router.post("/episodes/{episode_id}/prepare", dependencies=of_episode, responses=problems_of(404, 409, 503))
 async def prepare_episode(
     episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:
@@ -112,7 +115,7 @@ async def prepare_episode(
     return view(await wired.gateway.prepare(episode_id, body, idempotency_key=idempotency_key))
 
 
-@router.post("/episodes/{episode_id}/finish", dependencies=of_episode, responses=_problems(404, 409, 503))
+@router.post("/episodes/{episode_id}/finish", dependencies=of_episode, responses=problems_of(404, 409, 503))
 async def finish_episode(
     episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:
@@ -120,7 +123,7 @@ async def finish_episode(
     return view(await wired.gateway.finish(episode_id, body, idempotency_key=idempotency_key))
 
 
-@router.post("/episodes/{episode_id}/abort", dependencies=of_episode, responses=_problems(404, 409, 503))
+@router.post("/episodes/{episode_id}/abort", dependencies=of_episode, responses=problems_of(404, 409, 503))
 async def abort_episode(
     episode_id: str, wired: Wired, body: AbortRequest | None = None, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:
@@ -158,20 +161,20 @@ async def get_job(wired: Wired) -> JobBody:
     return wired.gateway.job()
 
 
-@router.put("/job", dependencies=admin, responses=_problems(409))
+@router.put("/job", dependencies=admin + leased, responses=problems_of(409))
 async def put_job(body: JobBody, wired: Wired) -> JobBody:
     """Replace the job settings, unless they changed since `revision` was read. They hold from the next batch on."""
     return wired.gateway.replace_job(body)
 
 
-@router.post("/start", dependencies=admin, responses=_problems(503))
+@router.post("/start", dependencies=admin + leased, responses=problems_of(409, 503))
 async def start_engine(wired: Wired) -> StatusResponse:
     """Bring the worker up; the answer does not wait for it."""
     await wired.gateway.start_engine()
     return wired.gateway.status()
 
 
-@router.post("/stop", dependencies=admin)
+@router.post("/stop", dependencies=admin + leased, responses=problems_of(409))
 async def stop_engine(wired: Wired) -> StatusResponse:
     """Save a checkpoint and end the worker. When that takes long the answer's state is still `draining`."""
     try:
@@ -188,13 +191,13 @@ async def list_checkpoints(wired: Wired) -> list[CheckpointInfo]:
     return wired.gateway.store.listing()
 
 
-@router.post("/checkpoints", dependencies=client, responses=_problems(409, 503, 507))
+@router.post("/checkpoints", dependencies=client, responses=problems_of(409, 503, 507))
 async def create_checkpoint(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Save a checkpoint of the present policy, between two batches."""
     return await _written(wired.gateway.checkpoint())
 
 
-@router.post("/exports", dependencies=client, responses=_problems(409, 503, 507))
+@router.post("/exports", dependencies=client, responses=problems_of(409, 503, 507))
 async def create_export(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Write the present policy as a plain Hugging Face folder on the server's disk, between two batches."""
     return await _written(wired.gateway.export())

@@ -42,7 +42,7 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
     not those that were sampled (`forest/drift`, always 0 unless the journal is damaged).
     """
     rows: list[Row] = []
-    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "drift"), 0))
+    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "drift", "truncated"), 0))
     num_sequences = 0
     for group in batch.groups:
         members = [episodes[episode_id] for episode_id in group]
@@ -52,8 +52,11 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
                 advantage = role_advantages(batch, members, role, [role in roles for roles in spoken])[i]
                 rows += [_row(tree, call, advantage, num_sequences) for call in calls]
                 num_sequences += 1
-    timelines = shape.pop("timelines") / len(batch.episode_ids)
-    return build_forest(rows), {"episode/timelines": timelines, **{f"forest/{n}": float(c) for n, c in shape.items()}}
+    means = {
+        "episode/timelines": shape.pop("timelines") / len(batch.episode_ids),
+        "completion/truncated": shape.pop("truncated") / max(1, len(rows)),
+    }
+    return build_forest(rows), {**means, **{f"forest/{n}": float(c) for n, c in shape.items()}}
 
 
 def _spoken(journal: Journal, episode: Episode, shape: Counter[str]) -> dict[str, tuple[ConversationTree, list[Call]]]:
@@ -78,6 +81,7 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
             log.error("call %s of episode %s is not as it was sampled: left out", call.id, call.episode_id)
         elif call.completion:
             trained.append(call)
+            shape["truncated"] += call.finish_reason == "length"
     shape["timelines"] += sum(call.id not in unheard for call in tree.leaves())
     return trained
 
@@ -146,9 +150,11 @@ def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
 
 
 def share_metrics(batch: Batch, episodes: Mapping[str, Episode]) -> dict[str, float]:
-    """The part of the batch's groups that each named task set has."""
+    """The part of the batch's groups that each named task set has, and that whose members all earned the same."""
     groups = Counter(episodes[group[0]].task_set for group in batch.groups)
-    return {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
+    shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
+    equal = sum(len({episodes[member].reward for member in group}) == 1 for group in batch.groups)
+    return {"groups/zero_variance": equal / len(batch.groups), **shares}
 
 
 def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, int]) -> dict[str, float]:

@@ -76,8 +76,8 @@ def run(
     stderr, exit_code, seconds and folder.
     """
     from agentjet.cli.run.source import CommandSource, check_source
-    from agentjet.cli.run.tasks import read_tasks
     from agentjet.client.signals import signals_unwind
+    from agentjet.client.task_file import read_tasks
 
     if watch and (only_eval or code_version is not None):
         raise ConfigError(f"--watch and {'--eval' if only_eval else '--code-version'} exclude each other")

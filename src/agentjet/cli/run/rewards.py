@@ -5,21 +5,16 @@ A reward that cannot be read aborts the episode: it is not 0.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentjet.client.command import Result, Score
+from agentjet.client.loading import load_function
 from agentjet.errors import ConfigError
 from agentjet.types import Reward
 
 WAYS = "FILE.py:FUNCTION, stdout, exit-code or file:NAME"
-MODULE = "agentjet_reward_{}"
-"""What a file of a reward is imported as: it may be called like anything else that is imported."""
 
 
 class NoReward(Exception):
@@ -47,30 +42,8 @@ def reward_source(text: str) -> RewardSource:
             raise ConfigError(f"--reward {text}: the file must lie in the command's working directory")
         return RewardSource(lambda task, result: from_file(result.folder / name, name))
     if separator and kind.endswith(".py"):
-        return RewardSource(load_function(Path(kind), name), is_function=True)
+        return RewardSource(load_function(text, option="--reward"), is_function=True)
     raise ConfigError(f"--reward {text}: expected {WAYS}")
-
-
-def load_function(file: Path, name: str) -> Callable[..., Any]:
-    """A function of a Python file, which may import what lies beside it. Raises `ConfigError`."""
-    module_name = MODULE.format(file.stem)
-    spec = importlib.util.spec_from_file_location(module_name, file.absolute())
-    assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    folder = str(file.absolute().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except OSError as error:
-        raise ConfigError(f"--reward {file}: {error.strerror or error}") from None
-    except Exception as error:  # the boundary: the user's file may raise anything
-        raise ConfigError(f"--reward {file}: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(f"--reward {file}:{name}: there is no function {name!r} in {file}")
-    return function  # type: ignore[no-any-return]
 
 
 def from_stdout(result: Result) -> Reward:

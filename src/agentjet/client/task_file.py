@@ -22,9 +22,9 @@ def read_tasks(path: Path) -> list[Task]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
-        raise ConfigError(f"--task-file {path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--task-file {path}: byte {error.start} is no UTF-8") from None
+        raise ConfigError(f"{path}: byte {error.start} is no UTF-8") from None
     tasks: dict[str, tuple[int, Task]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -34,7 +34,7 @@ def read_tasks(path: Path) -> list[Task]:
             raise ConfigError(f"{path} line {number}: the id {task.id!r} is that of line {tasks[task.id][0]}, too")
         tasks[task.id] = (number, task)
     if not tasks:
-        raise ConfigError(f"--task-file {path}: there is no task in it")
+        raise ConfigError(f"{path}: there is no task in it")
     return [task for _, task in tasks.values()]
 
 

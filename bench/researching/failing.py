@@ -1,0 +1,421 @@
+"""A world that can fail: a policy of answers and of their lengths, in NumPy, with everything planted that goes wrong.
+
+A prompt is a context. The policy chooses one of a few answers (a softmax, linear in shared features and in a memory of
+each context) and writes on, token by token, with a chance that it learns too. An answer that is cut off is wrong. A
+`Plant` says what is broken; nothing else does: entropy, lengths, divergences and equal groups are those of the policy
+that came of it. Signals have the names that a server gives them, and are missing where it would report none.
+
+What is random depends on the seed alone. Shapes: P prompts of a step, G answers each, A answers to choose from, F
+features, W weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentjet.research.models import Value
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+STEPS = 90
+SAMPLES = 64
+"""Answers of a step."""
+CONTEXTS, ANSWERS, FEATURES = 20, 8, 16
+"""Contexts are so many to train on, and as many held out."""
+GIBBERISH = ANSWERS
+"""One answer more, of the greatest length and always wrong: what a policy says that was moved too far."""
+KNOWN = 4.0, 600.0
+"""How unlikely it is at first, as a logit, and the squared distance from the first weights that makes up for it."""
+MEMORY = 0.3
+"""What a context's own weights count for, beside the shared ones."""
+SHORT = -0.4
+"""The logit of writing on, at first: answers of 1.7 tokens."""
+CLIP = 0.2
+EVALUATIONS = 1000
+"""Held-out episodes of a score."""
+PASSES = 8
+"""k of the pass@k that an evaluation reports beside its mean."""
+SERVER: Mapping[str, Value] = {
+    "job.optimizer.lr": 0.1,
+    "job.algorithm.kl_coef": 0.0,
+    "job.group_size": 8,
+    "job.max_staleness": 0,
+    "job.max_tokens": 24,
+    "job.temperature": 1.0,
+}
+"""The settings it knows, and their defaults."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """What is wrong with an environment, a grader or a server; the defaults are healthy."""
+
+    world: int = 0
+    difficulty: float = 0.0
+    """How far the bar for a right answer is raised."""
+    solvable: float = 1.0
+    """What is left of every chance,"""
+    given: float = 0.0
+    """and what is added to it."""
+    harder_at: int = STEPS
+    """From this step on the bar is raised further: a curriculum, which is no failure."""
+    length_helps: bool = False
+    """Short answers are often wrong: growing longer is learning."""
+    length_paid: float = 0.0
+    """What the training grader pays for an answer of the greatest length, right or wrong."""
+    hackable: bool = False
+    """It also pays for an answer that is wrong and can be told in every context."""
+    drift: float = 0.0
+    """How much more often it says "right" at the end than at the beginning."""
+    mute_at: int = STEPS
+    """From this step on it gives 0: an agent that scores its own crash."""
+    hangs: float = 0.0
+    """The part of the episodes that never come back,"""
+    hangs_at: int = 0
+    """from this step on."""
+    leaks: bool = False
+    """The held-out tasks are among those that are trained."""
+    sign: float = 1.0
+    """Of the advantages."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy in what is maximised: below 0, certainty is."""
+    sampler_stops_at: int = STEPS
+    """From this step on the sampler keeps its weights, and reports new versions."""
+    broken_rows: tuple[int, int] = (STEPS, STEPS)
+    """Steps whose data holds a row that is no number: from, to."""
+    ignores: tuple[str, ...] = ()
+    """Settings that the server does not take up."""
+    unused: tuple[str, ...] = ()
+    """Settings that it takes up, and that change nothing."""
+    silent: tuple[int, int] = (0, 0)
+    """Steps that report nothing: from, to. The server was started again."""
+    seed: int | None = None
+    """The one that is used whichever is given."""
+    dies_at: int = STEPS
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What is right where. The first half of the contexts is trained on."""
+
+    features: Floats
+    """(2C, A, F)."""
+    quality: Floats
+    """(2C, A)."""
+    start: Floats
+    """(W,): the policy before training."""
+
+
+def tasks(world: int) -> Tasks:
+    rng = np.random.default_rng([11, world])
+    features = rng.normal(size=(2 * CONTEXTS, ANSWERS, FEATURES)) / np.sqrt(FEATURES)
+    features[:, :, 0] = 0.0
+    features[:, -1, 0] = 1.0  # the last answer can be told in every context: that one can be hacked
+    direction = rng.normal(size=FEATURES)
+    direction[0] = -1.0
+    quality = features @ direction + 0.4 * rng.normal(size=(2 * CONTEXTS, ANSWERS))
+    start = np.concatenate(
+        [0.35 * direction + 0.6 * rng.normal(size=FEATURES), np.zeros(2 * CONTEXTS * ANSWERS), [SHORT]]
+    )
+    return Tasks(features, quality, start)
+
+
+def chances(found: Tasks, plant: Plant, step: int) -> Floats:
+    """(2C, A + 1): how likely an answer of sufficient length is right."""
+    bar = 0.3 + plant.difficulty + (0.8 if step >= plant.harder_at else 0.0)
+    right = plant.given + plant.solvable * (0.002 + 0.996 / (1 + np.exp(-40 * (found.quality - bar))))
+    return np.pad(right, ((0, 0), (0, 1)))
+
+
+def long_enough(plant: Plant, extra: Ints) -> Floats:
+    """The chance that the answer's length suffices; `extra` are its tokens beyond the first."""
+    return np.asarray(1 - np.exp(-(extra + 1) / 4.0)) if plant.length_helps else np.ones(extra.shape)
+
+
+def softmax(logits: Floats) -> Floats:
+    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(shifted / shifted.sum(axis=-1, keepdims=True))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Weights as probabilities in some contexts, (N, A + 1), and of writing on."""
+
+    answers: Floats
+    stay: float
+
+    @classmethod
+    def of(cls, weights: Floats, found: Tasks, contexts: Ints, temperature: float) -> Policy:
+        features, moved = found.features[contexts], (weights - found.start)[:-1]
+        memory = weights[FEATURES:-1].reshape(2 * CONTEXTS, ANSWERS)[contexts]
+        logits = features @ weights[:FEATURES] + MEMORY * memory
+        depth, reach = KNOWN
+        strange = np.full((len(contexts), 1), depth * ((moved**2).sum() / reach - 1))
+        return cls(
+            softmax(np.hstack([logits, strange]) / temperature), float(1 / (1 + np.exp(-weights[-1] / temperature)))
+        )
+
+    def entropies(self) -> tuple[Floats, float]:
+        """Of the answers, (N,), and of one decision to write on."""
+        sure = min(max(self.stay, 1e-12), 1 - 1e-12)
+        return -(self.answers * np.log(self.answers + 1e-12)).sum(-1), float(
+            -sure * np.log(sure) - (1 - sure) * np.log(1 - sure)
+        )
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Answers of a step, (P, G) each."""
+
+    step: int
+    contexts: Ints
+    """(P,)."""
+    answers: Ints
+    extra: Ints
+    """Tokens beyond the first."""
+    truncated: NDArray[np.bool_]
+    luck: Floats
+    """What decides, against the chance, whether the answer is right."""
+    policy: Policy
+    """That it was sampled from."""
+
+
+class Grader:
+    """Grades the same answer the same way, as long as it does not drift."""
+
+    def __init__(self, found: Tasks, plant: Plant, max_tokens: int) -> None:
+        self._tasks = found
+        self._plant = plant
+        self._max_tokens = max_tokens
+
+    def held_out(self, samples: Samples) -> Floats:
+        """As the evaluation grades: right or wrong, (P, G)."""
+        return (samples.luck < self._chance(samples)).astype(float)
+
+    def paid(self, samples: Samples, step: int) -> Floats:
+        """As training pays at this step, (P, G)."""
+        plant = self._plant
+        if step >= plant.mute_at:
+            return np.zeros(samples.answers.shape)
+        chance = self._chance(samples) + plant.drift * step / STEPS
+        if plant.hackable:
+            chance = np.where(samples.answers == ANSWERS - 1, 1.0, chance)
+        return (samples.luck < chance) + plant.length_paid * samples.extra / (self._max_tokens - 1)
+
+    def _chance(self, samples: Samples) -> Floats:
+        right = np.take_along_axis(
+            chances(self._tasks, self._plant, samples.step)[samples.contexts], samples.answers, 1
+        )
+        if self._plant.hackable:
+            right = np.where(samples.answers == ANSWERS - 1, 0.02, right)
+        return np.asarray(right * long_enough(self._plant, samples.extra) * ~samples.truncated)
+
+
+class Adam:
+    """Kingma and Ba 2015: every weight moves about as far, however small its gradient is."""
+
+    def __init__(self, size: int) -> None:
+        self._mean, self._square, self._steps = np.zeros(size), np.zeros(size), 0
+
+    def __call__(self, gradient: Floats) -> Floats:
+        self._steps += 1
+        self._mean = 0.9 * self._mean + 0.1 * gradient
+        self._square = 0.99 * self._square + 0.01 * gradient**2
+        scale = np.sqrt(self._square / (1 - 0.99**self._steps)) + 1e-8
+        return np.asarray(self._mean / (1 - 0.9**self._steps) / scale)
+
+
+@dataclass
+class Run:
+    """One training run: its signals, and what can be asked about it later."""
+
+    plant: Plant
+    setting: Mapping[str, Value]
+    seed: int
+    steps: int
+    signals: dict[str, list[float | None]] = field(default_factory=dict)
+    samples: list[Samples] = field(default_factory=list)
+    rewards: list[Floats] = field(default_factory=list)
+    weights: list[Floats] = field(default_factory=list)
+    """As the learner had them before each step, and at the end."""
+    sampler: list[Floats] = field(default_factory=list)
+    """As the sampler had them in each step."""
+
+    def __post_init__(self) -> None:
+        taken = {name: value for name, value in self.setting.items() if name not in self.plant.ignores}
+        self.understood: dict[str, Value] = {name: taken.get(name, value) for name, value in SERVER.items()}
+        used = {name: SERVER[name] if name in self.plant.unused else value for name, value in self.understood.items()}
+        self.lr, self.kl_coef, self.temperature = (
+            float(used[name]) for name in ("job.optimizer.lr", "job.algorithm.kl_coef", "job.temperature")
+        )
+        self.group_size, self.max_staleness, self.max_tokens = (
+            int(used[name]) for name in ("job.group_size", "job.max_staleness", "job.max_tokens")
+        )
+        self.tasks = tasks(self.plant.world)
+        self.grader = Grader(self.tasks, self.plant, self.max_tokens)
+        self.rng = np.random.default_rng(self.seed if self.plant.seed is None else self.plant.seed)
+        self.weights.append(self.tasks.start)
+        self.adam = Adam(len(self.tasks.start))
+        attempts = 3 * SAMPLES * STEPS
+        for step in range(min(self.steps, self.plant.dies_at)):
+            expired = self._expired(step)
+            attempts -= SAMPLES + expired
+            if attempts < 0:  # the time a run may take is over
+                break
+            self._step(step, expired)
+
+    @property
+    def held_out(self) -> Ints:
+        return np.arange(CONTEXTS) + (0 if self.plant.leaks else CONTEXTS)
+
+    def _expired(self, step: int) -> int:
+        """Episodes that hang until as many have come back as a step needs."""
+        hangs = self.plant.hangs if step >= self.plant.hangs_at else 0.0
+        return int(self.rng.negative_binomial(SAMPLES, 1 - hangs)) if hangs else 0
+
+    def _step(self, step: int, expired: int) -> None:
+        now = self.weights[-1]
+        stopped = min(step, self.plant.sampler_stops_at)
+        self.sampler.append(self.weights[max(0, stopped - self.max_staleness)])
+        samples = self._sample(step, self.sampler[-1])
+        rewards = self.grader.paid(samples, step)
+        centred = rewards - rewards.mean(axis=1, keepdims=True)
+        equal = np.ptp(rewards, axis=1) == 0
+        advantages = np.where(equal[:, None], 0.0, centred / (rewards.std(axis=1, keepdims=True, ddof=1) + 1e-6))
+        advantages *= self.plant.sign
+        learner = Policy.of(now, self.tasks, samples.contexts, self.temperature)
+        gradient = self._gradient(now, samples, learner, advantages)
+        if self.plant.broken_rows[0] <= step < self.plant.broken_rows[1]:
+            gradient = gradient * np.nan
+        finite = bool(np.isfinite(gradient).all())
+        self.weights.append(now + self.lr * self.adam(gradient) if finite else now)
+        self.samples.append(samples)
+        self.rewards.append(rewards)
+        self._report(samples, rewards, advantages, learner, gradient if finite else None, expired)
+
+    def _sample(self, step: int, weights: Floats) -> Samples:
+        shape = (SAMPLES // self.group_size, self.group_size)
+        contexts = self.rng.integers(CONTEXTS, size=shape[0])
+        policy = Policy.of(weights, self.tasks, contexts, self.temperature)
+        below = self.rng.random((*shape, 1)) > np.cumsum(policy.answers, axis=-1)[:, None, :]
+        drawn = np.log(self.rng.random(shape)) / np.log(min(max(policy.stay, 1e-9), 1 - 1e-9))
+        extra = np.minimum(drawn, self.max_tokens).astype(np.int64)
+        answers = np.minimum(below.sum(axis=-1), GIBBERISH)
+        extra = np.where(answers == GIBBERISH, self.max_tokens, extra)
+        return Samples(
+            step,
+            contexts,
+            answers,
+            np.minimum(extra, self.max_tokens - 1),
+            extra > self.max_tokens - 1,
+            self.rng.random(shape),
+            policy,
+        )
+
+    def _gradient(self, now: Floats, samples: Samples, learner: Policy, advantages: Floats) -> Floats:
+        """(W,): of the clipped objective per answer, with the KL and the entropy terms."""
+        contexts, answers = samples.contexts, samples.answers
+        chosen = np.take_along_axis(learner.answers, answers, 1)
+        pushed = advantages * clipped(chosen, np.take_along_axis(samples.policy.answers, answers, 1), advantages)
+        push = np.zeros_like(learner.answers)  # (P, A): what each answer's log-probability is pushed by
+        np.add.at(push, (np.arange(len(contexts))[:, None], answers), pushed / SAMPLES)
+        push -= learner.answers * push.sum(axis=-1, keepdims=True)
+        log = np.log(learner.answers + 1e-12)
+        start = Policy.of(self.tasks.start, self.tasks, contexts, self.temperature)
+        for coefficient, term in (
+            (self.kl_coef, log - np.log(start.answers + 1e-12)),
+            (self.plant.entropy_coef, log),
+        ):
+            mean = (learner.answers * term).sum(axis=-1, keepdims=True)
+            push -= coefficient * learner.answers * (term - mean) / len(contexts)
+        push /= self.temperature
+        memory = np.zeros((2 * CONTEXTS, ANSWERS))
+        np.add.at(memory, contexts, MEMORY * push[:, :ANSWERS])
+        shared = np.einsum("pa,paf->f", push[:, :ANSWERS], self.tasks.features[contexts])
+        depth, reach = KNOWN
+        strange = push[:, GIBBERISH].sum() * depth * 2 / reach * (now - self.tasks.start)[:-1]
+        on = samples.extra * clipped(learner.stay, samples.policy.stay, advantages) * (1 - learner.stay)
+        off = ~samples.truncated * clipped(1 - learner.stay, 1 - samples.policy.stay, advantages) * learner.stay
+        on, off = (side * (answers != GIBBERISH) for side in (on, off))
+        length = float((advantages * (on - off)).sum()) / SAMPLES / self.max_tokens
+        length -= self.plant.entropy_coef * now[-1] * learner.stay * (1 - learner.stay)
+        return np.concatenate([np.concatenate([shared, memory.ravel()]) + strange, [length / self.temperature]])
+
+    def _report(
+        self,
+        samples: Samples,
+        rewards: Floats,
+        advantages: Floats,
+        learner: Policy,
+        gradient: Floats | None,
+        expired: int,
+    ) -> None:
+        """The names, and the gaps, of a server's metrics: what is not computed is not reported."""
+        tokens = 1 + samples.extra
+        of_answer, of_token = learner.entropies()
+        chosen = np.take_along_axis(learner.answers, samples.answers, 1)
+        sampled = np.take_along_axis(samples.policy.answers, samples.answers, 1)
+        ends = ~samples.truncated
+        divergence = k3(sampled, chosen) + samples.extra * k3(samples.policy.stay, learner.stay)
+        divergence = divergence + ends * k3(1 - samples.policy.stay, 1 - learner.stay)
+        matters = advantages != 0
+        learned = gradient is not None and matters.any()
+        counted = max(1, (tokens + ends)[matters].sum())
+        entropy = (of_answer[:, None] + (samples.extra + ends) * of_token)[matters].sum() / counted
+        reported: dict[str, float | None] = {
+            "reward/mean": rewards.mean(),
+            "reward/std": rewards.std(),
+            "groups/zero_variance": (np.ptp(rewards, axis=1) == 0).mean(),
+            "completion/tokens": tokens.mean(),
+            "completion/truncated": samples.truncated.mean(),
+            "policy/entropy": entropy if learned else None,
+            "policy/mismatch_kl": divergence[matters].sum() / counted if learned else None,
+            "optim/grad_norm": 0.0 if gradient is None else float(np.linalg.norm(gradient)),
+            "optim/lr": self.lr,
+            "optim/skipped_steps": float(gradient is None),
+            "batch/episodes": float(SAMPLES),
+            "batch/staleness_max": float(min(samples.step, self.max_staleness)),
+            "episodes/expired": float(expired),
+            "episodes/aborted": 0.0,
+        }
+        silent = self.plant.silent[0] <= samples.step < self.plant.silent[1]
+        for name, value in reported.items():
+            self.signals.setdefault(name, []).append(None if value is None or silent else float(value))
+
+    def evaluated(self, weights: Floats, number: int) -> tuple[float, float]:
+        """Mean and pass@k on the held-out tasks, as `EVALUATIONS` episodes of an evaluation measure them."""
+        policy = Policy.of(weights, self.tasks, self.held_out, self.temperature)
+        extra = np.arange(self.max_tokens)
+        enough = float((policy.stay**extra * (1 - policy.stay) * long_enough(self.plant, extra)).sum())
+        right = chances(self.tasks, self.plant, 0)[self.held_out]
+        if self.plant.hackable:
+            right[:, ANSWERS - 1] = 0.02
+        rng = np.random.default_rng([self.seed, number])
+        repeats = EVALUATIONS // CONTEXTS
+        answers = np.array([rng.choice(ANSWERS + 1, size=repeats, p=row) for row in policy.answers])
+        successes = rng.random(answers.shape) < np.take_along_axis(right, answers, 1) * enough
+        wrong = np.cumprod((~successes).sum(1)[:, None] - np.arange(PASSES), axis=1)[:, -1]
+        ways = np.prod(repeats - np.arange(PASSES))
+        return float(successes.mean()), float(np.mean(1 - np.maximum(wrong, 0) / ways))
+
+
+def clipped(now: Floats | float, then: Floats | float, advantages: Floats) -> Floats:
+    """The ratio that the gradient is weighted with, 0 where clipping ended it."""
+    ratio = np.asarray(now / np.maximum(then, 1e-12))
+    over = np.where(advantages > 0, ratio > 1 + CLIP, ratio < 1 - CLIP)
+    return np.asarray(ratio * ~over)
+
+
+def k3(sampled: Floats | float, now: Floats | float) -> Floats:
+    """The k3 estimate of the divergence, from what was sampled: r - 1 - log r (Schulman 2020)."""
+    ratio = np.asarray(np.maximum(now, 1e-12) / np.maximum(sampled, 1e-12))
+    return np.asarray(ratio - 1 - np.log(ratio))
+
+
+def fingerprint(weights: Floats) -> str:
+    return hashlib.sha256(weights.tobytes()).hexdigest()[:16]

@@ -1,0 +1,105 @@
+"""`agentjet research demo`: a whole study on this machine, whose answers are known."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentjet.cli.research.run import Local
+
+if TYPE_CHECKING:
+    from agentjet.research.planner.plan import Plan
+    from agentjet.research.subject import Subject
+
+DEFAULT_OUT = Path("research-demo")
+DIGITS = "agentjet.cli.digits:"
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the study; one that was interrupted is gone on with.")] = (
+        DEFAULT_OUT
+    ),
+    seed: Annotated[int, typer.Option(help="Where all seeds of the study come from.")] = 0,
+    local: Local = 2,
+) -> None:
+    """Do a whole study through real servers: two claims about training a tiny model, one true and one that is nothing.
+
+    A model of random weights is rewarded for digits. That a learning rate of 1e-2 beats one of 1e-5 is plain. That a
+    wider clip helps cannot be: on-policy, with one optimiser step a batch, no ratio ever reaches the clip.
+    """
+    from agentjet.cli.research.local import local_places
+    from agentjet.cli.research.run import carry_out
+    from agentjet.research.folder import StudyFolder
+
+    began = time.monotonic()
+    files = StudyFolder(out)
+    if not (out / "study.json").exists():
+        from agentjet.compute.embedded.random_model import make_random_model
+
+        make_random_model(out / "model")
+        plan = demo_plan(out / "model", seed)
+        files.write(plan.study, plan.to_markdown())
+    carry_out(out, local_places(local))
+    typer.echo(f"{time.monotonic() - began:.0f} s in all")
+
+
+def demo_plan(model: Path, seed: int) -> Plan:
+    """Two claims, and what is expected of them."""
+    from agentjet.research.models import Arm, Study
+    from agentjet.research.planner.offline import hypothesis
+    from agentjet.research.planner.plan import Plan
+    from agentjet.research.planner.rehearsal import rehearse
+    from agentjet.research.planner.templates import Claim
+
+    subject = digits(model)
+    claims = (
+        Claim("rate 1e-2", "rate 1e-5", "+", "the small rate moves the weights by next to nothing in so few steps"),
+        Claim("wider clip", "rate 1e-2", "0", "no ratio reaches the clip on-policy, with one step a batch"),
+    )
+    study = Study(
+        topic="Can a model of random weights learn to answer in digits, and does a wider clip help it?",
+        metric="share of digits in the answers to held-out tasks, at the last step",
+        sesoi=0.15,
+        arms=(
+            Arm("rate 1e-2"),
+            Arm("rate 1e-5", {"job.optimizer.lr": 1e-5}),
+            Arm("wider clip", {"job.algorithm.clip_high": 0.28}),
+        ),
+        hypotheses=tuple(hypothesis(claim) for claim in claims),
+        budget=30.0,
+        reserve=0.9,
+        evaluator=subject.code,
+        seed=seed,
+        subject=subject,
+    )
+    return Plan(study, claims, None, (), (), rehearse(study))
+
+
+def digits(model: Path) -> Subject:
+    from agentjet.cli.research.new import fixed
+    from agentjet.research.models import Subject
+
+    return fixed(
+        Subject(
+            model=str(model),
+            agent=f"{DIGITS}agent",
+            tasks=f"{DIGITS}training_tasks",
+            held_out=f"{DIGITS}held_out_tasks",
+            settings={
+                "model.device": "cpu",
+                "model.dtype": "float32",
+                "sampler.cache_tokens": 16384,
+                "job.batch_size": 2,
+                "job.group_size": 8,
+                "job.max_tokens": 12,
+                "job.checkpoint_every": 0,
+                "job.optimizer.lr": 1e-2,
+            },
+            steps=24,
+            evaluations=4,
+            concurrency=16,
+        )
+    )

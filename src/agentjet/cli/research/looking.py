@@ -1,0 +1,77 @@
+"""`agentjet research status` and `report`: what a study's journal holds, also while it is being written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentjet.cli.options import Json
+from agentjet.cli.research.run import Folder
+from agentjet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentjet.research.journal import Book
+
+
+def status(folder: Folder, as_json: Json = False) -> None:
+    """Show how far a study is, what it has spent, and what it found so far."""
+    from agentjet.research.folder import StudyFolder
+    from agentjet.research.journal import read_book
+
+    study = StudyFolder(folder).study()
+    found = summary(read_book(StudyFolder(folder).journal))
+    if as_json:
+        typer.echo(json.dumps({"study": study.id, "topic": study.topic, **found}, indent=2))
+        return
+    typer.echo(f"{study.topic}  (study {study.id})")
+    for name, value in found.items():
+        if name != "findings":
+            typer.echo(f"{name:12} {value}")
+    for finding in found.get("findings", []):
+        typer.echo(f"{finding['verdict']:24} {finding['claim']}: {finding['reason']}")
+
+
+def summary(book: Book) -> dict[str, Any]:
+    """As `status --json` prints it."""
+    from agentjet.research.report.proceedings import Proceedings
+
+    if book.study is None:
+        return {"stage": "planned"}
+    done = Proceedings(book)
+    ends: dict[str, int] = {}
+    for launched in done.launched:
+        ends[launched.end] = ends.get(launched.end, 0) + 1
+    return {
+        "stage": done.stage,
+        "trials": ends,
+        "spent": round(done.ledger.total, 2),
+        "budget": book.study.budget,
+        "findings": [
+            {"claim": h.claim, **done.findings[h.id].to_json()} for h in book.study.hypotheses if h.id in done.findings
+        ],
+    }
+
+
+def report(
+    folder: Folder,
+    check: Annotated[
+        Path | None, typer.Option(help="Instead of writing one: whether this report says what the journal does.")
+    ] = None,
+) -> None:
+    """Write report.html and report.md from a study's journal, finished or not."""
+    from agentjet.research.folder import StudyFolder
+    from agentjet.research.journal import read_book
+    from agentjet.research.report import build
+    from agentjet.research.report import check as compared
+
+    book = read_book(StudyFolder(folder).journal)
+    if check is None:
+        typer.echo(build(book, folder))
+        return
+    problems = compared(check, book)
+    if problems:
+        raise ConfigError("\n".join([f"{check} is not what the journal says:", *problems]))
+    typer.echo(f"{check} says what the journal does")

@@ -1,0 +1,59 @@
+"""What a running study says on the terminal: a line for what people want to know of its journal's entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentjet.research.journal import Journal, Kind
+from agentjet.research.models import Finding, Outcome
+
+SHOWN = ("rungs", "setting of ", "frozen")
+"""Decisions that are told, by how their names begin."""
+
+
+class Told(Journal):
+    """A journal that tells what is new in it."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        super().__init__(path)
+        self._tell = tell
+
+    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        super().append(kind, body)
+        line = self._line(kind, body)
+        if line:
+            self._tell(line)
+
+    def _line(self, kind: Kind, body: Mapping[str, Any]) -> str:
+        match kind:
+            case "study":
+                return f"study {self.study.id if self.study else ''}: {body['topic']}"
+            case "outcome":
+                return self._outcome(Outcome.from_json(body))
+            case "decision" if body["name"].startswith(SHOWN):
+                return f"decided: {body['name']}: {body['content']}"
+            case "finding":
+                return self._finding(Finding.from_json(body["content"]))
+            case "diagnosis":
+                return f"diagnosed: {body['cause']}: {body['seen']}"
+            case "amendment" | "refusal":
+                return f"{'refused' if body['refused'] else 'granted'}: {body['asked']} {body['refused']}".rstrip()
+        return ""
+
+    def _outcome(self, outcome: Outcome) -> str:
+        trial = self.trials[outcome.trial]
+        number = list(self.trials).index(trial.id) + 1
+        score = "no score" if outcome.score is None else f"score {outcome.score:.4g}"
+        note = f" ({outcome.note.splitlines()[0][:200]})" if outcome.note else ""
+        return f"trial {number}: {trial.phase} {trial.arm!r}, seed {trial.seed}: {outcome.end}, {score}{note}"
+
+    def _finding(self, finding: Finding) -> str:
+        claims = {hypothesis.id: hypothesis.claim for hypothesis in self.study.hypotheses} if self.study else {}
+        interval = (
+            f": {finding.estimate:+.4g}, {finding.confidence:.1%} interval {finding.low:+.4g} to {finding.high:+.4g}"
+            if finding.estimate is not None and finding.confidence is not None
+            else ""
+        )
+        return f"{claims.get(finding.hypothesis, finding.hypothesis)}: {finding.verdict}{interval} ({finding.reason})"

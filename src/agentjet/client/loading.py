@@ -1,0 +1,60 @@
+"""Functions of the user, named on a command line or in a file: `FILE.py:FUNCTION` or `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentjet.errors import ConfigError
+
+MODULE = "agentjet_loaded_{}"
+"""What a file is imported as: it may be called like anything else that is imported."""
+
+
+def load_function(named: str, *, option: str) -> Callable[..., Any]:
+    """The function that `option` names. What lies beside its file can be imported from it. Raises `ConfigError`."""
+    place, colon, name = named.rpartition(":")
+    if not colon or not name:
+        raise ConfigError(f"{option} {named}: expected FILE.py:FUNCTION, or package.module:function")
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except OSError as error:
+        raise ConfigError(f"{option} {place}: {error.strerror or error}") from None
+    except Exception as error:  # the boundary: the user's file may raise anything
+        raise ConfigError(f"{option} {place}: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{option} {named}: there is no function {name!r} in {place}")
+    return function  # type: ignore[no-any-return]
+
+
+def source_of(named: str, *, option: str) -> Path:
+    """The file that a function is named in; nothing is imported but the packages it lies in. Raises `ConfigError`."""
+    place = named.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place)
+    try:
+        spec = importlib.util.find_spec(place) if place else None
+    except ImportError as error:
+        raise ConfigError(f"{option} {named}: {error}") from None
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{option} {named}: there is no module {place!r}")
+    return Path(spec.origin)
+
+
+def _from_file(file: Path) -> ModuleType:
+    name = MODULE.format(file.stem)
+    spec = importlib.util.spec_from_file_location(name, file.absolute())
+    assert spec is not None and spec.loader is not None, "a name that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    folder = str(file.absolute().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,221 @@
+"""Learning that goes wrong: nothing to learn from, broken numbers, steps too large, the wrong direction, no variety."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agentjet.research.diagnosis.case import Case, Rule
+from agentjet.research.diagnosis.probing import SLOWER
+from agentjet.research.diagnosis.signs import Told, holds_since, last
+
+EQUAL = 0.8
+"""Part of the groups without variance, over the first third of a run, from which on there is hardly a gradient."""
+PEERS = 4
+"""Members of the smallest group that is usual: independent tries agree no more often in larger ones."""
+MORE_ALIKE = 0.3
+"""By how much more than by chance members agree where they are one answer said several times."""
+CERTAIN = 0.25
+"""Nats a token below which a policy hardly chooses any more."""
+SKIPPED = 0.5
+"""Part of the last steps whose gradient was no number."""
+SURE = 3.0
+"""Standard errors of a held-out difference."""
+PASS_LOST = 0.08
+"""Loss of pass@k beyond which answers were unlearned that the untrained policy still found."""
+HALF = 0.5
+
+
+# ---- groups without variance --------------------------------------------------------------------------------------
+
+
+def equal_groups(case: Case) -> Told | None:
+    shares = case.opening("groups/zero_variance")
+    if not len(shares) or shares[0] < HALF or shares.mean() < EQUAL:
+        return None
+    share = float(shares.mean())
+    return Told(f"the members of {share:.0%} of the groups earn the same", {"groups/zero_variance": share}, 0)
+
+
+def of_one_kind(case: Case, *, best: bool) -> Told | None:
+    """Whether the groups agree because nearly every answer earns the least there is, or the most."""
+    rewards = case.opening("reward/mean")
+    usual = float(np.median(rewards))
+    above, below = float(rewards.max()) - usual, usual - float(rewards.min())
+    is_best = below > above or (below == above and usual >= HALF)
+    if is_best != best or not agree_by_chance(case):
+        return None
+    found = case.ask("held_out")
+    if found is None:
+        return Told("whether it learned all the same cannot be asked", {"reward/mean": usual})
+    if not best and abs(found["after"] - found["before"]) > SURE * found["error"]:
+        return None
+    words = f"the usual reward is {usual:.3g}; held out, {found['before']:.3g} became {found['after']:.3g}"
+    return Told(words, {"reward/mean": usual, **found})
+
+
+def agree_by_chance(case: Case) -> bool:
+    """Whether independent tries would agree about as often, given how often they earn something."""
+    share = float(case.opening("groups/zero_variance").mean())
+    product = min(0.25, float(np.mean(case.opening("reward/std") ** 2)))  # p (1 - p) of rewards of 0 and 1
+    chance = 0.5 + float(np.sqrt(0.25 - product))
+    return share - (chance**PEERS + (1 - chance) ** PEERS) < MORE_ALIKE
+
+
+def too_hard(case: Case, sign: Told) -> Told | None:
+    return of_one_kind(case, best=False)
+
+
+def too_easy(case: Case, sign: Told) -> Told | None:
+    return of_one_kind(case, best=True)
+
+
+def one_answer(case: Case, sign: Told) -> Told | None:
+    """Groups differ from each other and their members do not: a policy that was certain before it learned."""
+    entropy = case.opening("policy/entropy")
+    certain = float(np.median(entropy)) if len(entropy) else 0.0
+    if agree_by_chance(case) or certain > CERTAIN:
+        return None
+    words = f"groups differ from each other, their members do not; the entropy of what is learned from is {certain:.3g}"
+    return Told(words, {"policy/entropy": certain})
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def skipped_steps(case: Case) -> Told | None:
+    skipped = case.signals["optim/skipped_steps"] > 0
+    if not len(skipped) or np.mean(last(skipped.astype(float))) < SKIPPED:
+        return None
+    share, step = float(np.mean(last(skipped.astype(float)))), int(np.argmax(skipped))
+    return Told(f"{share:.0%} of the last steps had a gradient that is no number", {"optim/skipped_steps": share}, step)
+
+
+def skipped_again(case: Case, sign: Told) -> Told | None:
+    slower = case.slower
+    if isinstance(slower, str):
+        return Told(f"an eighth of the learning rate was not tried: {slower}")
+    again = skipped_steps(slower)
+    return again and Told("an eighth of the learning rate: the same again", again.numbers, again.step)
+
+
+def unlearned(case: Case) -> Told | None:
+    """The policy does worse than before it was trained, or finds less in several tries."""
+    found = case.ask("held_out")
+    if found is None:
+        return None
+    words = f"held out, {found['before']:.3g} became {found['after']:.3g}"
+    if variety_lost(found):
+        words += f", and pass@k {found['pass_before']:.3g} became {found['pass_after']:.3g}"
+    elif found["before"] - found["after"] < SURE * found["error"] and case.outcome.end != "diverged":
+        return None
+    return Told(words, found, onset(case))
+
+
+def variety_lost(found: dict[str, float]) -> bool:
+    """Whether several tries no longer find what they found before."""
+    return found.get("pass_before", 0.0) - found.get("pass_after", 0.0) > PASS_LOST
+
+
+def onset(case: Case) -> int:
+    """The first step from which on half of the reward or of the entropy is gone, or answers are half as long again."""
+    steps = [len(case.signals["reward/mean"])]
+    for name, sense in (("policy/entropy", -1), ("reward/mean", -1), ("completion/tokens", 1)):
+        values = case.signals[name]
+        reported = np.flatnonzero(np.isfinite(values))
+        if len(reported):
+            begin = values[reported[0]]
+            since = holds_since(sense * (values[reported] - begin) > HALF * begin)
+            steps += [] if since is None else [int(reported[since])]
+    return min(steps)
+
+
+def sound_when_slower(case: Case, sign: Told) -> Told | None:
+    """What came later than after an eighth of the run would have had no time to come in the slower run."""
+    ours = case.ask("held_out")
+    if ours is None or sign.step is None or sign.step > SLOWER * len(case.signals["reward/mean"]):
+        return None
+    slower = case.slower
+    if isinstance(slower, str):
+        return Told(f"an eighth of the learning rate was not tried, so this is only likely: {slower}")
+    theirs, rewards = slower.ask("held_out"), slower.change("reward/mean")
+    if theirs is None or (rewards is not None and rewards.fell):
+        return None
+    better = theirs["after"] - ours["after"] > SURE * ours["error"]
+    varied = theirs.get("pass_after", 0.0) - ours.get("pass_after", 0.0) > PASS_LOST
+    unharmed = theirs["before"] - theirs["after"] < SURE * theirs["error"]
+    return at_an_eighth(theirs) if unharmed and (better or varied) else None
+
+
+def falls_when_slower(case: Case, sign: Told) -> Told | None:
+    ours, rewards = case.ask("held_out"), case.change("reward/mean")
+    if ours is None or ours["before"] - ours["after"] < SURE * ours["error"] or rewards is None or not rewards.fell:
+        return None
+    slower = case.slower
+    if isinstance(slower, str):
+        return None
+    theirs, falling = slower.ask("held_out"), slower.change("reward/mean")
+    if theirs is None or falling is None or not falling.fell:
+        return None
+    tried = at_an_eighth(theirs)
+    words = f"{tried.words}; the mean reward of training fell from {falling}, as it did from {rewards}"
+    return Told(words, tried.numbers)
+
+
+def at_an_eighth(theirs: dict[str, float]) -> Told:
+    words = f"an eighth of the learning rate: held out, {theirs['before']:.3g} became {theirs['after']:.3g}"
+    return Told(words, {f"slower, {name}": value for name, value in theirs.items()})
+
+
+def certain_too_early(case: Case, sign: Told) -> Told | None:
+    entropy = case.change("policy/entropy")
+    found = case.ask("held_out")
+    if entropy is None or found is None or entropy.late > HALF * entropy.early or not entropy.fell:
+        return None
+    if not variety_lost(found):
+        return None
+    words = f"the entropy fell from {entropy}, and several tries find less than before the training"
+    return Told(words, {"policy/entropy early": entropy.early, "policy/entropy late": entropy.late}, sign.step)
+
+
+TOO_HARD = Rule(
+    "too_hard",
+    equal_groups,
+    too_hard,
+    "nobody succeeds, so there is nothing to compare: the setting was not tested. Take easier tasks, or larger groups",
+)
+TOO_EASY = Rule(
+    "too_easy",
+    equal_groups,
+    too_easy,
+    "nearly everybody succeeds, so there is nothing to compare: the setting was not tested. Take harder tasks",
+)
+NO_EXPLORATION = Rule(
+    "no_exploration",
+    equal_groups,
+    one_answer,
+    "a group is one answer said several times. Raise the temperature, which the agent may have written down",
+)
+NOT_A_NUMBER = Rule(
+    "not_a_number",
+    skipped_steps,
+    skipped_again,
+    "nothing was learned in these steps, whatever the learning rate: look at the data and at the loss",
+)
+STEP_TOO_LARGE = Rule(
+    "step_too_large",
+    unlearned,
+    sound_when_slower,
+    "the steps broke the policy, not the setting: compare at a lower learning rate",
+)
+WRONG_SIGN = Rule(
+    "wrong_sign",
+    unlearned,
+    falls_when_slower,
+    "the policy learns the opposite, at any rate: look at the sign of the reward and of the advantages",
+)
+ENTROPY_COLLAPSE = Rule(
+    "entropy_collapse",
+    unlearned,
+    certain_too_early,
+    "the policy became certain of less than it could do. A higher clip_high or a KL term keeps variety",
+)

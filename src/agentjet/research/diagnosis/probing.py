@@ -1,0 +1,77 @@
+"""Probes: what a runner can be asked about a run that has ended, and trials that are run to find out.
+
+An answer is in the book before anybody acts on it, so a study that is gone on with asks nothing twice. Trials are paid
+from what the budget has left when everything else is decided: no verdict ever depends on a probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, Protocol, runtime_checkable
+
+from agentjet.research.desk import Desk, launch_key
+from agentjet.research.ledger import OutOfBudget
+from agentjet.research.models import Outcome, Trial, Value, canonical
+
+Question = Literal["settings", "tasks", "weights", "held_out", "regrade"]
+"""What can be asked, and the names in the answer.
+
+* `settings`: those that the server had in effect during the run, by the names that studies give them.
+* `tasks`: how many there are in `train` and in `held_out`, and how many of these are also among those, `shared`.
+* `weights`: over how many `steps`, the last third of the run, hashes of the weights were compared, before the step with
+  after it, and in how many they differed where they learn, `learner`, and where they sample, `sampler`.
+* `held_out`: the metric of the untrained policy, `before`, of the trained one, `after`, and the standard error of their
+  difference, `error`; where the evaluation has several tries at a task, also pass@k, `pass_before` and `pass_after`.
+* `regrade`: mean rewards of the same samples, those of the first steps and those of the last ones, as training paid
+  them, `paid_first` and `paid_last`; of the first ones by the training grader of today, `again_first`; of both by the
+  held-out evaluator, `held_first` and `held_last`; the standard error of such a mean, `error`; and over the last ones
+  the correlation of length with what was paid beyond the held-out grade, `length_last`, 0 where nothing was.
+"""
+Answer = Mapping[str, Value]
+SLOWER = 1 / 8
+"""Of the learning rate, in the trial that tells a step too large from everything else."""
+RATE = "job.optimizer.lr"
+
+
+@runtime_checkable
+class Prober(Protocol):
+    """A runner that can be asked. One that cannot is not, and whatever needs its answer is not said."""
+
+    def ask(self, key: str, question: Question) -> Answer | None:
+        """About the run launched under the key, which has ended. None where it cannot be told. Values are finite."""
+        ...
+
+
+class Probes:
+    """What is asked about the trials of a study."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._slower: dict[str, tuple[Trial, Outcome] | str] = {}
+
+    def ask(self, trial: Trial, question: Question) -> Answer | None:
+        book, runner, name = self._desk.book, self._desk.runner, f"{question} of {trial.id}"
+        if name not in book.decisions:
+            key = launch_key(trial, len(book.outcomes[trial.id]))
+            book.decide(name, runner.ask(key, question) if isinstance(runner, Prober) else None)
+        answer = book.decisions[name]
+        assert answer is None or isinstance(answer, dict)
+        return answer
+
+    def slower(self, trial: Trial, rate: float) -> tuple[Trial, Outcome] | str:
+        """The same at an eighth of the learning rate, `rate`, or why there is none. One such trial serves all seeds."""
+        run = canonical([trial.arm, dict(trial.setting), trial.fidelity])
+        if run not in self._slower:
+            self._slower[run] = self._rerun(trial, rate)
+        return self._slower[run]
+
+    def _rerun(self, trial: Trial, rate: float) -> tuple[Trial, Outcome] | str:
+        again = replace(trial, setting={**trial.setting, RATE: rate * SLOWER}, phase="probe")
+        try:
+            [outcome] = self._desk.run([again])
+        except OutOfBudget as refusal:
+            return str(refusal)
+        if outcome.end == "infra_failed":
+            return f"the infrastructure lost it: {outcome.note}"
+        return again, outcome

@@ -1,0 +1,143 @@
+"""`LeasedPlace`: a server that somebody else started, had for the study alone."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+from agentjet.client import Swarm
+from agentjet.config import load_config
+from agentjet.errors import AgentJetError, ConfigError, Conflict
+from agentjet.research.files import write_whole
+from agentjet.research.records import Setting
+from agentjet.research.servers import Address
+
+SECONDS = 60.0
+"""Of a lease: how long a researcher may be silent before others may have the server."""
+POLL_SECONDS = 0.5
+OWN = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
+"""Settings that are the server's own affair: how fast it is, not what is trained."""
+
+
+class Lost(AgentJetError):
+    """The server does not serve the run any more."""
+
+
+@dataclass
+class LeasedServed:
+    """A run on a leased server. The lease is renewed as long as somebody asks."""
+
+    swarm: Swarm
+    holder: str
+    run: str
+    address: Address
+    monotonic: Callable[[], float] = time.monotonic
+    _renewed: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._renewed = self.monotonic()
+
+    def check(self) -> None:
+        """Raises `AgentJetError` when the lease is another's, or the server serves something else."""
+        if self.monotonic() - self._renewed < SECONDS / 4:
+            return
+        lease = self.swarm.take_lease(self.holder, SECONDS, epoch=self.address.lease)
+        if lease.run != self.run:
+            raise Lost(f"{self.address.url} serves run {lease.run!r} and not {self.run!r}: it was restarted")
+        self._renewed = self.monotonic()
+
+
+@dataclass
+class LeasedPlace:
+    """A server at `url`, with its admin token. It is kept from one trial to the next, and given back when the study
+    ends or is idle for the time of a lease: several studies may name it.
+    """
+
+    url: str
+    token: str
+    holder: str
+    _epoch: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+    @contextmanager
+    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LeasedServed]:
+        """Waits while somebody else has the server."""
+        job = job_of(settings)
+        with Swarm(self.url, self.token) as swarm:
+            self._epoch = self._taken(swarm, stopping)
+        with Swarm(self.url, self.token, lease=self._epoch) as holder:
+            self._check_model(holder, settings)
+            name = name_there(run)
+            holder.enter_run(name, job)
+            served = LeasedServed(holder, self.holder, name, Address(self.url, self.token, self._epoch))
+            while (status := holder.status()).state in ("loading", "offline"):
+                served.check()
+                stopping.wait(POLL_SECONDS)
+                give_up(stopping)
+            if status.state == "failed":
+                raise Lost(f"{self.url} could not load the model: {status.waiting_for}")
+            yield served
+
+    def over(self, run: Path) -> None:
+        """The server keeps what it has."""
+
+    def close(self) -> None:
+        """Give the server back, where it is still held."""
+        if self._epoch is not None:
+            with Swarm(self.url, self.token) as swarm, suppress(AgentJetError):
+                swarm.take_lease(self.holder, SECONDS, epoch=self._epoch)
+                swarm.end_lease()
+            self._epoch = None
+
+    def _taken(self, swarm: Swarm, stopping: Event) -> int:
+        """The epoch of the lease that is held from now on."""
+        while True:
+            give_up(stopping)
+            try:
+                return swarm.take_lease(self.holder, SECONDS, epoch=self._epoch).epoch
+            except Conflict as conflict:
+                if conflict.code not in ("leased", "lease_over"):
+                    raise
+                if self._epoch is None:
+                    stopping.wait(POLL_SECONDS)
+                self._epoch = None
+
+    def _check_model(self, swarm: Swarm, settings: Setting) -> None:
+        """Raises `ConfigError` when the server serves another model than the study's."""
+        wanted, found = Path(str(settings["model.name"])).name, swarm.status().model
+        if Path(found).name != wanted:
+            raise ConfigError(f"{self.url} serves {found!r}, and the study trains {wanted!r}: name another server")
+
+
+def give_up(stopping: Event) -> None:
+    if stopping.is_set():
+        raise Lost("the study ended while it waited for the server")
+
+
+def name_there(run: Path) -> str:
+    """What a run is called on servers: one that begins anew, after it was lost, is another there."""
+    file = run / "name"
+    if not file.exists():
+        write_whole(file, f"{run.name}-{uuid.uuid4().hex[:6]}")
+    return file.read_text(encoding="utf-8")
+
+
+def job_of(settings: Setting) -> dict[str, object]:
+    """The whole of the job settings. Raises `ConfigError` for settings that only whoever starts a server can make."""
+    for name in settings:
+        if not name.startswith(("job.", "model.name", *OWN)):
+            raise ConfigError(
+                f"{name} = {settings[name]!r} cannot be set on a server that is running: leave --server out, and the "
+                "study starts its own"
+            )
+    overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if name.startswith("job.")]
+    return load_config(None, overrides, environ={}).job.model_dump(mode="json")

@@ -1,0 +1,215 @@
+"""`Course`: what requests have made of a study, and `grant`, the rules by which they are granted.
+
+Before the data a request changes the plan. After the first launch the study is fixed: an arm can be vetoed and the
+budget capped, and what is added becomes a study of its own, the annex. It is exploratory, begins when the first has its
+findings, draws fresh seeds on both sides of each claim, and is paid from what the first leaves. So nothing
+that is seen can change what was promised, and no claim is read off the scores that suggested it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from agentjet.research.models import Arm, Hypothesis, Origin, Setting, Study
+from agentjet.research.planner.actions import (
+    Action,
+    AddArm,
+    AddHypothesis,
+    AddSeeds,
+    Cap,
+    Pause,
+    Promote,
+    Refused,
+    RequestProbe,
+    Resume,
+    Stop,
+    Veto,
+)
+from agentjet.research.planner.priors import check_setting
+
+
+@dataclass(frozen=True)
+class Course:
+    """A value: every request that is granted makes a new one."""
+
+    study: Study
+    """Fixed once `begun`; the plan so far before."""
+    begun: bool
+    codes: frozenset[str] = frozenset()
+    """Hashes of the code that arms may name."""
+    paused: bool = False
+    cap: float | None = None
+    vetoed: frozenset[str] = frozenset()
+    stopped: bool = False
+    arms: tuple[Arm, ...] = ()
+    """Added after the data began, as are the hypotheses."""
+    hypotheses: tuple[Hypothesis, ...] = ()
+    seeds: int = 0
+    """The last look of what is added; 0 is that of the study."""
+    probes: tuple[tuple[str, Setting], ...] = ()
+    """Arms, and the whole difference from the base they are to be run with once."""
+
+    @property
+    def all_arms(self) -> dict[str, Arm]:
+        return {arm.name: arm for arm in (*self.study.arms, *self.arms)}
+
+    def least_cost(self) -> float:
+        """Full runs without which what is asked cannot reach its first look, or the one that was asked for."""
+        study = self.study
+        claims = self.hypotheses if self.begun else study.hypotheses
+        asked = {name for claim in claims for name in (claim.arm, claim.against)}
+        return len(asked) * (self.seeds or study.looks[0]) + len(self.probes)
+
+
+EVERYTHING = float("inf")
+"""Left to spend, for whoever only follows what was granted."""
+
+
+def grant(course: Course, action: Action, origin: Origin, left: float) -> Course:
+    """The course with the action granted, or `Refused`. `left` is what may still be spent, in full runs."""
+    if origin == "llm":
+        check_words(action)
+    match action:
+        case AddArm():
+            after = with_arm(course, action, origin)
+        case AddHypothesis():
+            after = with_claim(course, Hypothesis("", action.arm, action.against, action.confirmatory, origin))
+        case AddSeeds():
+            after = with_seeds(course, action.seeds)
+        case Promote():
+            after = promoted(course, action)
+        case RequestProbe():
+            after = with_probe(course, action)
+        case Pause() | Resume():
+            after = replace(course, paused=isinstance(action, Pause))
+        case Cap():
+            after = capped(course, action.runs)
+        case Veto():
+            after = without(course, action.arm)
+        case Stop():
+            after = replace(course, stopped=True)
+        case _:
+            raise AssertionError(action)
+    if after.least_cost() > max(left, course.least_cost()):
+        raise Refused(f"this takes {after.least_cost():g} full runs at the least, and {left:.2f} are left")
+    return after
+
+
+def check_words(action: Action) -> None:
+    """A model's reasons say what is expected, never how much: numbers come from trials."""
+    why = getattr(action, "why", "")
+    if any(character.isnumeric() for character in why):
+        raise Refused(f"why = {why!r}: a reason with numbers; numbers come from trials")
+
+
+def known_arm(course: Course, name: str) -> Arm:
+    if name not in course.all_arms:
+        raise Refused(f"{name!r} is no arm of the study; the arms are {sorted(course.all_arms)}")
+    if name in course.vetoed:
+        raise Refused(f"arm {name!r} was vetoed")
+    return course.all_arms[name]
+
+
+def with_arm(course: Course, action: AddArm, origin: Origin) -> Course:
+    against = known_arm(course, action.against)
+    if action.arm in course.all_arms:
+        raise Refused(f"there is an arm {action.arm!r} already; choose another name")
+    if action.code and action.code not in course.codes:
+        raise Refused(f"code = {action.code!r} is not in the study's keeping")
+    check_setting(course.study, action.changes)
+    for other in course.all_arms.values():
+        if (dict(other.changes), other.code) == (dict(action.changes), action.code):
+            raise Refused(f"arm {action.arm!r} would be arm {other.name!r} under another name")
+    nuisance = tuple(knob for knob in against.nuisance if knob.name not in action.changes)
+    arm = Arm(action.arm, dict(action.changes), nuisance, action.code)
+    if course.begun:
+        course = replace(course, arms=(*course.arms, arm))
+    else:
+        course = replace(course, study=replace(course.study, arms=(*course.study.arms, arm)))
+    return with_claim(course, Hypothesis("", action.arm, action.against, False, origin))
+
+
+def with_claim(course: Course, claim: Hypothesis) -> Course:
+    """The words of a claim are made here: nobody's prose is tested, printed or believed."""
+    for name in (claim.arm, claim.against):
+        known_arm(course, name)
+    if claim.arm == claim.against:
+        raise Refused(f"{claim.arm!r} is compared with itself")
+    if course.begun and claim.confirmatory:
+        raise Refused("the data have begun: a claim made now is exploratory; ask for confirmatory = false")
+    claim = replace(claim, claim=f"{claim.arm} scores higher than {claim.against}")
+    there = course.hypotheses if course.begun else course.study.hypotheses
+    if any({claim.arm, claim.against} == {other.arm, other.against} for other in there):
+        raise Refused(f"{claim.arm!r} and {claim.against!r} are compared already")
+    if course.begun:
+        return replace(course, hypotheses=(*there, claim))
+    return replace(course, study=replace(course.study, hypotheses=(*there, claim)))
+
+
+def with_seeds(course: Course, seeds: int) -> Course:
+    if course.begun:
+        if not course.hypotheses:
+            raise Refused("the looks were fixed before the data; only a claim that is added can be given seeds")
+        return replace(course, seeds=seeds)
+    study = course.study
+    asked = {name for claim in study.hypotheses for name in (claim.arm, claim.against)}
+    if len(asked) * seeds > study.budget:
+        raise Refused(f"{seeds} seeds of {len(asked)} arms are more than the budget of {study.budget:g} full runs")
+    return replace(course, study=replace(study, looks=looks_up_to(study.looks, seeds)))
+
+
+def looks_up_to(looks: tuple[int, ...], seeds: int) -> tuple[int, ...]:
+    return (*(look for look in looks if look < seeds), seeds)
+
+
+def promoted(course: Course, action: Promote) -> Course:
+    if course.begun:
+        raise Refused("the data have begun: what was exploratory stays so")
+    claims = course.study.hypotheses
+    chosen = [c for c in claims if (c.arm, c.against, c.confirmatory) == (action.arm, action.against, False)]
+    if not chosen:
+        raise Refused(f"no exploratory hypothesis says {action.arm!r} scores higher than {action.against!r}")
+    kept = tuple(replace(c, confirmatory=True) if c in chosen else c for c in claims)
+    return replace(course, study=replace(course.study, hypotheses=kept))
+
+
+def with_probe(course: Course, action: RequestProbe) -> Course:
+    if not course.begun:
+        raise Refused("a probe is of something that was seen, and nothing has run yet")
+    arm = known_arm(course, action.arm)
+    check_setting(course.study, action.changes)
+    return replace(course, probes=(*course.probes, (arm.name, {**arm.changes, **action.changes})))
+
+
+def capped(course: Course, runs: float) -> Course:
+    if runs > course.study.budget:
+        raise Refused(f"cap = {runs:g} is above the budget of {course.study.budget:g} full runs, which was fixed")
+    return replace(course, cap=runs)
+
+
+def without(course: Course, arm: str) -> Course:
+    known_arm(course, arm)
+    kept = tuple(claim for claim in course.hypotheses if arm not in (claim.arm, claim.against))
+    return replace(course, vetoed=course.vetoed | {arm}, hypotheses=kept)
+
+
+def annex(course: Course, settings: Mapping[str, Setting], left: float) -> Study | None:
+    """The study of what was added, or None. Arms that were tuned run at the setting they were judged at."""
+    asked = {name for claim in course.hypotheses for name in (claim.arm, claim.against)} - course.vetoed
+    if not asked or left <= 0:
+        return None
+    arms = [
+        replace(arm, changes=settings[name], nuisance=()) if name in settings else arm
+        for name, arm in course.all_arms.items()
+        if name in asked
+    ]
+    study = course.study
+    return replace(
+        study,
+        topic=f"{study.topic} (added after the data)",
+        arms=tuple(arms),
+        hypotheses=course.hypotheses,
+        budget=left,
+        looks=looks_up_to(study.looks, course.seeds) if course.seeds else study.looks,
+    )

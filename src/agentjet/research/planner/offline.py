@@ -1,0 +1,127 @@
+"""`plan`: a topic or a file in, a study out, without a language model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from agentjet.errors import ConfigError
+from agentjet.research.models import Arm, Hypothesis, Setting, Study, Subject
+from agentjet.research.planner.plan import Plan
+from agentjet.research.planner.priors import check_job
+from agentjet.research.planner.rehearsal import rehearse
+from agentjet.research.planner.space import Space
+from agentjet.research.planner.templates import Claim, Sketch, sketch
+from agentjet.research.planner.topics import Understood, understand
+
+METRIC = "mean reward on the held-out tasks, at the last step"
+SESOI = 0.02
+"""Where nobody says: two points of a hundred, of rewards from 0 to 1."""
+SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def plan(
+    topic: str,
+    *,
+    budget: str,
+    subject: Subject | None = None,
+    space: Space | None = None,
+    folder: Path = Path(),
+    sesoi: float | None = None,
+    run_seconds: float | None = None,
+    servers: int = 1,
+    seed: int = 0,
+) -> Plan:
+    """The plan of a study. Raises `ConfigError` for what is not understood, cannot be compared, or cannot be paid.
+
+    `budget` is in full runs ("60") or in time ("4h"), for which a run's seconds must be known. `folder` is where the
+    agents of a space file are.
+    """
+    base: Setting = subject.settings if subject else {}
+    if subject:
+        check_job(base)
+        base = {"job.optimizer.total_steps": subject.steps, **base}
+    understood = None if space else understand(topic)
+    found = space.sketch(folder) if space else sketch(understood, base) if understood else Sketch()
+    for arm in found.arms if subject or understood else ():
+        check_arm(arm, base)
+    if space and subject:
+        agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
+        subject = with_agents(subject, agents)
+    study = Study(
+        topic=topic,
+        metric=space.metric if space and space.metric else METRIC,
+        sesoi=sesoi or (space.sesoi if space else None) or SESOI,
+        arms=tuple(found.arms),
+        hypotheses=tuple(hypothesis(claim) for claim in found.claims),
+        budget=runs_of(budget, run_seconds, servers),
+        alpha=space.alpha if space else 0.05,
+        looks=space.looks if space else (4, 8, 12),
+        evaluator=subject.evaluator_now() if subject and subject.code else "",
+        seed=seed,
+        subject=subject,
+    )
+    cost = rehearse(study)
+    if cost.least > study.budget:
+        raise ConfigError(
+            f"budget = {budget}: {study.budget:g} full runs, and the study takes {cost.least:.1f} where all is plain; "
+            f"give at least that, or compare fewer than {len(study.arms)} arms"
+        )
+    return Plan(
+        study,
+        tuple(found.claims),
+        understood.kind if understood else None,
+        tuple(meanings(understood)) if understood else (),
+        understood.ignored if understood else (),
+        cost,
+        tuple(found.notes),
+        run_seconds,
+        servers,
+    )
+
+
+def with_agents(subject: Subject, agents: Mapping[str, str]) -> Subject:
+    """The subject with agents of some arms' own; if its code was hashed, theirs is too."""
+    subject = replace(subject, agents={**subject.agents, **agents})
+    return replace(subject, code=subject.code_now()) if subject.code else subject
+
+
+def hypothesis(claim: Claim) -> Hypothesis:
+    return Hypothesis(
+        f"{claim.arm} scores higher than {claim.against}",
+        claim.arm,
+        claim.against,
+        claim.confirmatory,
+    )
+
+
+def meanings(understood: Understood) -> list[tuple[str, str]]:
+    return [
+        (mention.words, f"{mention.setting} = {mention.choice}" if mention.choice else mention.setting)
+        for mention in understood.mentions
+    ]
+
+
+def check_arm(arm: Arm, base: Setting) -> None:
+    """Raises `ConfigError` when a server would not take it, at any value of its knobs."""
+    for position in (0, -1):
+        tuned = {knob.name: knob.values[position] for knob in arm.nuisance}
+        try:
+            check_job({**base, **arm.changes, **tuned})
+        except ConfigError as error:
+            raise ConfigError(f"arm {arm.name!r}: {error}") from None
+
+
+def runs_of(budget: str, run_seconds: float | None, servers: int) -> float:
+    """Full runs that a budget pays for. Raises `ConfigError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", budget.strip().lower())
+    unit = match[2].removesuffix("s") if match and match[2] != "s" else "s" if match else ""
+    if not match or float(match[1]) <= 0 or unit not in ("", "run", *SECONDS):
+        raise ConfigError(f"budget = {budget!r}: give full runs, such as 60, or time, such as 4h or 90m")
+    if unit in ("", "run"):
+        return float(match[1])
+    if run_seconds is None:
+        raise ConfigError(f"budget = {budget!r}: how long a run lasts is not known; give full runs, such as 60")
+    return float(match[1]) * SECONDS[unit] * servers / run_seconds

@@ -1,0 +1,155 @@
+"""What is known of the settings beforehand: their words, ranges and interactions, from the packaged `priors.toml`."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from agentjet.config import load_config
+from agentjet.errors import ConfigError
+from agentjet.research.models import Knob, Setting, Study, Value
+from agentjet.research.planner.actions import Refused
+
+Sign = Literal["+", "-", "0", "?"]
+FREE = frozenset({"job.seed", "job.max_steps"})
+"""Settings of a job that are the study's own business: seeds and lengths of its trials."""
+
+
+class Prior(BaseModel):
+    """A setting that studies vary. `priors.toml` says what the fields mean."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    says: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    whole: bool = False
+    scale: Literal["log", "linear"] = "log"
+    switch: bool = False
+    choices: Mapping[str, tuple[str, ...]] = {}
+    ladder: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()
+    off: str | float | None = None
+    on: str | float | None = None
+    tune: tuple[str, ...] = ()
+    hold: tuple[str, ...] = ()
+    spans: tuple[str, ...] = ()
+    sign: Sign = "?"
+    why: str = ""
+    reference: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        return not self.switch and not self.choices
+
+    def refusal(self, name: str, value: Value) -> str | None:
+        """Why a study may not set this, or None."""
+        if self.switch:
+            return None if isinstance(value, bool) else f"{name} = {value!r}: true or false"
+        if self.choices:
+            return None if value in self.choices else f"{name} = {value!r}: one of {', '.join(self.choices)}"
+        if isinstance(value, bool | str) or not math.isfinite(value):
+            return f"{name} = {value!r}: a number"
+        if self.whole and value != int(value):
+            return f"{name} = {value!r}: a whole number"
+        assert self.low is not None and self.high is not None
+        if not self.low <= value <= self.high:
+            return f"{name} = {value!r}: from {self.low:g} to {self.high:g}"
+        return None
+
+    def tried(self, base: Value) -> tuple[float, ...]:
+        """The values to try, around the base where the prior has a ladder. Empty: nobody varies it by degrees."""
+        if not self.ladder:
+            return self.values
+        assert self.low is not None and self.high is not None and not isinstance(base, str)
+        steps = (rounded(base * factor) for factor in self.ladder)
+        return tuple(sorted({min(self.high, max(self.low, round(s) if self.whole else s)) for s in steps}))
+
+    def typed(self, value: float | str) -> Value:
+        return int(value) if self.whole else value
+
+
+@cache
+def priors() -> dict[str, Prior]:
+    """By the setting's name."""
+    text = files(__package__).joinpath("priors.toml").read_text(encoding="utf-8")
+    return {name: Prior.model_validate(fields) for name, fields in tomllib.loads(text).items()}
+
+
+def base_value(name: str, settings: Setting) -> Value:
+    """What a setting is where no arm changes it: the subject's, or the default."""
+    if name in settings:
+        return settings[name]
+    value: Any = load_config(None, environ={}).model_dump()
+    for part in name.split("."):
+        value = value[part]
+    assert isinstance(value, bool | int | float | str), name
+    return value
+
+
+def knob(name: str, settings: Setting) -> Knob:
+    """A setting to be tuned, over the values its prior would try."""
+    return Knob(name, tuple(map(float, priors()[name].tried(base_value(name, settings)))))
+
+
+def rounded(value: float, digits: int = 2) -> float:
+    """To so many significant digits: nobody tunes finer."""
+    return float(f"{value:.{digits - 1}e}")
+
+
+# ---- what may be changed --------------------------------------------------------------------------------------------
+
+
+def check_setting(study: Study, changes: Setting) -> None:
+    """Raises `Refused` for a setting that arms of this study may not change, or not to this value.
+
+    What swarm servers train may change what the priors know. A study without a subject knows its own names only.
+    """
+    own = own_values(study)
+    for name, value in changes.items():
+        prior = priors().get(name) if study.subject else None
+        if prior:
+            if sentence := prior.refusal(name, value):
+                raise Refused(sentence)
+        elif name not in own:
+            known = sorted({*own, *(priors() if study.subject else ())})
+            raise Refused(f"{name!r} is no setting that an arm of this study may change; those are {', '.join(known)}")
+        elif not any(alike(value, known) for known in own[name]):
+            raise Refused(f"{name} = {value!r}: this study knows {sorted(map(str, own[name]))}")
+    if study.subject:
+        try:
+            check_job({**study.subject.settings, **changes})
+        except ConfigError as error:
+            raise Refused(str(error)) from None
+
+
+def own_values(study: Study) -> dict[str, list[Value]]:
+    """By name, the values that the study's arms and knobs have."""
+    values: dict[str, list[Value]] = {}
+    for arm in study.arms:
+        for name, value in arm.changes.items():
+            values.setdefault(name, []).append(value)
+        for tuned in arm.nuisance:
+            values.setdefault(tuned.name, []).extend(tuned.values)
+    return values
+
+
+def alike(value: Value, known: Value) -> bool:
+    """The same choice, or a number where there is a number."""
+    if isinstance(value, bool | str) or isinstance(known, bool | str):
+        return type(value) is type(known) and value == known
+    return True
+
+
+def check_job(settings: Setting) -> None:
+    """Raises `ConfigError` for settings that no server would take, and for those that are the study's own business."""
+    for name in sorted(FREE & settings.keys()):
+        raise ConfigError(f"{name} = {settings[name]!r}: seeds and lengths of trials are the study's; leave it out")
+    load_config(None, [f"{name}={json.dumps(value)}" for name, value in settings.items()], environ={})

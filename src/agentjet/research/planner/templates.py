@@ -1,0 +1,240 @@
+"""A template for each kind of question: which arms, which claims, and what every arm tunes before it is judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from agentjet.errors import ConfigError
+from agentjet.research.models import Arm, Setting, Value
+from agentjet.research.planner.priors import Sign, base_value, knob, priors
+from agentjet.research.planner.topics import Understood
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`arm` scores higher than `against`, with what is expected of it."""
+
+    arm: str
+    against: str
+    sign: Sign
+    """Of the expected difference; "-" is turned round to "+" before it is claimed."""
+    why: str = ""
+    reference: str = ""
+    confirmatory: bool = True
+
+
+@dataclass
+class Sketch:
+    """What a template makes of a question."""
+
+    arms: list[Arm] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def tune(self, names: list[str], base: Setting) -> None:
+        """Every arm tunes what it does not set itself."""
+        self.arms = [
+            Arm(arm.name, arm.changes, tuple(knob(name, base) for name in names if name not in arm.changes), arm.code)
+            for arm in self.arms
+        ]
+
+
+REMEDIES: tuple[tuple[str, Setting, str], ...] = (
+    (
+        "higher clip",
+        {"job.algorithm.clip_high": 0.28},
+        "unlikely tokens may rise: against a collapse of the entropy",
+    ),
+    (
+        "kl penalty",
+        {"job.algorithm.kl_coef": 0.02},
+        "holds on to the starting policy: against drift and hacked rewards",
+    ),
+    ("corrected", {"job.algorithm.correction": "tis"}, "against samples that are not the learner's own"),
+    ("refilled groups", {"job.algorithm.drop_zero_variance": True}, "against batches that teach nothing"),
+)
+"""What is tried where training goes wrong, besides a third of the learning rate."""
+
+
+def sketch(understood: Understood, base: Setting) -> Sketch:
+    """`base` holds the settings that are not the defaults. Raises `ConfigError` where nothing is left to compare."""
+    makers = {
+        "sweep": sweep,
+        "ablation": ablation,
+        "a_against_b": a_against_b,
+        "scaling": scaling,
+        "diagnosis": diagnosis,
+        "reward_shaping": reward_shaping,
+    }
+    return makers[understood.kind](understood, base)
+
+
+def sweep(understood: Understood, base: Setting) -> Sketch:
+    """The present values against tuned ones."""
+    names = understood.settings
+    fixed = {name: base_value(name, base) for name in names}
+    tuned = Arm("tuned", {}, tuple(knob(name, base) for name in names))
+    claim = Claim("tuned", "present", "+", "the best of several values is chosen, and judged on fresh seeds")
+    return Sketch([Arm("present", fixed), tuned], [claim])
+
+
+def ablation(understood: Understood, base: Setting) -> Sketch:
+    """Everything, then everything but one."""
+    names = understood.settings
+    whole = {name: with_it(name, base) for name in names}
+    everything = Arm("all", whole)
+    found = Sketch([everything])
+    for name in names:
+        part = Arm(f"no {priors()[name].says[0]}", {**whole, name: without_it(name)})
+        found.arms.append(part)
+        found.claims.append(claim_of(name, everything, part))
+    found.tune(tuned_with(names), base)
+    return found
+
+
+def a_against_b(understood: Understood, base: Setting) -> Sketch:
+    """What is named against each other; one alone stands against the present value, a part against none."""
+    options: dict[str, list[Value]] = {name: [] for name in understood.settings}
+    for mention in understood.mentions:
+        options[mention.setting] += [mention.choice] if mention.choice else []
+        options[mention.setting] += [priors()[mention.setting].typed(value) for value in mention.values]
+    if len(options) > 1 and all(len(values) < 2 for values in options.values()):
+        return part_against_part(options, base)
+    name, values = max(options.items(), key=lambda item: len(item[1]))
+    prior = priors()[name]
+    found = Sketch()
+    if not values and (prior.switch or prior.off is not None):
+        part = Arm(f"with {prior.says[0]}", {name: with_it(name, base)})
+        found.arms = [part, Arm("without", {name: without_it(name)})]
+        found.claims = [claim_of(name, *found.arms)]
+    else:
+        found.arms = arms_of(name, compared(name, values, base), base, found)
+        first, *others = found.arms
+        found.claims = [claim_of(name, *((other, first) if prior.is_number else (first, other))) for other in others]
+    found.tune(tuned_with([name]), base)
+    return found
+
+
+def compared(name: str, values: list[Value], base: Setting) -> list[Value]:
+    """At least two, numbers from the smallest on: the present one, or all choices, where too few are named."""
+    prior = priors()[name]
+    present = base_value(name, base)
+    if not values:
+        values = [*prior.choices]
+    elif values == [present]:
+        values += [choice for choice in prior.choices if choice != present][:1]
+    elif len(values) == 1:
+        values.append(present)
+    if len(set(values)) < 2:
+        raise ConfigError(f"{name}: name the values to compare, such as '{example(name)}'")
+    return sorted(set(values), key=number) if prior.is_number else list(dict.fromkeys(values))
+
+
+def part_against_part(options: dict[str, list[Value]], base: Setting) -> Sketch:
+    """Several ways of doing something, each without the others."""
+    found = Sketch()
+    for name, values in options.items():
+        off = {other: without_it(other) for other in options if other != name}
+        found.arms.append(Arm(priors()[name].says[0], {name: values[0] if values else with_it(name, base), **off}))
+    first, *others = found.arms
+    found.claims = [Claim(first.name, other.name, "?") for other in others]
+    found.tune(tuned_with(list(options)), base)
+    return found
+
+
+def scaling(understood: Understood, base: Setting) -> Sketch:
+    """Each value against the next smaller one."""
+    name = understood.settings[0]
+    prior = priors()[name]
+    found = Sketch()
+    found.arms = arms_of(name, [prior.typed(value) for value in prior.tried(base_value(name, base))], base, found)
+    found.claims = [claim_of(name, more, less) for less, more in pairwise(found.arms)]
+    found.tune(tuned_with([name]), base)
+    return found
+
+
+def arms_of(name: str, values: list[Value], base: Setting, found: Sketch) -> list[Arm]:
+    """An arm for each value, at as many samples where more of it would mean more of those. Raises `ConfigError`."""
+    arms = []
+    for value in values:
+        changes: dict[str, Value] = {name: value, **{span: base_value(span, base) for span in priors()[name].spans}}
+        for held in priors()[name].hold:
+            share = number(base_value(held, base)) * number(base_value(name, base)) / number(value)
+            changes[held] = int(share)
+            if share != int(share) or share < 1:
+                found.notes.append(f"{name} = {value} is left out: {held} would have to be {share:g}")
+                break
+        else:
+            arms.append(Arm(value if isinstance(value, str) else f"{value:g}", changes))
+    if len(arms) < 2:
+        reason = "; ".join(found.notes) or "one value alone"
+        raise ConfigError(f"{name}: {reason}: name two that can be compared, such as '{example(name)}'")
+    return arms
+
+
+def diagnosis(understood: Understood, base: Setting) -> Sketch:
+    """As it is, against each remedy by itself. The learning rate is one of them, so nothing is tuned."""
+    rate = number(base_value("job.optimizer.lr", base))
+    lower = {"job.optimizer.lr": float(f"{rate / 3:.2g}")}
+    remedies = (("lower rate", lower, "most runs that go wrong step too far"), *REMEDIES)
+    found = Sketch([Arm("as it is")])
+    for label, changes, why in remedies:
+        if any(base_value(name, base) != value for name, value in changes.items()):
+            found.arms.append(Arm(label, changes))
+            found.claims.append(Claim(label, "as it is", "?", why))
+    return found
+
+
+def reward_shaping(understood: Understood, base: Setting) -> Sketch:
+    raise ConfigError(
+        "a reward is what the agent returns, which no setting of the server changes: name the agent of each arm in a "
+        "file, --space space.toml; all arms are scored by the same evaluator, whatever they are trained on"
+    )
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def with_it(name: str, base: Setting) -> Value:
+    """The value that having it means: the present one where that is not its absence."""
+    prior, present = priors()[name], base_value(name, base)
+    if prior.switch:
+        return True
+    if prior.on is None:
+        raise ConfigError(
+            f"{name} is neither present nor absent; name the values to compare, such as '{example(name)}'"
+        )
+    return present if present != prior.off else prior.typed(prior.on)
+
+
+def without_it(name: str) -> Value:
+    prior = priors()[name]
+    if prior.switch:
+        return False
+    if prior.off is None:
+        raise ConfigError(f"{name}: it cannot be taken away; name the values to compare, such as '{example(name)}'")
+    return prior.typed(prior.off)
+
+
+def example(name: str) -> str:
+    prior = priors()[name]
+    options = list(prior.choices) or [f"{value:g}" for value in prior.values or (1, 2)]
+    return f"{prior.says[0]}: {options[0]} vs {options[1]}"
+
+
+def claim_of(name: str, more: Arm, less: Arm) -> Claim:
+    """What the prior expects of the first arm, which has the setting, or more of it."""
+    prior = priors()[name]
+    if prior.sign == "-":
+        more, less = less, more
+    return Claim(more.name, less.name, "+" if prior.sign == "-" else prior.sign, prior.why, prior.reference)
+
+
+def tuned_with(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(tuned for name in names for tuned in priors()[name].tune))
+
+
+def number(value: Value) -> float:
+    assert not isinstance(value, str)
+    return float(value)

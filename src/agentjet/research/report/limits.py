@@ -1,0 +1,143 @@
+"""What a finding does not say, each limitation with the facts that it is read from.
+
+A limitation holds or does not hold by a rule over the proceedings; the template has the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from agentjet.research.models import Arm
+from agentjet.research.report.facts import Facts, Group, Rounding, count, plain, quote, setting_text, share, trimmed
+from agentjet.research.report.proceedings import Launched, Proceedings
+
+MANY_SEEDS = 20
+"""From so many seeds an arm on, a normal mean is not worth a warning."""
+UNEQUAL = 3.0
+"""Deviations of two arms that differ by this factor strain the boundary's approximation (see docs/research.md)."""
+
+
+def gather_limits(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
+    """Lists of groups, empty where a limitation does not hold, by its name."""
+    return {
+        "edges": list(edges(facts, done)),
+        "apart": list(tuned_apart(facts, done)),
+        "unequal": list(unequal_spreads(facts, done, rounding)),
+        "few_seeds": [f for f in done.findings.values() if f.estimate is not None and f.seeds < MANY_SEEDS] != [],
+        "untuned": [quote_group(facts, f"untuned{i}", arm) for i, arm in enumerate(untuned(done), start=1)],
+        "lost": list(lost(facts, done)),
+        "running": [one for one in done.launched if one.outcome is None] != [],
+        "skipped_rungs": list(skipped_rungs(facts, done)),
+        "repeated": repeated(facts, done),
+        "diagnosed": diagnosed(facts, done),
+        "unpinned": not done.study.evaluator,
+    }
+
+
+def edges(facts: Facts, done: Proceedings) -> Iterator[Group]:
+    """Knobs that an arm was judged at the end of."""
+    number = 0
+    for arm in done.study.arms:
+        chosen = done.chosen.get(arm.name, {})
+        for knob in arm.nuisance:
+            ends = {min(knob.values): "least", max(knob.values): "largest"}
+            value = chosen.get(knob.name)
+            if value in ends and len(knob.values) > 1:
+                number += 1
+                yield facts.group(
+                    f"edge{number}",
+                    {
+                        "arm": quote(arm.name),
+                        "knob": quote(knob.name),
+                        "value": plain(value),
+                        "end": quote(ends[float(value)]),
+                    },
+                )
+
+
+def tuned_apart(facts: Facts, done: Proceedings) -> Iterator[Group]:
+    """Pairs that are compared at different values of a knob that both tuned."""
+    for number, hypothesis in enumerate(done.study.hypotheses, start=1):
+        a, b = (done.chosen.get(name, {}) for name in (hypothesis.arm, hypothesis.against))
+        both = {knob.name for knob in done.study.arm(hypothesis.arm).nuisance}
+        both &= {knob.name for knob in done.study.arm(hypothesis.against).nuisance}
+        differing = sorted(name for name in both if name in a and name in b and a[name] != b[name])
+        if differing:
+            yield facts.group(
+                f"apart{number}",
+                {
+                    "arm": quote(hypothesis.arm),
+                    "against": quote(hypothesis.against),
+                    "at": setting_text({name: a[name] for name in differing}),
+                    "against_at": setting_text({name: b[name] for name in differing}),
+                },
+            )
+
+
+def unequal_spreads(facts: Facts, done: Proceedings, rounding: Rounding) -> Iterator[Group]:
+    for number, hypothesis in enumerate(done.study.hypotheses, start=1):
+        spreads = {name: deviation(done.confirming(name)) for name in (hypothesis.arm, hypothesis.against)}
+        wide, narrow = sorted(spreads, key=lambda name: -spreads[name])
+        if spreads[narrow] > 0 and spreads[wide] / spreads[narrow] >= UNEQUAL:
+            yield facts.group(
+                f"spread{number}",
+                {
+                    "wide": quote(wide),
+                    "narrow": quote(narrow),
+                    "wide_by": rounding.score(spreads[wide]),
+                    "narrow_by": rounding.score(spreads[narrow]),
+                    "factor": quote(trimmed(spreads[wide] / spreads[narrow], 1)),
+                },
+            )
+
+
+def deviation(launched: list[Launched]) -> float:
+    scores = [one.score for one in launched if one.score is not None]
+    return float(np.std(scores, ddof=1)) if len(scores) > 1 else 0.0
+
+
+def untuned(done: Proceedings) -> list[Arm]:
+    return [arm for arm in done.study.arms if not arm.nuisance]
+
+
+def quote_group(facts: Facts, name: str, arm: Arm) -> Group:
+    return facts.group(name, {"arm": quote(arm.name), "setting": setting_text(arm.changes)})
+
+
+def lost(facts: Facts, done: Proceedings) -> Iterator[Group]:
+    """Arms whose confirming seeds did not all come back."""
+    for number, arm in enumerate(done.study.arms, start=1):
+        launched = done.confirming(arm.name)
+        missing = sum(one.end == "infra_failed" for one in launched)
+        if missing:
+            yield facts.group(
+                f"lost{number}", {"arm": quote(arm.name), "num": count(missing), "of": count(len(launched))}
+            )
+
+
+def skipped_rungs(facts: Facts, done: Proceedings) -> Iterator[Group]:
+    """Rungs that the study declared and the first arm's ranks did not bear out."""
+    kept = done.decisions.get("rungs")
+    if isinstance(kept, list):
+        dropped = [rung for rung in done.study.rungs if rung not in kept]
+        for number, rung in enumerate(dropped, start=1):
+            yield facts.group(f"rung{number}", {"at": share(rung)})
+
+
+def repeated(facts: Facts, done: Proceedings) -> Group | None:
+    again = [one for one in done.launched if one.attempts > 1]
+    if not again:
+        return None
+    return facts.group(
+        "repeated",
+        {"trials": count(len(again)), "launches": count(sum(one.attempts - 1 for one in again))},
+    )
+
+
+def diagnosed(facts: Facts, done: Proceedings) -> Group | None:
+    """Confirming trials that something was the matter with."""
+    trials = [one for one in done.launched if one.trial.phase == "confirm"]
+    ill = [one for one in trials if one.trial.id in done.diagnoses]
+    return facts.group("diagnosed", {"num": count(len(ill)), "of": count(len(trials))}) if ill else None

@@ -1,0 +1,136 @@
+"""`Subject`: what every trial of a study trains, and how it is scored. What its arms change of that is theirs.
+
+Code and tasks are named, not held: `FILE.py:FUNCTION`, relative to the folder the study is run in, or
+`package.module:function`. Tasks may also be a file of JSON lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentjet.client.code import hash_of
+from agentjet.client.loading import load_function, source_of
+from agentjet.client.rollout import Agent
+from agentjet.client.task_file import read_tasks
+from agentjet.errors import ConfigError
+from agentjet.research.records import Record, Setting, refuse
+from agentjet.types import Task
+
+
+@dataclass(frozen=True)
+class Subject(Record):
+    """A model, the agent it is trained in, and the tasks it is scored on."""
+
+    model: str
+    """A Hugging Face id, a local folder, or `smollm2-135m`: where every run begins."""
+    agent: str
+    """Plays the training tasks, `agent(task, episode) -> reward`."""
+    tasks: str
+    """What is trained on: a function that returns tasks, or a file of them (`FILE.jsonl`)."""
+    held_out: str
+    """What is scored, named likewise, and never trained on."""
+    evaluator: str = ""
+    """Plays the held-out tasks: its mean reward is the score. Empty: the agent does."""
+    agents: Mapping[str, str] = field(default_factory=dict)
+    """By arm, the agent of arms that differ in code or in reward."""
+    settings: Setting = field(default_factory=dict)
+    """Of the server, where they are not the defaults; arms and knobs change them further."""
+    steps: int = 40
+    """Batches of a full run."""
+    evaluations: int = 4
+    """Times a full run is scored, evenly spaced, the last one at its end; and once before it."""
+    repeats: int = 1
+    """Episodes of each held-out task in a scoring."""
+    concurrency: int = 32
+    """Episodes at the same time."""
+    floor: float = 0.0
+    """The score of a policy that can no longer answer: of a run that diverged."""
+    patience: float = 1800.0
+    """Seconds that the training between two scorings, or a scoring, may take before the run is given up as lost."""
+    code: str = ""
+    """Hash of the code and the tasks that are named here: what changed since is refused."""
+
+    def __post_init__(self) -> None:
+        refuse(self.steps < 1, f"subject.steps = {self.steps}: a run learns at least 1 batch")
+        most = f"give 1 to subject.steps = {self.steps}"
+        refuse(not 1 <= self.evaluations <= self.steps, f"subject.evaluations = {self.evaluations}: {most} of them")
+        refuse(self.repeats < 1, f"subject.repeats = {self.repeats}: each held-out task is played at least once")
+        refuse(self.concurrency < 1, f"subject.concurrency = {self.concurrency}: give 1 or more")
+        refuse(not self.patience > 0, f"subject.patience = {self.patience}: give seconds above 0")
+
+    def agent_of(self, arm: str) -> str:
+        """Where the agent of an arm is."""
+        return self.agents.get(arm, self.agent)
+
+    def steps_at(self, fidelity: float) -> int:
+        """The batches of a run of that fraction of the full length."""
+        return max(1, round(self.steps * fidelity))
+
+    def marks(self, fidelity: float) -> list[int]:
+        """The steps at which such a run is scored: before the first, then those of a full run that it reaches, and its
+        own end.
+        """
+        end = self.steps_at(fidelity)
+        spaced = {round(self.steps * number / self.evaluations) for number in range(self.evaluations + 1)}
+        return sorted({mark for mark in spaced if mark < end} | {end})
+
+    def code_now(self) -> str:
+        """What `code` is by the files as they are. Raises `ConfigError` for what is not there."""
+        named = {self.agent, self.tasks, self.held_out, self.evaluator or self.agent, *self.agents.values()}
+        return digest_of(named)
+
+    def evaluator_now(self) -> str:
+        """The same of what computes the score alone."""
+        return digest_of({self.evaluator or self.agent, self.held_out})
+
+    def check_code(self) -> None:
+        """Raises `ConfigError` when the code or the tasks are not what they were when the study was fixed."""
+        now = self.code_now()
+        if self.code and now != self.code:
+            raise ConfigError(
+                f"subject.code = {self.code!r}: the files that are named are {now!r} now. A study is fixed before its "
+                f"data: restore {self.agent!r} and what belongs to it, or begin a new study"
+            )
+
+    def player(self, arm: str) -> Agent:
+        """The agent that an arm trains. Raises `ConfigError`."""
+        return load_function(self.agent_of(arm), option="subject.agent")
+
+    def judge(self) -> Agent:
+        """What plays the held-out tasks. Raises `ConfigError`."""
+        return load_function(self.evaluator or self.agent, option="subject.evaluator")
+
+    def training_tasks(self) -> list[Task]:
+        """Raises `ConfigError`."""
+        return load_tasks(self.tasks, option="subject.tasks")
+
+    def held_out_tasks(self) -> list[Task]:
+        """Raises `ConfigError`."""
+        return load_tasks(self.held_out, option="subject.held_out")
+
+
+def load_tasks(named: str, *, option: str) -> list[Task]:
+    """The tasks of a file of JSON lines, or what a function returns. Raises `ConfigError`."""
+    if named.endswith(".jsonl"):
+        return read_tasks(Path(named))
+    made = load_function(named, option=option)()
+    tasks = list(made) if isinstance(made, list | tuple) else []
+    if not tasks or not all(isinstance(task, Task) for task in tasks):
+        raise ConfigError(f"{option} = {named!r}: the function must return a list of `Task`s, with one in it at least")
+    return tasks
+
+
+def digest_of(named: set[str]) -> str:
+    """Over the file of each name and, of Python, all that lie beside it: any of them may be imported."""
+    contents: dict[str, bytes] = {}
+    for name in named:
+        file = Path(name) if name.endswith(".jsonl") else source_of(name, option="subject")
+        beside = sorted(file.parent.glob("*.py")) if file.suffix == ".py" else []
+        try:
+            whole = {path.name: path.read_bytes() for path in {file, *beside}}
+        except OSError as error:
+            raise ConfigError(f"subject: {file}: {error.strerror or error}") from None
+        contents[name] = hash_of(whole).encode()
+    return hash_of(contents)

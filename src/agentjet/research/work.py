@@ -1,0 +1,210 @@
+"""One trial, in a process of its own: `python -m agentjet.research.work`, an order on standard input.
+
+It is an ordinary client: it trains the arm's agent on a swarm server up to the trial's last step, plays the held-out
+tasks in eval mode on the way and at the end, and writes the outcome into a file. A process of its own, because arms may
+bring code of the same name, and an agent may hang or crash. It ends when standard input does: with whoever ordered it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import math
+import signal
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentjet.client import AsyncSwarm
+from agentjet.client.lifeline import end_with_input
+from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research.files import write_whole
+from agentjet.research.models import End, Outcome, Trial
+from agentjet.research.record import RunRecord, Scoring
+from agentjet.research.records import Record, Value, canonical
+from agentjet.research.servers import Address
+from agentjet.research.subject import Subject
+
+WRONG_STUDY = 3
+"""Exit code: what is wrong would be wrong with every trial, so that the study ends here until it is mended."""
+ANSWERS = "answers.json"
+"""Beside the outcome."""
+MANY = 1000
+"""Episodes looked through for those that an earlier process left live."""
+
+
+class Lost(AgentJetError):
+    """The run cannot be scored."""
+
+
+@dataclass(frozen=True)
+class Order(Record):
+    """What is to be done: `run` is the folder of the run to be taken further, `answer` the file of the outcome."""
+
+    trial: Trial
+    subject: Subject
+    address: Address
+    run: str
+    answer: str
+
+
+class Work:
+    """An order being carried out."""
+
+    def __init__(self, order: Order, swarm: AsyncSwarm) -> None:
+        """Raises `ConfigError` for code that changed, or cannot be loaded."""
+        self._trial, self._subject, self._swarm = order.trial, order.subject, swarm
+        order.subject.check_code()
+        self._agent = order.subject.player(order.trial.arm)
+        self._judge = order.subject.judge()
+        self._tasks = order.subject.training_tasks()
+        self._held_out = order.subject.held_out_tasks()
+        self._record = RunRecord.open(Path(order.run) / "record.json")
+
+    async def done(self) -> Outcome:
+        """The trial's outcome, from where the run stands. What the policy is to blame for is a result."""
+        marks = self._subject.marks(self._trial.fidelity)
+        try:
+            await self._clear()
+            for mark in marks:
+                await self._train(mark)
+                await self._score(mark)
+        except (AgentJetError, TimeoutError) as error:
+            why = str(error) or f"no end within subject.patience = {self._subject.patience:g} s"
+            if self._is_broken():
+                return self._outcome("diverged", self._subject.floor, why[:2000])
+            return self._outcome("infra_failed", None, why[:2000])
+        return self._outcome("diverged" if self._is_broken() else "completed", self._record.scorings[marks[-1]].mean)
+
+    def _outcome(self, end: End, score: float | None, note: str = "") -> Outcome:
+        last = self._subject.steps_at(self._trial.fidelity)
+        curve, signals = self._record.curve(last), self._record.signals(last)
+        return Outcome(self._trial.id, end, score=score, curve=curve, signals=signals, note=note)
+
+    async def _clear(self) -> None:
+        """Abort what an earlier process of this run left live: nobody plays it any more."""
+        for episode in (await self._swarm.episodes(MANY)).episodes:
+            if episode.status == "live":
+                await self._swarm.abort(episode.episode_id, "its client ended; the trial goes on in another process")
+
+    async def _train(self, mark: int) -> None:
+        """On to a step, unless the run stands there."""
+        version = (await self._swarm.status()).policy_version
+        if version < mark:
+            async with asyncio.timeout(self._subject.patience):
+                report = await self._swarm.train(
+                    self._agent,
+                    self._tasks,
+                    steps=mark - version,
+                    concurrency=self._subject.concurrency,
+                    seed=self._trial.seed + version,
+                    progress=False,
+                )
+            self._record.learned({step.policy_version: step.metrics for step in report.steps})
+        await self._catch_up()
+
+    async def _catch_up(self) -> None:
+        """Take in the metrics of steps that an earlier process trained."""
+        status = await self._swarm.status()
+        missing = set(range(1, status.policy_version + 1)) - self._record.metrics.keys()
+        if not missing:
+            return
+        found = {}
+        async with aclosing(self._swarm.events()) as events:
+            async for event in events:
+                if event.kind == "step" and event.body["policy_version"] in missing:
+                    found[event.body["policy_version"]] = event.body["metrics"]
+                if event.seq >= status.last_event:
+                    break
+        self._record.learned(found)
+
+    async def _score(self, mark: int) -> None:
+        """Play the held-out tasks at a step. Raises `Lost` when some could not be played: a score has no gaps."""
+        if mark in self._record.scorings:
+            return
+        async with asyncio.timeout(self._subject.patience):
+            report = await self._swarm.evaluate(
+                self._judge,
+                self._held_out,
+                repeats=self._subject.repeats,
+                concurrency=self._subject.concurrency,
+                progress=False,
+                at_version=mark,
+            )
+        missing = len(report.results) - len(report.finished)
+        if missing:
+            reason = report.errors.most_common(1)[0][0]
+            raise Lost(f"{missing} of {len(report.results)} held-out episodes could not be played: {reason}")
+        self._record.scored(mark, scoring(list(report.by_task.values())))
+
+    async def answers(self) -> dict[str, dict[str, Value]]:
+        """What a diagnosis may ask about the trial, by question: see `agentjet.research.diagnosis.probing`."""
+        known, last = self._record.scorings, self._subject.steps_at(self._trial.fidelity)
+        train, held_out = ({(task.task_set, task.id) for task in tasks} for tasks in (self._tasks, self._held_out))
+        found: dict[str, dict[str, Value]] = {
+            "settings": dict(flat("job", (await self._swarm.job()).job)),
+            "tasks": {"train": len(train), "held_out": len(held_out), "shared": len(train & held_out)},
+        }
+        if {0, last} <= known.keys():
+            error = math.hypot(known[0].error, known[last].error)
+            found["held_out"] = {"before": known[0].mean, "after": known[last].mean, "error": error}
+        return found
+
+    def _is_broken(self) -> bool:
+        """Whether the newest step changed nothing because its gradients were no numbers."""
+        metrics = self._record.metrics
+        return bool(metrics) and metrics[max(metrics)].get("optim/skipped_steps", 0.0) > 0
+
+
+def scoring(rewards_by_task: Sequence[Sequence[float]]) -> Scoring:
+    """Every task has been played."""
+    means = [statistics.fmean(rewards) for rewards in rewards_by_task]
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    return Scoring(statistics.fmean(means), error)
+
+
+def flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
+    """Settings by their whole names."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flat(f"{prefix}.{name}", value)
+        else:
+            yield f"{prefix}.{name}", value
+
+
+async def carry_out(order: Order) -> None:
+    """The outcome and the answers, into files. Raises `ConfigError`."""
+    async with AsyncSwarm(order.address.url, order.address.token, lease=order.address.lease) as swarm:
+        work = Work(order, swarm)
+        outcome = await work.done()
+        if outcome.end != "infra_failed":
+            write_whole(Path(order.answer).with_name(ANSWERS), canonical(await work.answers()))
+    write_whole(Path(order.answer), canonical(outcome.to_json()))
+
+
+@contextmanager
+def alone(run: Path) -> Iterator[None]:
+    """One process works on a run: one that is just ending is waited for."""
+    with (run / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    order = Order.from_json(json.loads(sys.stdin.buffer.readline()))
+    end_with_input(signal.SIGINT)  # Live episodes are aborted on the way out.
+    try:
+        with alone(Path(order.run)):
+            asyncio.run(carry_out(order))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(WRONG_STUDY) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""`Lease`: the server for one holder alone, for a time. Who begins episodes or configures meanwhile shows its epoch.
+
+Epochs only rise, also across restarts of the server: a holder whose lease ran out, and was taken by another, is refused
+whatever it still believes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from agentjet.errors import Conflict
+from agentjet.protocol import LeaseRequest
+
+FILE = "lease.json"
+
+
+class Lease:
+    """Kept in a file of the data dir."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path = path
+        self._clock = clock
+        self.holder, self.epoch, self._until = "", 0, 0.0
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            self.holder, self.epoch, self._until = known["holder"], known["epoch"], known["until"]
+
+    @property
+    def seconds_left(self) -> float:
+        """0 when nobody has it."""
+        return max(0.0, self._until - self._clock())
+
+    def take(self, request: LeaseRequest) -> None:
+        """Take it, or renew it with its epoch. Raises `Conflict`."""
+        if request.epoch is None:
+            if self.seconds_left:
+                raise self._leased("")
+            self.epoch += 1
+        else:
+            self.check(request.epoch)
+        self.holder, self._until = request.holder, self._clock() + request.seconds
+        self._write()
+
+    def check(self, epoch: int | None) -> None:
+        """Raises `Conflict` for whoever is not the holder while there is one, and for one that is no longer."""
+        if self.seconds_left and epoch != self.epoch:
+            raise self._leased("" if epoch is None else f"; epoch {epoch} is not its epoch")
+        if not self.seconds_left and epoch is not None:
+            raise Conflict(f"The lease of epoch {epoch} is over: take it anew.", code="lease_over")
+
+    def end(self) -> None:
+        self._until = 0.0
+        self._write()
+
+    def _leased(self, more: str) -> Conflict:
+        return Conflict(
+            f"The server is leased to {self.holder!r} for another {self.seconds_left:.0f} s{more}. Wait, or end the "
+            "lease with the admin token (DELETE /swarm/v1/lease).",
+            code="leased",
+        )
+
+    def _write(self) -> None:
+        part = self._path.with_suffix(".part")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump({"holder": self.holder, "epoch": self.epoch, "until": self._until}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self._path)

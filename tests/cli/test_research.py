@@ -1,0 +1,116 @@
+"""`agentjet research` without a server: what is planned, asked and shown.
+
+1. `new` writes a plan a person can read, and refuses what cannot be studied.
+2. `steer` asks; what is no request is refused there and then.
+3. `status` and `report` read a journal at any stage, also while another process writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentjet.cli.main import app
+from agentjet.errors import ConfigError
+from agentjet.research.folder import StudyFolder
+from agentjet.research.journal import Journal
+from agentjet.research.scheduler import conduct
+from tests.research.world import STUDY, Formula
+
+CODE = """
+from agentjet import Task
+
+def agent(task, episode):
+    return 1.0
+
+def train():
+    return [Task("a"), Task("b")]
+
+def held_out():
+    return [Task("c")]
+"""
+
+
+def research(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["research", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "play.py").write_text(CODE)
+    return tmp_path
+
+
+def new(topic: str, *more: str, held_out: str = "play.py:held_out") -> str:
+    named = ("--agent", "play.py:agent", "--tasks", "play.py:train", "--held-out", held_out)
+    return research("new", topic, *named, "--out", "study", "--budget", "60", *more)
+
+
+def test_a_plan_is_written_and_read(here: Path) -> None:
+    said = new("does a kl penalty help?", "--set", "job.batch_size=4", "--steps", "12")
+    assert "job.algorithm.kl_coef" in said and (here / "study" / "plan.md").read_text() in said
+    study = StudyFolder(here / "study").study()
+    assert study.subject and study.subject.settings == {"job.batch_size": 4} and study.subject.steps == 12
+    study.subject.check_code()
+    assert json.loads(research("status", "study", "--json")) == {
+        "study": study.id,
+        "topic": study.topic,
+        "stage": "planned",
+    }
+
+
+def test_what_cannot_be_studied_is_refused(here: Path) -> None:
+    for said, arguments in (
+        ("held-out tasks are trained on, too, such as 'a'", {"held_out": "play.py:train"}),
+        ("there is no function 'gone'", {"held_out": "play.py:gone"}),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            new("does a kl penalty help?", **arguments)
+    with pytest.raises(ConfigError, match="batch_sise"):
+        new("does a kl penalty help?", "--set", "job.batch_sise=4")
+    with pytest.raises(ConfigError, match="is not of the form"):
+        new("does a kl penalty help?", "--set", "job.batch_size")
+    with pytest.raises(ConfigError, match=r"holds no study\.json"):
+        research("run", "study")
+    with pytest.raises(ConfigError, match="1 --server and 0 --admin-token-file"):
+        research("run", "study", "--server", "http://127.0.0.1:1")
+
+
+def test_steering_asks(here: Path) -> None:
+    new("does a kl penalty help?")
+    research("steer", "study", "pause")
+    research("steer", "study", "cap", "40")
+    research("steer", "study", "add-arm", "hot", "--against", "base", "--set", "job.temperature=1.2")
+    lines = [json.loads(line) for line in StudyFolder(here / "study").steering.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["pause", "cap", "add_arm"]
+    assert lines[1]["runs"] == 40.0 and lines[2]["changes"] == {"job.temperature": 1.2}
+    for arguments, said in (
+        (("cap", "much"), "give a number of full runs"),
+        (("cap", "0"), "cap: "),
+        (("veto", ""), "veto: "),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            research("steer", "study", *arguments)
+
+
+def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
+    folder = StudyFolder(tmp_path / "study")
+    folder.write(STUDY, "")
+    with Journal(folder.journal) as journal:  # still open: another process would be writing
+        conduct(STUDY, journal, Formula())
+        seen = json.loads(research("status", str(folder.path), "--json"))
+        assert seen["stage"] == "finished" and seen["findings"][0]["verdict"] == "supported"
+        assert 0 < seen["spent"] <= seen["budget"] == STUDY.budget
+        assert "supported" in research("status", str(folder.path))
+        research("report", str(folder.path))
+    report = folder.path / "report.md"
+    assert "says what the journal does" in research("report", str(folder.path), "--check", str(report))
+    report.write_text(report.read_text().replace("supported", "proven", 1))
+    with pytest.raises(ConfigError, match="is not what the journal says"):
+        research("report", str(folder.path), "--check", str(report))

@@ -1,0 +1,318 @@
+"""1. Every planted failure is called by its cause, and nothing is said of its healthy twin.
+2. A dead environment is no result: the run is repeated with its seed. A ruined policy is one, and keeps its score.
+3. A runner that cannot be asked gets no diagnosis that needs an answer.
+4. Probes are paid from what is left, and their answers are in the book: nothing is asked or written twice.
+5. Killed at every entry, a study is diagnosed as an undisturbed one.
+6. Rules read names that servers report, and the page names every cause.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentjet.research.diagnosis.diagnose import RULES
+from agentjet.research.diagnosis.infrastructure import DEAD, SERVER, checked
+from agentjet.research.diagnosis.pairs import twins
+from agentjet.research.diagnosis.probing import Answer, Question
+from agentjet.research.diagnosis.signs import change, holds_since
+from agentjet.research.journal import Book, Journal, Kind
+from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
+from agentjet.research.scheduler import conduct
+from bench.researching.failing import STEPS, Plant
+from bench.researching.planted import HEALTHY, KINDS, FailingRunner, Side, said, single
+
+ROOT = Path(__file__).parents[2]
+STUDY = Study(
+    topic="which rate?",
+    metric="success",
+    sesoi=0.05,
+    arms=(Arm("usual", {"job.optimizer.lr": 0.1}), Arm("large", {"job.optimizer.lr": 8.0})),
+    hypotheses=(Hypothesis("the usual rate scores higher", "usual", "large"),),
+    budget=24.0,
+    looks=(4,),
+)
+
+
+def causes(book: Book) -> dict[str, list[str]]:
+    """By arm."""
+    found: dict[str, list[str]] = {}
+    for name, diagnoses in book.diagnoses.items():
+        found.setdefault(book.trials[name].arm, []).extend(diagnosis.cause for diagnosis in diagnoses)
+    return found
+
+
+# ---- causes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_planted_failure_is_called_by_its_cause(kind: Any) -> None:
+    named, book = said(kind.name, kind.ill, 2)
+    assert named == {kind.cause}
+    for diagnosis in (diagnosis for every in book.diagnoses.values() for diagnosis in every):
+        assert diagnosis.seen and diagnosis.tried and diagnosis.meaning
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_of_its_healthy_twin_nothing_is_said(kind: Any) -> None:
+    assert said(kind.name, kind.well, 2)[0] == set()
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_of_other_healthy_runs_nothing_is_said(name: str) -> None:
+    assert said(name, HEALTHY[name], 2)[0] == set()
+
+
+# ---- infrastructure -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plant", [Plant(mute_at=50), Plant(hangs=0.95, hangs_at=40)])
+def test_a_run_whose_environment_died_is_repeated_with_its_seed(plant: Plant) -> None:
+    _, book = said("dead", single(plant), 0)
+    [(name, [first, second])] = book.outcomes.items()
+    assert (first.end, first.score) == ("infra_failed", None)
+    assert second.end == "completed" and second.score is not None
+    [found] = book.diagnoses[name]
+    assert found.cause == DEAD and found.step == (plant.mute_at if plant.mute_at < STEPS else 40)
+
+
+def test_a_ruined_policy_is_a_result() -> None:
+    _, book = said("ruined", single(optimizer__lr=8.0), 0)
+    trial = next(trial for trial in book.trials.values() if trial.phase == "confirm")
+    [outcome] = book.outcomes[trial.id]
+    assert outcome.end == "completed" and outcome.score is not None
+    assert outcome.signals["reward/mean"][-1] == 0.0, "it earns nothing any more, as where an environment is dead"
+
+
+def test_an_outcome_without_signals_is_left_as_it_is() -> None:
+    for outcome in (Outcome("t", "completed", score=0.5), Outcome("t", "infra_failed", note="lost")):
+        assert checked(outcome) is outcome
+
+
+def test_rewards_that_became_perfect_are_no_dead_environment() -> None:
+    rewards = [0.5, 0.6, 0.7, 0.8, 0.9, *[1.0] * 10]
+    signals = {
+        "reward/mean": tuple(rewards),
+        "reward/std": tuple(float(np.sqrt(r * (1 - r))) for r in rewards),
+        "completion/tokens": (20.0,) * 15,
+        "batch/episodes": (64.0,) * 15,
+    }
+    outcome = Outcome("t", "completed", score=1.0, signals=signals)
+    assert checked(outcome) is outcome
+
+
+# ---- signs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_is_told_from_noise_and_gaps_are_bridged() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=90)
+    flat = change(noise)
+    assert flat is not None and not flat.rose and not flat.fell
+    rising = noise + np.linspace(0, 6, 90)
+    rising[::4] = np.nan
+    risen = change(rising)
+    assert risen is not None and risen.rose and not risen.fell
+    assert change(rising[:5]) is None, "five steps say nothing"
+    assert change(np.full(90, np.nan)) is None
+
+
+def test_what_holds_must_last() -> None:
+    holds = np.array([False] * 5 + [True] * 3)
+    assert holds_since(holds) == 5
+    assert holds_since(holds[:-1]) is None, "two steps are an incident"
+    assert holds_since(~holds) is None
+    assert holds_since(np.array([True] * 4)) == 0
+
+
+# ---- probes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Silent:
+    """The same runs, by a runner that is no prober."""
+
+    runner: FailingRunner
+
+    def has(self, key: str) -> bool:
+        return self.runner.has(key)
+
+    def launch(self, key: str, trial: Trial) -> None:
+        self.runner.launch(key, trial)
+
+    def collect(self, key: str) -> Outcome:
+        return self.runner.collect(key)
+
+
+@pytest.mark.parametrize("plant", [Plant(hackable=True, difficulty=0.5), Plant(drift=0.4), Plant(sampler_stops_at=10)])
+def test_what_needs_an_answer_is_not_said_without(plant: Plant) -> None:
+    book = Book()
+    conduct(
+        replace(STUDY, arms=(Arm("a"), Arm("b", {"job.algorithm.kl_coef": 0.01})), hypotheses=()),
+        book,
+        Silent(FailingRunner(plant)),
+    )
+    assert book.diagnoses == {}
+
+
+class Counting(FailingRunner):
+    """Counts what it is asked."""
+
+    def __init__(self, plant: Plant) -> None:
+        super().__init__(plant)
+        self.asked: list[tuple[str, Question]] = []
+
+    def ask(self, key: str, question: Question) -> Answer | None:
+        self.asked.append((key, question))
+        return super().ask(key, question)
+
+
+def test_a_step_too_large_is_tried_at_an_eighth_once_for_all_seeds() -> None:
+    book, runner = Book(), Counting(Plant(world=2))
+    [finding], desk = conduct(STUDY, book, runner)
+    assert finding.verdict == "supported"
+    assert causes(book) == {"large": ["step_too_large"] * 4}
+    [probe] = [trial for trial in book.trials.values() if trial.phase == "probe"]
+    assert (probe.arm, probe.setting) == ("large", {"job.optimizer.lr": 1.0})
+    assert desk.ledger.spent == {"explore": 0.0, "confirm": 8.0, "probe": 1.0}
+    assert len(set(runner.asked)) == len(runner.asked)
+    entries, asked = book.num_entries, len(runner.asked)
+    conduct(STUDY, book, runner)
+    assert (book.num_entries, len(runner.asked)) == (entries, asked), "what the book has is not asked again"
+
+
+def test_without_budget_the_cause_is_only_likely() -> None:
+    book = Book()
+    [finding], desk = conduct(replace(STUDY, budget=8.0), book, FailingRunner(Plant(world=2)))
+    assert finding.verdict == "supported" and desk.ledger.total == 8.0
+    found = [diagnosis for every in book.diagnoses.values() for diagnosis in every]
+    assert {diagnosis.cause for diagnosis in found} == {"step_too_large"}
+    assert all("not tried" in d.tried and "cost 1.00 runs, and 0.00 are left" in d.tried for d in found)
+
+
+def test_times_do_not_make_two_runs_of_one() -> None:
+    def run(seed: int, seconds: float) -> tuple[Trial, Outcome]:
+        trial = Trial("s", "a", {}, seed, "confirm")
+        values = tuple(float(value) for value in range(10))
+        return trial, Outcome(
+            trial.id, "completed", score=1.0, signals={"reward/mean": values, "time/learn": (seconds,)}
+        )
+
+    assert [diagnosis.cause for diagnosis in twins([run(1, 0.5), run(2, 0.6)])] == ["duplicated_seed"]
+    constant = {"reward/mean": (0.0,) * 10}
+    same = [(trial, replace(outcome, signals=constant)) for trial, outcome in (run(1, 0.5), run(2, 0.6))]
+    assert twins(same) == [], "runs that never earned anything are alike, and not the same"
+
+
+# ---- kills --------------------------------------------------------------------------------------------------------
+
+
+class Kept(FailingRunner):
+    """Launches outlive the process that made them; a second launch of a key is an error."""
+
+    def __init__(self, plant: Plant, folder: Path) -> None:
+        super().__init__(plant)
+        self._folder = folder
+        for path in folder.glob("*-*"):
+            super().launch(path.name, Trial.from_json(ast.literal_eval(path.read_text(encoding="utf-8"))))
+
+    def launch(self, key: str, trial: Trial) -> None:
+        with (self._folder / key).open("x", encoding="utf-8") as file:
+            file.write(repr(trial.to_json()))
+        super().launch(key, trial)
+
+
+@dataclass
+class Ending:
+    findings: list[dict[str, Any]]
+    diagnoses: dict[str, list[Diagnosis]]
+    spent: float
+    launched: list[str] = field(default_factory=list)
+
+
+class Doomed(Journal):
+    """Kills its process as soon as one of its entries is on disk."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self._number = number
+        super().__init__(path)
+
+    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        super().append(kind, body)
+        if self.num_entries > self._number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def finish(folder: Path, plant: Plant) -> Ending:
+    with Journal(folder / "journal") as journal:
+        findings, desk = conduct(STUDY, journal, Kept(plant, folder))
+        launched = sorted(path.name for path in folder.glob("*-*"))
+        return Ending([finding.to_json() for finding in findings], journal.diagnoses, desk.ledger.total, launched)
+
+
+def test_a_study_killed_at_every_entry_is_diagnosed_the_same(tmp_path: Path) -> None:
+    """The same journal, killed at each of its entries in turn; the first attempts lose their server."""
+    plant = Plant(world=2, dies_at=40)
+    quiet, stormy = tmp_path / "quiet", tmp_path / "stormy"
+    quiet.mkdir()
+    stormy.mkdir()
+    undisturbed = finish(quiet, plant)
+    found = {diagnosis.cause for every in undisturbed.diagnoses.values() for diagnosis in every}
+    assert found == {SERVER, "step_too_large"}
+    for number in range(len((quiet / "journal").read_bytes().splitlines())):
+        child = os.fork()
+        if child == 0:
+            try:
+                conduct(STUDY, Doomed(stormy / "journal", number), Kept(plant, stormy))
+            finally:
+                os._exit(1)  # not killed: the parent will see
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"entry {number}: {status}"
+    assert finish(stormy, plant) == undisturbed
+
+
+# ---- names --------------------------------------------------------------------------------------------------------
+
+
+def literals(folder: str) -> set[str]:
+    """Texts in the source that look like a metric's name."""
+    found = set()
+    for path in (ROOT / "src/agentjet" / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                head, slash, tail = node.value.partition("/")
+                if slash and head in METRICS and tail.isidentifier():
+                    found.add(node.value)
+    return found
+
+
+METRICS = {"reward", "groups", "completion", "policy", "optim", "batch", "episodes"}
+
+
+def test_rules_read_what_a_server_reports() -> None:
+    read = literals("research/diagnosis")
+    assert len(read) > 10
+    assert read <= literals("swarm") | literals("compute")
+
+
+def test_the_page_names_every_cause() -> None:
+    page = (ROOT / "docs/diagnosis.md").read_text(encoding="utf-8")
+    table = page.partition("| cause |")[2].partition("\n\n")[0]
+    listed = {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
+    assert listed == {rule.cause for rule in RULES} | {DEAD, SERVER, "duplicated_seed", "no_op"}
+
+
+def test_two_arms_of_one_setting_are_said_to_be_one() -> None:
+    side = Side(settings=({"job.algorithm.kl_coef": 0.0}, {}))
+    named, book = said("the default, written down", side, 0)
+    assert named == {"no_op"}
+    [[found]] = book.diagnoses.values()
+    assert "differ in ['job.algorithm.kl_coef']" in found.seen

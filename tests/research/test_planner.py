@@ -1,0 +1,244 @@
+"""1. Each kind of question is recognised, with its settings; what is not understood is said, an unknown topic refused.
+2. Arms differ in what is asked about, at as many samples, and tune what interacts with it; claims point as expected.
+3. A file says what no topic can; what is wrong with it is named.
+4. Every setting of the priors exists, its values are ones a server takes, and any topic of theirs gives a plan.
+5. The price is that of the procedure; what cannot be paid is refused. The page says all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentjet.config import setting_names
+from agentjet.errors import ConfigError
+from agentjet.research.journal import Book
+from agentjet.research.models import Subject
+from agentjet.research.planner.offline import plan, runs_of
+from agentjet.research.planner.priors import base_value, check_job, knob, priors
+from agentjet.research.planner.rehearsal import rehearse
+from agentjet.research.planner.space import read_space
+from agentjet.research.planner.topics import Kind, understand
+from agentjet.research.scheduler import conduct
+from tests.research.world import STUDY, Formula
+
+SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=30)
+
+
+@pytest.mark.parametrize(
+    ("topic", "kind", "settings", "ignored"),
+    [
+        ("Which learning rate is best?", "sweep", ["job.optimizer.lr"], []),
+        ("a sweep of lr and beta2", "sweep", ["job.optimizer.lr", "job.optimizer.beta2"], []),
+        ("ablation: KL penalty, dual clip", "ablation", ["job.algorithm.kl_coef", "job.algorithm.dual_clip"], []),
+        ("GRPO vs RLOO on moonlight", "a_against_b", ["job.algorithm.advantage"], ["moonlight"]),
+        ("does dividing by the group's standard deviation help", "a_against_b", ["job.algorithm.advantage"], []),
+        ("Does a KL penalty help?", "a_against_b", ["job.algorithm.kl_coef"], []),
+        ("lr 1e-5 against 1e-4", "a_against_b", ["job.optimizer.lr"], []),
+        ("how does the group size scale", "scaling", ["job.group_size"], []),
+        ("batch size", "scaling", ["job.batch_size"], []),
+        ("dynamic sampling", "a_against_b", ["job.algorithm.drop_zero_variance"], []),
+        ("why does my run collapse?", "diagnosis", [], ["run"]),
+    ],
+)
+def test_topics_are_understood(topic: str, kind: Kind, settings: list[str], ignored: list[str]) -> None:
+    found = understand(topic)
+    assert (found.kind, found.settings, list(found.ignored)) == (kind, settings, ignored)
+
+
+@pytest.mark.parametrize(
+    ("topic", "named"),
+    [
+        ("learnin rate", "'learning rate'"),
+        ("is the moon larger than cheese", "--space"),
+        ("a length penalty", "the agent of each arm"),
+        ("group size 3 vs 5", "job.batch_size would have to be 21.3"),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_a_way_out(topic: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        plan(topic, budget="100")
+
+
+def test_arms_tune_what_interacts_with_the_question() -> None:
+    made = plan("grpo vs dr_grpo", budget="100", subject=replace(SUBJECT, settings={"job.optimizer.lr": 1e-3}))
+    assert [dict(arm.changes) for arm in made.study.arms] == [
+        {"job.algorithm.advantage": "grpo"},
+        {"job.algorithm.advantage": "dr_grpo"},
+    ]
+    assert {arm.nuisance for arm in made.study.arms} == {(knob("job.optimizer.lr", {"job.optimizer.lr": 1e-3}),)}
+    assert made.study.arms[0].nuisance[0].values == (1.1e-4, 3.3e-4, 1e-3, 3e-3, 9e-3)
+    assert [claim.sign for claim in made.claims] == ["0"]
+
+
+def test_more_of_a_group_is_at_as_many_samples() -> None:
+    made = plan("scaling of the group size", budget="200", subject=SUBJECT)
+    samples = {int(arm.changes["job.group_size"]) * int(arm.changes["job.batch_size"]) for arm in made.study.arms}
+    assert samples == {64}
+    assert [(h.arm, h.against) for h in made.study.hypotheses] == [("4", "2"), ("8", "4"), ("16", "8"), ("32", "16")]
+    left_out = plan("group size 4 vs 6 vs 16", budget="200", subject=SUBJECT)
+    assert [arm.name for arm in left_out.study.arms] == ["4", "16"]
+    assert "job.group_size = 6 is left out" in left_out.notes[0]
+
+
+def test_a_claim_points_where_the_difference_is_expected() -> None:
+    [claim] = plan("staleness 0 vs 4", budget="100").study.hypotheses
+    assert (claim.arm, claim.against) == ("0", "4"), "less of it is expected to score higher"
+    [claim] = plan("does gradient clipping help", budget="100").study.hypotheses
+    assert (claim.arm, claim.against) == ("with gradient clipping", "without")
+
+
+def test_a_sweep_holds_the_present_value_against_the_best_of_several() -> None:
+    present, tuned = plan("tune the learning rate", budget="100").study.arms
+    assert (dict(present.changes), present.nuisance) == ({"job.optimizer.lr": 2e-5}, ())
+    assert [tried.name for tried in tuned.nuisance] == ["job.optimizer.lr"]
+
+
+def test_a_schedule_spans_the_run() -> None:
+    made = plan("linear or cosine decay", budget="200", subject=SUBJECT)
+    assert {arm.changes["job.optimizer.total_steps"] for arm in made.study.arms} == {30}
+
+
+@pytest.mark.parametrize("name", list(priors()))
+def test_every_setting_of_the_priors_makes_a_plan(name: str) -> None:
+    prior = priors()[name]
+    assert name in setting_names()
+    assert set(prior.tune) | set(prior.hold) | set(prior.spans) <= set(setting_names())
+    assert prior.refusal(name, base_value(name, {})) is None
+    for value in [prior.typed(v) for v in (prior.on, prior.off) if v is not None]:
+        check_job({name: value})
+        assert prior.refusal(name, value) is None
+    assert all(prior.refusal(name, value) is None for value in prior.tried(base_value(name, {})))
+    try:
+        made = plan(prior.says[0], budget="1000", subject=SUBJECT)
+    except ConfigError as error:
+        assert "name the values to compare" in str(error)
+    else:
+        assert made.study.hypotheses and prior.says[0] in made.to_markdown()
+
+
+def test_numbers_outside_their_range_are_refused() -> None:
+    assert "from 1e-08 to 0.1" in str(priors()["job.optimizer.lr"].refusal("lr", 5.0))
+    assert "whole" in str(priors()["job.group_size"].refusal("n", 2.5))
+    assert "one of grpo, dr_grpo, rloo" in str(priors()["job.algorithm.advantage"].refusal("a", "ppo"))
+    assert "true or false" in str(priors()["job.algorithm.by_role"].refusal("r", 1))
+    assert "a number" in str(priors()["job.optimizer.lr"].refusal("lr", "high"))
+
+
+# ---- a file ---------------------------------------------------------------------------------------------------------
+
+SPACE = """
+metric = "points"
+sesoi = 0.05
+looks = [4, 6]
+
+[arms.base]
+[arms.short]
+agent = "short.py:agent"
+changes = { "job.max_tokens" = 64 }
+[arms.fast]
+changes = { "job.optimizer.lr" = 1e-3 }
+
+[knobs."job.optimizer.lr"]
+low = 1e-6
+high = 1e-3
+
+[[hypotheses]]
+arm = "short"
+against = "base"
+sign = "+"
+why = "half the tokens"
+"""
+
+
+def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
+    (tmp_path / "space.toml").write_text(SPACE, encoding="utf-8")
+    (tmp_path / "short.py").write_text("def agent(task, episode): ...\n", encoding="utf-8")
+    space = read_space(tmp_path / "space.toml")
+    made = plan("Do short answers pay?", budget="100", space=space, folder=tmp_path, subject=SUBJECT)
+    base, short, fast = made.study.arms
+    assert made.study.subject and made.study.subject.agent_of("short") == f"{tmp_path / 'short.py'}:agent"
+    assert made.study.subject.agent_of("base") == SUBJECT.agent
+    assert short.code and not base.code
+    assert (len(base.nuisance[0].values), base.nuisance[0].values[0], base.nuisance[0].values[-1]) == (25, 1e-6, 1e-3)
+    assert fast.nuisance == (), "what an arm sets it does not tune"
+    assert (made.study.sesoi, made.study.looks, made.study.metric) == (0.05, (4, 6), "points")
+    assert [(h.arm, h.against) for h in made.study.hypotheses] == [("short", "base")]
+    assert "25 values from 1e-06 to 0.001" in made.to_markdown()
+
+    (tmp_path / "short.py").write_text("def agent(task, episode): return 1\n", encoding="utf-8")
+    assert plan("x", budget="100", space=space, folder=tmp_path, subject=SUBJECT).study.arms[1].code != short.code
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("sesoi = 0.05", "sesio = 0.05", "sesio: there is no such key; did you mean sesoi"),
+        ("sesoi = 0.05", "sesoi = 0", "sesoi: Input should be greater than 0"),
+        ("low = 1e-6", "low = 1", "is not below high"),
+        ("low = 1e-6", "low = 0.0", "has no logarithm"),
+        ("low = 1e-6", "values = [1.0]", "either values, or low and high"),
+        ("[arms.base]", "[arms.base", "not valid TOML"),
+        ('agent = "short.py:agent"', 'agent = "long.py:agent"', "long.py:agent"),
+        ('arm = "short"', 'arm = "tall"', "'tall' is no arm"),
+        ('"job.max_tokens" = 64', '"job.max_token" = 64', "did you mean job.max_tokens"),
+        ('"job.max_tokens" = 64', '"job.seed" = 64', "seeds and lengths of trials are the study's"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
+    (tmp_path / "space.toml").write_text(SPACE.replace(old, new), encoding="utf-8")
+    (tmp_path / "short.py").write_text("def agent(task, episode): ...\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=named):
+        plan("x", budget="100", space=read_space(tmp_path / "space.toml"), folder=tmp_path, subject=SUBJECT)
+
+
+# ---- price and page -------------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_costs_what_the_study_costs() -> None:
+    cost = rehearse(STUDY)
+    _, desk = conduct(STUDY, Book(), Formula())
+    assert cost.least <= desk.ledger.total <= cost.most
+    assert cost.most == 2 * 8 + 2 * 2 + 2 * 12, "both grids, a second seed of the finalists, the last look"
+
+
+@pytest.mark.parametrize(
+    ("budget", "runs"),
+    [("60", 60.0), ("60 runs", 60.0), ("4h", 480.0), ("90m", 180.0), ("90 min", 180.0), ("0.5d", 1440.0)],
+)
+def test_budgets(budget: str, runs: float) -> None:
+    assert runs_of(budget, run_seconds=60.0, servers=2) == runs
+
+
+@pytest.mark.parametrize(
+    ("budget", "named"), [("lots", "4h or 90m"), ("0", "give full runs"), ("-3", "give full runs"), ("4h", "not known")]
+)
+def test_budgets_that_say_nothing(budget: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        runs_of(budget, run_seconds=None, servers=1)
+
+
+def test_what_cannot_be_paid_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the study takes 20\.2 where all is plain; give at least that"):
+        plan("does a kl penalty help", budget="20")
+
+
+def test_the_page_says_all_of_it() -> None:
+    made = plan("Does a KL penalty help on moonlight?", budget="45m", subject=SUBJECT, run_seconds=90, servers=1)
+    page = made.to_markdown()
+    for said in (
+        "# Does a KL penalty help on moonlight?",
+        "“kl penalty” is `job.algorithm.kl_coef`",
+        "Not understood, and not asked: “moonlight”",
+        "| with kl scores higher than without | nothing is known | confirmatory | holds the policy back",
+        "| with kl | `job.algorithm.kl_coef = 0.02` | – | `job.optimizer.lr`: 2.2e-06, 6.7e-06, 2e-05, 6e-05, ",
+        "Smallest effect of interest: **0.02**",
+        "looks at 4, 8, 12 an arm; alpha 0.05 in all",
+        "Budget: **30 full runs**",
+        "The budget may run out before the last look",
+        "At 90 s a run, 1 at a time, that is at most 0.8 h",
+        f"Study `{made.study.id}`",
+    ):
+        assert said in page, said

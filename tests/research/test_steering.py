@@ -1,0 +1,311 @@
+"""1. Lines of the file are taken once, at fixed points; a torn or malformed one is refused and the next is read.
+2. Pause waits, cap caps, a vetoed arm gets no further trial and the others go on.
+3. What is added after the data is a study of its own: exploratory, fresh seeds on both sides, within the budget.
+4. What decides cannot be moved.
+5. Killed at every entry, with requests coming in meanwhile: the same requests at the same points, the same findings.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.research.journal import Book, Journal, Kind, annex_path, entry
+from agentjet.research.models import Arm, Finding, Hypothesis, Knob, Study, Trial
+from agentjet.research.planner.actions import AddArm, AddHypothesis, Cap, Pause, Request, Resume, Veto
+from agentjet.research.scheduler import Chapter, conduct, see_through
+from agentjet.research.steering import Steering
+from tests.research.world import STUDY, Formula
+
+PLAIN = replace(
+    STUDY,
+    arms=(
+        Arm("a", {"gain": 0.0, "lr": 16.0}),
+        Arm("b", {"gain": 3.0, "lr": 16.0}),
+        Arm("c", {"gain": 0.1, "lr": 16.0}),
+    ),
+    hypotheses=(Hypothesis("b scores higher than a", "b", "a"), Hypothesis("c scores higher than a", "c", "a")),
+    budget=80.0,
+)
+ADDED = AddArm(arm="d", against="b", changes={"gain": 6.0, "lr": 16.0})
+
+
+@dataclass
+class Meddled(Formula):
+    """While the n-th launch is made, somebody asks for something."""
+
+    steering: Steering | None = None
+    requests: Mapping[int, Request] = field(default_factory=dict)
+    """By the number of the launch, from 1."""
+
+    def launch(self, key: str, trial: Trial) -> None:
+        super().launch(key, trial)
+        number = len(list(self.folder.glob("*-?"))) if self.folder else len(self.launched)
+        if number in self.requests:
+            assert self.steering
+            self.steering.append(self.requests[number])
+
+
+def steered(
+    folder: Path, requests: Mapping[int, Request], study: Study = PLAIN
+) -> tuple[dict[str, Finding], list[Chapter]]:
+    """By claim, what was found."""
+    steering = Steering(folder / "steer.jsonl")
+    chapters = see_through(study, Book(), Meddled(steering=steering, requests=requests), steering)
+    return {claim_of(chapter, found): found for chapter in chapters for found in chapter.findings}, chapters
+
+
+def claim_of(chapter: Chapter, found: Finding) -> str:
+    return next(h.claim for h in chapter.study.hypotheses if h.id == found.hypothesis)
+
+
+def refusals(book: Book) -> list[str]:
+    return [amendment.refused for amendment in book.amendments if amendment.refused]
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_lines_that_say_nothing_are_refused_and_the_next_is_read(tmp_path: Path) -> None:
+    steering = Steering(tmp_path / "steer.jsonl")
+    assert steering.after(0) == []
+    steering.append(Veto(arm="c"))
+    with steering.path.open("ab") as file:
+        file.write(b'{"kind": "cap", "ru')  # torn: whoever wrote it was killed
+    assert len(steering.after(0)) == 1
+    steering.append(Cap(runs=60.0))
+    with steering.path.open("ab") as file:
+        file.write(b'[]\n\n{"kind": "cap", "runs": NaN}\n\xff\n{"kind": "set", "sesoi": 9.0}\n')
+    book = Book()
+    _, desk = conduct(PLAIN, book, Formula(), steering)
+    assert [amendment.asked for amendment in book.amendments if not amendment.refused] == [
+        {"kind": "veto", "arm": "c"},
+        {"kind": "cap", "runs": 60.0},
+    ]
+    assert [amendment.asked["text"] for amendment in book.amendments if amendment.refused] == [
+        '{"kind": "cap", "ru',
+        "[]",
+        "",
+        '{"kind": "cap", "runs": NaN}',
+        "\ufffd",
+        '{"kind": "set", "sesoi": 9.0}',
+    ]
+    assert desk.ledger.budget == 60.0
+    assert {amendment.point for amendment in book.amendments} == {0}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"kind": "set_sesoi", "sesoi": 0.1}', "kinds"),
+        ('{"kind": "veto", "arm": "a", "alpha": 0.5}', "alpha: Extra"),
+        ('{"kind": "veto", "arm": "z"}', "'z' is no arm"),
+        ('{"kind": "cap", "runs": 90.0}', "above the budget of 80"),
+        ('{"kind": "cap", "runs": -1}', "greater than 0"),
+        ('{"kind": "add_arm", "arm": "b", "against": "a", "changes": {"gain": 1.0}}', "already"),
+        ('{"kind": "add_arm", "arm": "d", "against": "a", "changes": {"gain": 0.0, "lr": 16.0}}', "under another name"),
+        (
+            '{"kind": "add_arm", "arm": "d", "against": "a", "changes": {"evaluator": "mine"}}',
+            "'evaluator' is no setting",
+        ),
+        ('{"kind": "add_arm", "arm": "d", "against": "a", "code": "0123"}', "keeping"),
+        ('{"kind": "add_hypothesis", "arm": "c", "against": "b", "confirmatory": true}', "is exploratory"),
+        ('{"kind": "add_hypothesis", "arm": "b", "against": "b"}', "with itself"),
+        ('{"kind": "add_seeds", "seeds": 8}', "kinds"),
+    ],
+)
+def test_what_decides_cannot_be_moved(tmp_path: Path, line: str, reason: str) -> None:
+    quiet, _ = steered(tmp_path, {})
+    (tmp_path / "steer.jsonl").write_text(line + "\n", encoding="utf-8")
+    found, [chapter] = steered(tmp_path, {})
+    assert len(refusals(chapter.book)) == 1 and reason in refusals(chapter.book)[0]
+    assert found == quiet
+
+
+# ---- what is asked --------------------------------------------------------------------------------------------------
+
+
+def test_a_vetoed_arm_gets_no_further_trial_and_the_others_go_on(tmp_path: Path) -> None:
+    found, _ = steered(tmp_path, {2: Veto(arm="b")})
+    assert (found["b scores higher than a"].verdict, found["b scores higher than a"].reason) == (
+        "supported",
+        "look at 4 seeds",
+    ), "the look that was under way is read"
+    assert found["c scores higher than a"].verdict == "practically_equivalent"
+
+    early = Steering(tmp_path / "early")
+    early.append(Veto(arm="b"))
+    book = Book()
+    findings, _ = conduct(PLAIN, book, Formula(), early)
+    assert [f.verdict for f in findings] == ["inconclusive", "practically_equivalent"]
+    assert findings[0].reason == "arm 'b' was vetoed"
+    assert {trial.arm for trial in book.trials.values()} == {"a", "c"}
+
+
+def test_an_arm_vetoed_while_it_is_tuned_is_not_judged(tmp_path: Path) -> None:
+    tuned = replace(STUDY, arms=(STUDY.arms[0], Arm("b", {"gain": 3.0, "lr": 16.0})))
+    found, [chapter] = steered(tmp_path, {3: Veto(arm="a")}, tuned)
+    assert found["b scores higher than a"].reason == "arm 'a' was vetoed"
+    assert not [trial for trial in chapter.book.trials.values() if trial.phase == "confirm"]
+
+
+def test_a_cap_is_kept_and_can_be_lifted_up_to_the_budget(tmp_path: Path) -> None:
+    found, [chapter] = steered(tmp_path, {1: Cap(runs=15.0)})
+    assert chapter.desk.ledger.total <= 15.0
+    assert found["b scores higher than a"].verdict == "supported"
+    assert "are left" in found["c scores higher than a"].reason
+    (tmp_path / "steer.jsonl").unlink()
+    lifted, _ = steered(tmp_path, {1: Cap(runs=15.0), 2: Cap(runs=80.0)})
+    assert lifted["c scores higher than a"].verdict == "practically_equivalent"
+
+
+def test_pause_waits_at_the_next_point(tmp_path: Path) -> None:
+    class Patient(Steering):
+        """Whoever paused resumes as soon as the study waits, and vetoes an arm before."""
+
+        waited = 0
+
+        def wait(self, taken: int) -> None:
+            self.waited += 1
+            self.append(Veto(arm="c") if self.waited == 1 else Resume())
+
+    steering = Patient(tmp_path / "steer.jsonl")
+    runner = Meddled(steering=steering, requests={1: Pause()})
+    book = Book()
+    findings, _ = conduct(PLAIN, book, runner, steering)
+    assert steering.waited == 2
+    assert [(amendment.point, amendment.asked["kind"]) for amendment in book.amendments] == [
+        (1, "pause"),
+        (1, "veto"),
+        (1, "resume"),
+    ]
+    assert [found.verdict for found in findings] == ["supported", "inconclusive"]
+
+
+# ---- what is added --------------------------------------------------------------------------------------------------
+
+
+def test_an_added_arm_is_a_study_of_its_own(tmp_path: Path) -> None:
+    quiet, _ = steered(tmp_path, {})
+    found, [first, annex] = steered(tmp_path, {5: ADDED})
+    assert {claim: finding for claim, finding in found.items() if claim in quiet} == quiet
+    added = found["d scores higher than b"]
+    assert added.verdict == "supported" and "exploratory" in added.reason
+    assert added.estimate == pytest.approx(3.0, abs=0.6)
+    assert first.desk.ledger.total + annex.desk.ledger.total <= PLAIN.budget
+    assert annex.study.budget == PLAIN.budget - first.desk.ledger.total
+    seeds = [{trial.seed for trial in chapter.book.trials.values()} for chapter in (first, annex)]
+    assert not seeds[0] & seeds[1], "the score that suggested an arm does not judge it"
+    assert {trial.arm for trial in annex.book.trials.values()} == {"b", "d"}
+
+
+def test_an_added_arm_is_tuned_like_the_one_it_is_held_against(tmp_path: Path) -> None:
+    study = replace(STUDY, budget=160.0)
+    asked = AddArm(arm="d", against="b", changes={"gain": 6.0})
+    found, [_, annex] = steered(tmp_path, {5: asked}, study)
+    assert found["d scores higher than b"].settings == {"b": {"gain": 3.0, "lr": 16.0}, "d": {"gain": 6.0, "lr": 16.0}}
+    assert {trial.arm for trial in annex.book.trials.values() if trial.phase == "explore"} == {"d"}
+
+
+def test_what_is_added_during_an_annex_is_the_next_one(tmp_path: Path) -> None:
+    _, quiet = steered(tmp_path, {})
+    later = len(quiet[0].book.trials) + 2
+    _, chapters = steered(tmp_path, {1: ADDED, later: AddHypothesis(arm="d", against="b")}, PLAIN)
+    assert len(chapters) == 3
+    assert [len(chapter.book.amendments) for chapter in chapters] == [1, 1, 0]
+
+
+def test_what_cannot_be_paid_is_refused(tmp_path: Path) -> None:
+    _, chapters = steered(tmp_path, {1: ADDED}, replace(PLAIN, budget=18.0))
+    assert len(chapters) == 1
+    assert refusals(chapters[0].book) == ["this takes 8 full runs at the least, and 6.00 are left"]
+
+
+# ---- kills ----------------------------------------------------------------------------------------------------------
+
+FEW = replace(
+    PLAIN,
+    arms=(replace(PLAIN.arms[0], changes={"gain": 0.0}, nuisance=(Knob("lr", (8.0, 16.0)),)), *PLAIN.arms[1:]),
+    rungs=(1.0,),
+    looks=(4, 6),
+    budget=60.0,
+)
+MEANWHILE: dict[int, Request] = {
+    3: Cap(runs=50.0),
+    5: ADDED,
+    12: AddArm(arm="e", against="z"),
+    18: Veto(arm="c"),
+    24: AddHypothesis(arm="c", against="b"),
+}
+
+
+class Doomed(Journal):
+    """Dies at one of the entries of its study, the annexes' counted on: before it, in the middle of it, or after it."""
+
+    def __init__(self, path: Path, number: int, moment: str) -> None:
+        self._doom = (number, moment)
+        super().__init__(path)
+
+    def annex(self, number: int) -> Journal:
+        doom, moment = self._doom
+        return Doomed(annex_path(self.path, number), doom - self.num_entries, moment)
+
+    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        number, moment = self._doom
+        if self.num_entries < number:
+            super().append(kind, body)
+            return
+        if moment == "torn":
+            line = entry(self.num_entries, self._last, kind, body)
+            os.write(self._file, line[: len(line) // 2])
+        elif moment == "after":
+            super().append(kind, body)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_through(folder: Path, book: Journal) -> list[Chapter]:
+    steering = Steering(folder / "steer.jsonl")
+    with book:
+        return see_through(FEW, book, Meddled(folder=folder, steering=steering, requests=MEANWHILE), steering)
+
+
+def until_killed(folder: Path, number: int, moment: str) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            run_through(folder, Doomed(folder / "journal.jsonl", number, moment))
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"entry {number}: {status}"
+
+
+def ending(folder: Path) -> dict[str, Any]:
+    chapters = run_through(folder, Journal(folder / "journal.jsonl"))
+    return {
+        "findings": [[found.to_json() for found in chapter.findings] for chapter in chapters],
+        "spent": [chapter.desk.ledger.total for chapter in chapters],
+        "amendments": [[amendment.to_json() for amendment in chapter.book.amendments] for chapter in chapters],
+        "launched": {path.name for path in folder.glob("*-?")},
+        "entries": [chapter.book.num_entries for chapter in chapters],
+    }
+
+
+@pytest.mark.parametrize("shift", range(3))
+def test_killed_at_every_entry_with_requests_coming_in(tmp_path: Path, shift: int) -> None:
+    """The same journal, killed at each of its entries in turn: before, in the middle, after, before, ..."""
+    quiet, stormy = tmp_path / "quiet", tmp_path / "stormy"
+    quiet.mkdir()
+    stormy.mkdir()
+    undisturbed = ending(quiet)
+    assert [len(requests) for requests in undisturbed["amendments"]] == [4, 1]
+    assert len({amendment["point"] for amendment in undisturbed["amendments"][0]}) > 1
+    for number in range(sum(undisturbed["entries"])):
+        until_killed(stormy, number, ("before", "torn", "after")[(number + shift) % 3])
+    assert ending(stormy) == undisturbed

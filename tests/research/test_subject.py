@@ -1,0 +1,124 @@
+"""1. A subject says when it is scored; its code is what its files are, and all that lie beside them.
+2. What every trial would fail with is refused by name before the first.
+3. A run's record is on disk after every piece, and gives curves and signals up to a step.
+4. A leased server gets the whole job, and nothing that only whoever starts a server can set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import ConfigError
+from agentjet.research.folder import StudyFolder
+from agentjet.research.journal import Journal
+from agentjet.research.leased import job_of
+from agentjet.research.models import Study, Subject
+from agentjet.research.record import RunRecord, Scoring
+from tests.research.world import STUDY
+
+CODE = """
+from agentjet import Task
+from beside import NAMES
+
+def agent(task, episode):
+    return 1.0
+
+def train():
+    return [Task(name) for name in NAMES]
+
+def none():
+    return []
+
+def wrong():
+    return ["a"]
+"""
+
+
+@pytest.fixture
+def subject(tmp_path: Path) -> Subject:
+    (tmp_path / "play.py").write_text(CODE)
+    (tmp_path / "beside.py").write_text("NAMES = ['a', 'b']\n")
+    (tmp_path / "held.jsonl").write_text('{"id": "c"}\n')
+    code = tmp_path / "play.py"
+    return Subject("m", f"{code}:agent", f"{code}:train", str(tmp_path / "held.jsonl"), steps=9, evaluations=3)
+
+
+def test_when_it_is_scored(subject: Subject) -> None:
+    assert subject.marks(1.0) == [0, 3, 6, 9]
+    assert subject.marks(1 / 3) == [0, 3]
+    assert subject.marks(0.5) == [0, 3, 4]
+    assert subject.marks(1 / 100) == [0, 1]
+
+
+def test_code_is_the_files_and_what_lies_beside_them(subject: Subject, tmp_path: Path) -> None:
+    fixed = replace(subject, code=subject.code_now())
+    fixed.check_code()
+    (tmp_path / "beside.py").write_text("NAMES = ['a']\n")
+    with pytest.raises(ConfigError, match=r"subject\.code = .* restore"):
+        fixed.check_code()
+    (tmp_path / "beside.py").write_text("NAMES = ['a', 'b']\n")
+    fixed.check_code()
+    (tmp_path / "held.jsonl").write_text('{"id": "d"}\n')
+    with pytest.raises(ConfigError, match="restore"):
+        fixed.check_code()
+    named = replace(subject, agent="agentjet.cli.digits:agent")
+    assert named.code_now() not in ("", subject.code_now())
+
+
+def test_tasks_and_agents_by_name(subject: Subject) -> None:
+    assert [task.id for task in subject.training_tasks()] == ["a", "b"]
+    assert [task.id for task in subject.held_out_tasks()] == ["c"]
+    assert subject.player("any").__name__ == subject.judge().__name__ == "agent"
+    for change, said in (
+        ({"tasks": subject.tasks.replace(":train", ":none")}, "must return a list of `Task`s"),
+        ({"tasks": subject.tasks.replace(":train", ":wrong")}, "must return a list of `Task`s"),
+        ({"tasks": subject.tasks.replace(":train", ":gone")}, "there is no function 'gone'"),
+        ({"held_out": "missing.jsonl"}, r"missing\.jsonl: No such file"),
+    ):
+        wrong = replace(subject, **change)
+        with pytest.raises(ConfigError, match=said):
+            wrong.training_tasks() and wrong.held_out_tasks()
+    with pytest.raises(ConfigError, match="there is no module 'no_such_module'"):
+        replace(subject, agent="no_such_module:agent").code_now()
+    with pytest.raises(ConfigError, match="or package"):
+        replace(subject, agent="agent").player("any")
+
+
+def test_a_study_keeps_its_subject(subject: Subject, tmp_path: Path) -> None:
+    study = replace(STUDY, subject=subject)
+    assert study.id != STUDY.id and "subject" not in STUDY.to_json()
+    folder = StudyFolder(tmp_path / "study")
+    folder.write(study, "# plan\n")
+    assert folder.study() == study and Study.from_json(json.loads(json.dumps(study.to_json()))).id == study.id
+    with Journal(folder.journal) as journal:
+        journal.open_study(study)
+    with pytest.raises(ConfigError, match="holds a study that was begun"):
+        folder.write(study, "")
+    with pytest.raises(ConfigError, match=r"holds no study\.json"):
+        StudyFolder(tmp_path).study()
+
+
+def test_a_record_is_taken_up(tmp_path: Path) -> None:
+    record = RunRecord.open(tmp_path / "record.json")
+    record.scored(0, Scoring(0.25, 0.1))
+    record.learned({1: {"reward/mean": 0.5, "loss": math.nan}, 3: {"reward/mean": 0.75}})
+    record.scored(3, Scoring(0.5, 0.1))
+    again = RunRecord.open(tmp_path / "record.json")
+    assert again.scorings == {0: (0.25, 0.1), 3: (0.5, 0.1)}
+    assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))
+    assert again.signals(3) == {"loss": (None, None, None), "reward/mean": (0.5, None, 0.75)}
+    assert again.signals(1)["reward/mean"] == (0.5,)
+
+
+def test_what_a_server_of_others_is_given() -> None:
+    job = job_of({"model.name": "m", "model.threads": 1, "sampler.cache_tokens": 512, "job.optimizer.lr": 0.5})
+    assert job["optimizer"]["lr"] == 0.5 and job["group_size"] == 8  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 4 cannot be set on a server that is running"):
+        job_of({"model.lora.rank": 4})
+    with pytest.raises(ConfigError, match="group_size"):
+        job_of({"job.group_size": 1})
