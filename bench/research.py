@@ -3,10 +3,11 @@
 Studies with computed answers, each conducted many times with fresh seeds; beside it, the verdicts of the whole grid
 with 1 to 24 seeds. A table, then one JSON object as the last line; keys of what is not built yet are null. `wrong` and
 `abstain` are means over all claims, `correct` over the decidable ones; a study with two claims counts twice.
-`cost_vs_grid` is against the cheapest grid that is wrong no more often and right no less often. Then one study is
-killed by SIGKILL at every entry of its journal: `resume_identical`. Language models and coding agents attack a study:
-`adversarial_refused`. At the end come planted failures and their healthy twins: `diagnosis_correct` is a mean over
-kinds, `false_alarms` over healthy runs.
+`cost_vs_grid` is against the cheapest grid that is wrong no more often and right no less often; a grid that is seldom
+wrong because it seldom answers is no match. Then one study is killed by SIGKILL at every entry of its journal:
+`resume_identical`. Language models and coding agents attack a study: `adversarial_refused`. At the end come planted
+failures and their healthy twins: `diagnosis_correct` is a mean over kinds, `false_alarms` over healthy runs. The method
+was developed in environment 0; others say more.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from bench.researching.kills import resume_identical
 from bench.researching.oracle import Truth, grid, grid_cost, grid_verdicts, truths
 from bench.researching.planted import UNDISCLOSED, Confusions
 from bench.researching.runner import WorldRunner
-from bench.researching.suite import QUICK, SUITE, Case
+from bench.researching.suite import QUICK, Case, suite
 
-GRID_SEEDS = (1, 3, 4, 6, 8, 12, 16, 24)
+GRID_SEEDS = (1, 3, 4, 6, 8, 10, 12, 16, 20, 24)
 CALLED = ("supported", "refuted")
 
 
@@ -68,6 +69,11 @@ def scores(tallies: Sequence[Tally]) -> tuple[float, float, float]:
         float(np.mean(decidable)) if decidable else float("nan"),
         float(np.mean([tally.abstain for tally in tallies])),
     )
+
+
+def standard_error(rates: Sequence[tuple[float, int]]) -> float:
+    """Of the mean of rates, each measured so many times."""
+    return float(np.sqrt(sum(rate * (1 - rate) / times for rate, times in rates)) / len(rates))
 
 
 def blank(case: Case, answers: list[Truth]) -> list[Tally]:
@@ -104,7 +110,7 @@ def baseline(
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(arguments)
     console = Console(width=140)
-    cases = QUICK if options.quick else SUITE
+    cases = QUICK if options.quick else suite(options.environment)
     repeats, oracle_seeds = (2, 32) if options.quick else (options.repeats, 128)
     grids = {case.name: grid(case, oracle_seeds, options.cache) for case in cases}
     answers = {case.name: truths(case, grids[case.name]) for case in cases}
@@ -134,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     interval = stats.binomtest(sum(false), len(false)).proportion_ci(method="exact")
     result = {
         "wrong": wrong,
+        "wrong_error": standard_error([(tally.wrong, len(tally.verdicts)) for tally in tallies]),
         "correct": correct,
         "correct_of_all": float(np.mean([tally.correct for tally in tallies])),
         "abstain": abstain,
@@ -189,6 +196,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20, help="of each study; five times as many of A/A")
     parser.add_argument("--first", type=int, default=1000, help="number of the first repeat: others are other draws")
+    parser.add_argument("--environment", type=int, default=0, help="number of the worlds that the studies are of")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "agentjet-research-grids")
     parser.add_argument("--quick", action="store_true", help="three studies twice: does it run")
     return parser.parse_args(arguments)

@@ -112,10 +112,8 @@ def train(world: World, settings: list[Setting], seeds: list[int], num_repeat: i
         advantages = rewards - rewards.mean(axis=-1, keepdims=True)
         deviation = rewards.std(axis=-1, keepdims=True)
         advantages /= np.where(normalise[:, None, None] > 0, deviation + 1e-4, 1.0)
-        weights = np.zeros_like(policy)  # (R, P, A): what each action's log-probability is pushed by
-        for g in range(num_repeat):
-            r, p = np.ogrid[: len(settings), :prompts]
-            weights[r, p, actions[:, :, g]] += advantages[:, :, g] / SAMPLES_PER_STEP
+        taken = (actions[..., None] == np.arange(ACTIONS)).astype(float)  # (R, P, G, A)
+        weights = np.einsum("rpg,rpga->rpa", advantages, taken) / SAMPLES_PER_STEP  # the push on each log-probability
         log_ratio = np.log(policy + 1e-12) - np.log(reference[contexts] + 1e-12)
         drift = policy * (log_ratio - (policy * log_ratio).sum(axis=-1, keepdims=True)) / prompts
         push = weights - policy * weights.sum(axis=-1, keepdims=True) - kl[:, None, None] * drift

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from agentjet.research.models import Trial
-from bench.research import Tally, main, scores
+from bench.research import Tally, main, scores, standard_error
 from bench.researching.oracle import Truth, grid, grid_verdicts, truths
 from bench.researching.runner import WorldRunner
-from bench.researching.suite import SUITE, TWO, Case
+from bench.researching.suite import SUITE, TWO, Case, suite
 from bench.researching.world import STEPS, World, curves, measured
 
 WORLD = World(0)
@@ -95,11 +95,13 @@ def test_rates_are_over_the_claims_they_say() -> None:
         Tally(SUITE[0], "", hard, ["supported", "inconclusive", "inconclusive", "inconclusive"]),
     ]
     assert scores(tallies) == (0.25, 0.5, 0.5)
+    assert standard_error([(0.5, 25), (0.5, 25)]) == pytest.approx(0.1 / np.sqrt(2))
 
 
 def test_the_suite_has_the_traps() -> None:
     assert len(SUITE) >= 10
     assert len({case.name for case in SUITE}) == len(SUITE)
+    assert {case.world.seed for case in SUITE}.isdisjoint(case.world.seed for case in suite(environment=1))
     for case in SUITE:
         assert {name for claim in case.claims for name in claim} <= set(case.arms)
 

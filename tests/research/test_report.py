@@ -191,7 +191,7 @@ def test_the_ledger_is_the_desks_and_the_grid_is_counted() -> None:
     assert known["ledger.repeated"].value
     assert known["ledger.explore"].value == pytest.approx(desk.ledger.spent["explore"])
     assert known["ledger.grid"].value == (8 + 8 + 8 + 1) * 12
-    assert known["ledger.of_grid"].text == f"{100 * desk.ledger.total / 300:.1f} %"
+    assert known["ledger.of_grid"].text == f"{100 * desk.ledger.total / 300:.3g} %"
 
 
 @pytest.mark.parametrize(("sesoi", "text"), [(2.0, "+1.2"), (1.0, "+1.23"), (0.02, "+1.235"), (50.0, "+1")])

@@ -1,8 +1,9 @@
 """1. Each arm is tuned before it is judged, by fewer runs than all of them, and judged on seeds nobody tuned on.
-2. Halving is left out where early ranks mislead.
+2. Halving is left out where it would have lost something that matters.
 3. The budget is kept, the reserve too; what cannot be paid ends as inconclusive, with the reason.
 4. Lost runs are repeated with their seed, diverged ones count.
-5. Holm over looks: shares are handed on by those that were called.
+5. What the last look would hardly settle is given up before, and said.
+6. Holm over looks: shares are handed on by those that were called.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from dataclasses import replace
 
 import pytest
 
-from agentjet.research.confirm import Evidence, Shares, judge, open_shares
+from agentjet.research.confirm import Evidence, Shares, give_up, judge, open_shares
 from agentjet.research.desk import Desk
+from agentjet.research.explore import lost
 from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger, OutOfBudget
-from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Study, Trial
+from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial
 from agentjet.research.scheduler import conduct
 from agentjet.research.statistics import nominal_level
-from tests.research.world import STUDY, Formula, late
+from tests.research.world import STUDY, Formula, hill, late
 
 
 def conducted(study: Study, runner: Formula) -> tuple[Finding, Book, Ledger]:
@@ -51,7 +53,7 @@ def test_halving_drops_at_the_first_rung() -> None:
     _, book, _ = conducted(STUDY, Formula())
     assert book.decisions["rungs"] == [1 / 9, 1 / 3, 1.0]
     ran = [t.fidelity for t in book.trials.values() if t.arm == "b" and t.phase == "explore"]
-    assert (ran.count(1 / 9), ran.count(1 / 3), ran.count(1.0)) == (8, 3, 3 + 2 * 3)
+    assert (ran.count(1 / 9), ran.count(1 / 3), ran.count(1.0)) == (8, 3, 3 + 2)
 
 
 def test_misleading_rungs_are_left_out() -> None:
@@ -59,6 +61,27 @@ def test_misleading_rungs_are_left_out() -> None:
     assert book.decisions["rungs"] == [1.0]
     assert finding.settings["b"]["lr"] == 1.0
     assert finding.verdict == "supported"
+
+
+def test_what_a_rung_would_have_lost() -> None:
+    """Of eight, three survive."""
+    late = [1.0, 5.0, 2.0, 8.0, 3.0, 7.5, 4.0, 6.0]
+    assert lost([0, 0, 0, 9, 1, 2, 0, 0], late) == 0.0
+    assert lost([0, 1, 0, -9, 0, 2, 3, 0], late) == 0.5
+    assert lost([3, 0, 2, 0, 1, 0, 0, 0], late) == 5.0
+    assert lost([1.0] * 8, late) == lost([float("-inf"), *late[1:]], late) == float("inf")
+
+
+def test_a_rung_may_lose_what_does_not_matter() -> None:
+    """Half a point at the end: nothing to who asks for points, too much to who asks for tenths."""
+
+    def nearly(setting: Setting, fidelity: float) -> float:
+        best_late = 0.5 if fidelity == 1 and setting["lr"] == 1.0 else 0.0
+        return hill(setting, 1.0) if setting["lr"] != 1.0 else 10.0 * fidelity + best_late + float(setting["gain"])
+
+    for sesoi, rungs in ((2.0, [1 / 9, 1 / 3, 1.0]), (0.2, [1.0])):
+        _, book, _ = conducted(replace(STUDY, sesoi=sesoi), Formula(score=nearly, noise=0.0))
+        assert book.decisions["rungs"] == rungs
 
 
 def test_the_budget_is_kept_and_the_reserve_is() -> None:
@@ -118,6 +141,31 @@ def test_another_outcome_of_the_same_trial_is_not_asked_for() -> None:
     entries = book.num_entries
     second, _ = conduct(STUDY, book, Formula(noise=99.0))
     assert (second, book.num_entries) == (first, entries)
+
+
+# ---- giving up -----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_last_look_would_hardly_settle_is_given_up() -> None:
+    """An effect of the smallest size of interest: neither side of it can be shown."""
+    at_the_edge = replace(STUDY, arms=(STUDY.arms[0], Arm("b", {"gain": 1.0}, STUDY.arms[0].nuisance)))
+    finding, book, _ = conducted(at_the_edge, Formula())
+    assert (finding.verdict, finding.seeds) == ("inconclusive", 8)
+    assert "12 seeds would settle it with a chance of" in finding.reason
+    assert max(list(book.attempts.values())) == 1
+    assert sum(trial.phase == "confirm" for trial in book.trials.values()) == 2 * 8
+
+
+def test_what_could_be_settled_is_not_given_up() -> None:
+    """Nothing is known yet, by four seeds of much noise or by none that differ."""
+    [open_one, *_] = FAMILY.hypotheses
+    found: dict[str, Finding] = {}
+    give_up(FAMILY, evidence(a=[0.0, 0.4, 0.1, 0.3], b=[0.1, 0.2, 0.4, 0.0]), [open_one], found)
+    give_up(FAMILY, evidence(a=[0.0] * 4, b=[1.0] * 4), [open_one], found)
+    give_up(FAMILY, evidence(a=[0.0, 0.1], b=[1.0, 1.1]), [open_one], found)
+    assert found == {}
+    give_up(FAMILY, evidence(a=[0.0, 0.1] * 4, b=[1.0, 1.1] * 4), [open_one], found)
+    assert found[open_one.id].verdict == "inconclusive"
 
 
 # ---- several hypotheses -----------------------------------------------------------------------------------------

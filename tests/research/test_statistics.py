@@ -1,11 +1,12 @@
 """1. Welch, permutations, Holm and Pocock's boundary against numbers by hand or from the papers.
 2. Simulated: all looks together err at alpha, on small samples, too; equivalence is not called at the edge of interest.
 3. A verdict and its interval agree.
+4. What a look foretells of the last one comes true as often as it says.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from agentjet.research.statistics import (
     nominal_level,
     permutation_p,
     power,
+    prospect,
     read,
     welch,
 )
@@ -162,3 +164,25 @@ def test_power_is_what_happens(effect: float, spread: float) -> None:
         for x, y in zip(a, b, strict=True)
     ]
     assert power(effect, (spread, 1.5 * spread), 12, sesoi=1.0, level=level) == pytest.approx(np.mean(said), abs=0.035)
+
+
+def test_what_a_look_foretells_comes_true() -> None:
+    """Effects of all sizes, since the forecast favours none: the scores that follow decide as often as foretold."""
+    rng = np.random.default_rng(3)
+    levels = {"sesoi": 1.0, "difference_level": 0.05, "equivalence_level": 0.05}
+    foretold, decided = [], []
+    for effect in rng.uniform(-4, 4, 4_000):
+        a, b = list(rng.normal(effect, 1.5, 16)), list(rng.normal(0, 1.0, 16))
+        foretold.append(prospect(welch(a[:8], b[:8]), 8, 16, **levels))
+        decided.append(read(a, b, **levels).verdict != "inconclusive")
+    chances, came = np.array(foretold), np.array(decided)
+    for low, high in pairwise((0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.01)):
+        among = (chances >= low) & (chances < high)
+        error = np.sqrt(0.25 / among.sum())
+        assert among.sum() > 100
+        assert low - 2.5 * error <= came[among].mean() <= high + 2.5 * error
+
+
+def test_scores_without_spread_foretell_nothing() -> None:
+    same = welch([1.0] * 4, [1.0] * 4)
+    assert prospect(same, 4, 12, sesoi=1.0, difference_level=0.05, equivalence_level=0.05) == 1.0

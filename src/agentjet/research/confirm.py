@@ -5,7 +5,8 @@ alpha, and a hypothesis that is called by its sign hands its share on. Equivalen
 of its own: a hypothesis has an effect or has none, so at most one of its two errors is possible.
 
 A difference may be called at any look, equivalence at the last one only: a few seeds that agree say little about
-the one in ten that fails, and a single test needs no correction for looks.
+the one in ten that fails, and a single test needs no correction for looks. A hypothesis that the last look is unlikely
+to settle is given up before it: that saves its seeds, and can call nothing wrongly.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from agentjet.research.desk import Desk
 from agentjet.research.ledger import OutOfBudget
 from agentjet.research.models import Finding, Hypothesis, Outcome, Setting, Study, Trial
 from agentjet.research.seeds import seed_of
-from agentjet.research.statistics import Reading, nominal_level, permutation_p, read
+from agentjet.research.statistics import Reading, nominal_level, permutation_p, prospect, read, welch
 
 FEWEST = 4
 """Scores per arm without which there is no verdict."""
 CALLED = ("supported", "refuted")
+HOPELESS = 0.1
+"""A smaller chance that the last look decides is not paid for."""
 
 
 @dataclass
@@ -56,6 +59,8 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
             why = str(refusal)
             break
         judge(study, evidence, still_open, findings)
+        if seeds < study.looks[-1]:
+            give_up(study, evidence, still_open, findings)
     for hypothesis in study.hypotheses:
         if hypothesis.id in findings:
             continue
@@ -94,6 +99,26 @@ def judge(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findin
         if not decided:
             return
         findings.update({found.hypothesis: found for found in decided})
+
+
+def give_up(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]) -> None:
+    """Close as inconclusive what even the whole of alpha, if the others were to hand it on, would hardly settle."""
+    for hypothesis in hypotheses:
+        a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
+        if hypothesis.id in findings or min(len(a), len(b)) < FEWEST:
+            continue
+        chance = prospect(
+            welch(a, b),
+            min(len(a), len(b)),
+            study.looks[-1],
+            sesoi=study.sesoi,
+            difference_level=nominal_level(study.looks, 2 * study.alpha),
+            equivalence_level=study.alpha,
+        )
+        if chance < HOPELESS:
+            reason = f"{study.looks[-1]} seeds would settle it with a chance of {chance:.0%}, and were not run"
+            shares = open_shares(study, findings)
+            findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 An ablation at one fixed learning rate measures the learning rate. So every arm is given its best setting: successive
 halving (Karnin et al. 2013) that continues the survivors, then a few more seeds for the finalists. Halving drops what
-starts badly, which is wrong where early ranks do not predict late ones; the first arm is therefore run in full with one
-seed, and rungs whose ranks mislead there are skipped for all arms. Where the knobs have too many combinations,
-candidates are proposed. Scores from here choose settings and nothing else.
+starts badly, which is wrong where an early lead is lost later; the first arm is therefore run in full with one seed,
+and rungs that would have lost something that matters there are skipped for all arms. Where the knobs have too many
+combinations, candidates are proposed. Scores from here choose settings and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from itertools import product
 from math import ceil
 
 import numpy as np
-from scipy import stats
 
 from agentjet.research.desk import Desk
 from agentjet.research.ledger import OutOfBudget
@@ -22,12 +21,13 @@ from agentjet.research.models import Arm, Setting, Study, Trial, canonical
 from agentjet.research.planner.asking import ROUNDS, is_searched, proposed
 from agentjet.research.seeds import seed_of
 
-KEEP = 3
-"""One in so many survives a rung (eta of successive halving), and so many are finalists."""
-FINAL_SEEDS = 3
+ETA = 3
+"""One in so many survives a rung, and never fewer than so many."""
+FINALISTS = 2
+FINAL_SEEDS = 2
 """Seeds of a finalist, the first one included."""
-TRUSTED_CORRELATION = 0.7
-"""Spearman's, between the scores at a rung and at the end; below it the rung is skipped."""
+TOLERATED_LOSS = 0.5
+"""Of the smallest effect of interest: a rung that would have cost the first arm more at the end is skipped."""
 
 
 def tune(study: Study, desk: Desk) -> dict[str, Setting]:
@@ -68,25 +68,32 @@ def settings(arm: Arm) -> list[Setting]:
 
 
 def trusted_rungs(study: Study, search: Search, candidates: Sequence[Setting]) -> tuple[float, ...]:
-    """The rungs at which this arm's ranks are those of the end, by one seed of everything; the last one always."""
+    """The rungs that would have lost this arm nothing that matters, by one seed of everything; the last one always."""
     scores = {rung: search.run(candidates, rung, seed=0) for rung in study.rungs}
     last = scores[study.rungs[-1]]
     return tuple(
-        rung for rung in study.rungs if rung == study.rungs[-1] or predicts(scores[rung], last, kept=survivors(last))
+        rung
+        for rung in study.rungs
+        if rung == study.rungs[-1] or lost(scores[rung], last) <= TOLERATED_LOSS * study.sesoi
     )
 
 
-def predicts(early: Sequence[float], late: Sequence[float], *, kept: int) -> bool:
-    """Whether the best at the end is among the `kept` best early on, and the order is about the same."""
-    if not np.isfinite([*early, *late]).all() or min(np.ptp(early), np.ptp(late)) == 0:
-        return False
-    finally_best = int(np.argmax(late))
-    rank = sum(score > early[finally_best] for score in early)
-    return rank < kept and float(stats.spearmanr(early, late).statistic) >= TRUSTED_CORRELATION
+def lost(early: Sequence[float], late: Sequence[float]) -> float:
+    """By how much the best at the end is better than the best of those that survive early on; infinite where the early
+    scores tell nothing apart, or any is missing.
+    """
+    if not np.isfinite([*early, *late]).all() or np.ptp(early) == 0:
+        return float("inf")
+    return max(late) - max(late[i] for i in best_first(early)[: survivors(early)])
 
 
 def survivors(scores: Sequence[float]) -> int:
-    return max(KEEP, ceil(len(scores) / KEEP))
+    return max(ETA, ceil(len(scores) / ETA))
+
+
+def best_first(scores: Sequence[float]) -> list[int]:
+    """Indices, by falling score."""
+    return sorted(range(len(scores)), key=lambda i: -scores[i])
 
 
 class Search:
@@ -104,8 +111,7 @@ class Search:
         alive = list(candidates)
         for rung in rungs:
             scores = self.run(alive, rung, seed=0)
-            order = sorted(range(len(alive)), key=lambda i: -scores[i])
-            alive = [alive[i] for i in order[: KEEP if rung == rungs[-1] else survivors(scores)]]
+            alive = [alive[i] for i in best_first(scores)[: FINALISTS if rung == rungs[-1] else survivors(scores)]]
         for seed in range(1, FINAL_SEEDS):
             self.run(alive, rungs[-1], seed=seed)
 

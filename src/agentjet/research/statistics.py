@@ -148,6 +148,29 @@ def read(
     return Reading(verdict, found.estimate, low, high, level, found.p_value())
 
 
+def prospect(
+    found: Difference,
+    seeds: int,
+    last: int,
+    *,
+    sesoi: float,
+    difference_level: float,
+    equivalence_level: float,
+) -> float:
+    """The chance that the look at `last` seeds will decide (see `read`), as `seeds` foretell it.
+
+    Predictive power (Spiegelhalter, Freedman and Blackburn 1986): given these scores, the final estimate is Student's t
+    around the present one, and the final error this one, shrunk. Scores without spread foretell nothing: 1.
+    """
+    if found.error == 0:
+        return 1.0
+    final = stats.t(found.degrees, loc=found.estimate, scale=found.error * math.sqrt(1 - seeds / last))
+    error, degrees = found.error * math.sqrt(seeds / last), found.degrees * last / seeds
+    called = sesoi + float(special.stdtrit(degrees, 1 - difference_level / 2)) * error
+    room = max(0.0, sesoi - float(special.stdtrit(degrees, 1 - equivalence_level)) * error)
+    return float(final.sf(called) + final.cdf(-called) + final.cdf(room) - final.cdf(-room))
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values (Holm 1979), in the order given: reject those at or below alpha."""
     adjusted, worst = [0.0] * len(p_values), 0.0
@@ -197,6 +220,7 @@ __all__ = [
     "nominal_level",
     "permutation_p",
     "power",
+    "prospect",
     "read",
     "welch",
 ]

@@ -32,10 +32,13 @@ def rehearse(study: Study) -> Cost:
 
 
 class MadeUp:
-    """A runner without runs: arms far apart and ranked alike throughout, or noise."""
+    """A runner without runs: arms far apart and ranked alike throughout, or ranked the other way round early on, and in
+    the end so alike that only the last look can say so.
+    """
 
     def __init__(self, study: Study, *, plain: bool) -> None:
-        self._apart = {arm.name: 1e3 * study.sesoi * number * plain for number, arm in enumerate(study.arms)}
+        self._sesoi = study.sesoi
+        self._apart = {arm.name: 1e3 * study.sesoi * number for number, arm in enumerate(study.arms)}
         self._plain = plain
         self._trials: dict[str, Trial] = {}
 
@@ -49,7 +52,12 @@ class MadeUp:
         trial = self._trials[key]
         setting = noise(canonical(dict(trial.setting)))
         seed = noise(trial.id)
-        score = self._apart[trial.arm] + (setting + 1e-3 * seed if self._plain else 10 * seed)
+        if self._plain:
+            score = self._apart[trial.arm] + setting + 1e-3 * seed
+        elif trial.phase == "explore":
+            score = 10 * self._sesoi * (setting if trial.fidelity == 1 else -setting)
+        else:
+            score = 0.1 * self._sesoi * seed
         return Outcome(trial.id, "completed", score=score)
 
 
