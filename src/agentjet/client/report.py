@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agentjet.client.estimates import Estimate, estimate, pass_at_k
@@ -222,16 +222,14 @@ class EvalReport(_Report):
     def __str__(self) -> str:
         unfinished = self.num_aborted + self.num_expired
         mean = self.mean_at_k
-        return (
-            f"mean@{self.repeats} {mean} over {mean.num_tasks} tasks, {len(self.finished)} episodes finished, "
-            f"{unfinished} not"
-        )
+        tasks = f"{mean.num_tasks} task{'' if mean.num_tasks == 1 else 's'}"
+        return f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"
 
 
 def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:
     tasks = [values for values in repeats if values]
     if len(tasks) == 1:
-        return estimate(tasks[0])
+        return replace(estimate(tasks[0]), num_tasks=1)
     return estimate([math.fsum(values) / len(values) for values in tasks])
 
 
