@@ -112,6 +112,15 @@ def test_one_task_alone_is_judged_by_its_repeats() -> None:
     assert found.num_tasks == 1 and "over 1 task, 4 episodes finished" in str(one)
 
 
+def test_a_metric_that_no_episode_has_is_refused_with_those_there_are() -> None:
+    scored = EpisodeResult("a", "", "finished", 0, 1.0, {"turns": 2.0})
+    found = EvalReport(results=(scored,), seconds=1.0)
+    assert found.metric_at_k("turns").value == 2.0
+    with pytest.raises(ValueError, match="no episode has the metric 'zz'; there are: turns"):
+        found.metric_at_k("zz")
+    assert math.isnan(report(a=[None]).metric_at_k("zz").value), "nothing was finished: nothing is known"
+
+
 def test_pass_at_k_over_tasks() -> None:
     found = report(a=[1.0, 0.0, 0.0, 0.0], b=[0.0] * 4, c=[1.0] * 4)
     assert found.pass_at(1).value == pytest.approx((0.25 + 0 + 1) / 3)

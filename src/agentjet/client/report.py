@@ -200,7 +200,11 @@ class EvalReport(_Report):
         return _over_tasks(list(self.by_task.values()))
 
     def metric_at_k(self, name: str) -> Estimate:
-        """The same of a metric, over the finished repeats that carry it."""
+        """The same of a metric, over the finished repeats that carry it. Raises `ValueError` when there are
+        some, and none carries it."""
+        known = sorted({metric for result in self.finished for metric in result.metrics})
+        if self.finished and name not in known:
+            raise ValueError(f"no episode has the metric {name!r}; there are: {', '.join(known) or 'none'}")
         tasks: dict[tuple[str, str], list[float]] = {}
         for result in self.finished:
             if name in result.metrics:

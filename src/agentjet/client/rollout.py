@@ -121,8 +121,6 @@ class Runner:
         Raises `AgentFailing` when the first `2 * concurrency` episodes all fail, or make no call where that matters:
         then the agent is wrong, not unlucky.
         """
-        if concurrency < 1:
-            raise ValueError(f"concurrency = {concurrency}: it must be at least 1")
         failures = silent = 0
         succeeded = called = False
         unwanted: set[str] = set()
