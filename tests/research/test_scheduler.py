@@ -204,6 +204,19 @@ def test_a_called_hypothesis_helps_the_next() -> None:
     assert together[second.id].confidence == pytest.approx(1 - nominal_level(FAMILY.looks, 0.1))
 
 
+def test_what_stays_open_is_printed_at_the_level_it_was_read_at() -> None:
+    """b is called at the first look and hands its share on; c is open at the last one, read at the whole alpha."""
+    arms = (Arm("a"), Arm("b", {"gain": 9.0}), Arm("c", {"gain": 0.9}))
+    study = replace(FAMILY, arms=arms, hypotheses=FAMILY.hypotheses[:2], looks=(4,))
+
+    def gain(setting: Setting, fidelity: float) -> float:
+        return float(setting.get("gain", 0.0))
+
+    called, left = conduct(study, Book(), Formula(gain, noise=0.5))[0]
+    assert (called.verdict, left.verdict) == ("supported", "inconclusive")
+    assert left.confidence == pytest.approx(1 - nominal_level(study.looks, 2 * study.alpha))
+
+
 def test_an_exploratory_hypothesis_takes_no_share_and_says_so() -> None:
     found: dict[str, Finding] = {}
     third = FAMILY.hypotheses[2]

@@ -71,7 +71,8 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
         else:
             tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
             reason = why if tuned else "the budget did not suffice to tune both arms"
-            findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=open_shares(study, {}))
+            shares = open_shares(study, findings)
+            findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
     for hypothesis in study.hypotheses:
         desk.book.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]
