@@ -23,7 +23,7 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.explore import settings
 from agentjet.research.journal import Book
-from agentjet.research.models import Amendment, Arm, Exchange, Finding, Outcome, Study, Subject, Trial
+from agentjet.research.models import Amendment, Arm, Diagnosis, Exchange, Finding, Outcome, Study, Subject, Trial
 from agentjet.research.report import build, check, facts_of
 from agentjet.research.report.building import Report, render
 from agentjet.research.report.comparing import compare
@@ -283,6 +283,24 @@ def test_what_was_trained_is_told() -> None:
     assert "agentjet research run FOLDER" in report.markdown.text and "runner" not in report.markdown.text
     assert ">step</text>" in report.figures["figures/curves.svg"]
     assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 0 to 48"
+
+
+def test_a_verdict_on_untested_runs_says_so() -> None:
+    """Of seven or more of twelve on a side, next to the verdict and among the limitations."""
+    for ill, told in ((6, False), (7, True)):
+        book = Book()
+        conduct(RICH, book, Told())
+        runs = [trial.id for trial in book.trials.values() if (trial.arm, trial.phase) == ("c", "confirm")]
+        assert len(runs) == 12
+        for run in runs[:ill]:
+            meaning = "nobody succeeds: the setting was not tested"
+            book.append("diagnosis", Diagnosis(run, "too_hard", "all earn the same", meaning=meaning).to_json())
+        answer, rest = render(book).markdown.text.split("## Before the data")
+        sentence = (
+            "> But 7 of 12 confirming runs of “c” are diagnosed as too hard: nobody succeeds: the setting was not"
+        )
+        assert (sentence in answer) == told
+        assert ("What is said of F3 rests on runs of “c” that tested little: 7 of 12" in rest) == told
 
 
 # ---- 5: a page that needs nothing -------------------------------------------------------------------------------

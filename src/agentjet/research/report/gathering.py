@@ -26,7 +26,7 @@ from agentjet.research.report.facts import (
     verbatim,
     written,
 )
-from agentjet.research.report.happenings import amendment_facts, cause_facts, diagnosis_facts
+from agentjet.research.report.happenings import amendment_facts, cause_facts, diagnosis_facts, untested_facts
 from agentjet.research.report.limits import gather_limits
 from agentjet.research.report.proceedings import Explored, Launched, Proceedings
 from agentjet.research.statistics import largest_unseen_rate
@@ -141,6 +141,7 @@ def finding_facts(
         verdict_is=verdict,
         measured=said.estimate is not None,
         exploratory=not hypothesis.confirmatory,
+        untested=untested_facts(facts, number, said, hypothesis, done),
         trials=[trials[name] for name in said.trials if name in trials],
     )
 
