@@ -237,15 +237,38 @@ def hill_or_flat(setting: object, fidelity: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "stage", "sentence"),
-    [(1, "exploring", "Its arms are still being tuned"), (75, "confirming", "at least one claim is open")],
+    ("outcomes", "stage", "sentence", "still_open"),
+    [(1, "exploring", "Its arms are still being tuned", 5), (75, "confirming", "at least one claim is open", 2)],
 )
-def test_an_unfinished_study_says_so(outcomes: int, stage: str, sentence: str) -> None:
+def test_an_unfinished_study_says_so(outcomes: int, stage: str, sentence: str, still_open: int) -> None:
     book = interrupted(RICH, outcomes)
     text = render(book).markdown.text
     assert facts_of(book).groups["stage"] == stage
     assert "This study is not finished" in text and sentence in text
-    assert text.count("No look has decided it yet.") == 5
+    assert text.count("No look has decided it yet.") == still_open
+
+
+def test_what_a_look_called_is_told_before_the_study_ends() -> None:
+    """Stopped within the second look: b against a was called at the first one, by four seeds."""
+    whole = Book()
+    conduct(RICH, whole, Told())
+    exploring = sum(trial.phase == "explore" for trial in whole.trials.values())
+    book = interrupted(RICH, exploring + 4 * 4 + 2)
+    first = f"finding {RICH.hypotheses[0].id}"
+    assert book.decisions[first] == whole.decisions[first]
+    text = render(book).markdown.text
+    assert facts_of(book).groups["stage"] == "confirming"
+    assert "> **b scores higher than a**: supported." in text and "What a look has called stands" in text
+    assert 0 < text.count("No look has decided it yet.") < len(RICH.hypotheses)
+    unended = sum(trial not in book.outcomes for trial in book.trials)
+    assert unended and f"trials; {unended} of these have not ended" in text
+    ended = [
+        book.outcomes[t.id]
+        for t in book.trials.values()
+        if (t.arm, t.phase) == ("a", "confirm") and t.id in book.outcomes
+    ]
+    assert f"None of {len(ended)} confirming runs of “a” that ended diverged" in text
+    assert "as many as were needed" not in text and "of the smaller one" not in text
 
 
 def test_a_plan_without_trials_has_a_report_too() -> None:

@@ -64,6 +64,7 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
         judge(study, evidence, still_open, findings)
         if seeds < study.looks[-1]:
             give_up(study, evidence, still_open, findings)
+        record(study, findings, desk)
     for hypothesis in study.hypotheses:
         if hypothesis.id in findings:
             continue
@@ -76,9 +77,15 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
             reason = why if tuned else "the budget did not suffice to tune both arms"
             shares = open_shares(study, findings)
             findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
-    for hypothesis in study.hypotheses:
-        desk.book.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
+    record(study, findings, desk)
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]
+
+
+def record(study: Study, findings: Mapping[str, Finding], desk: Desk) -> None:
+    """What is decided so far, each finding once: whoever looks on sees it before the study ends."""
+    for hypothesis in study.hypotheses:
+        if hypothesis.id in findings:
+            desk.book.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
 
 
 def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int, desk: Desk) -> None:

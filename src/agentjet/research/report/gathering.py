@@ -82,6 +82,7 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "num_arms": count(len(study.arms)),
             "num_claims": count(len(study.hypotheses)),
             "num_trials": count(len(done.launched)),
+            "num_unended": count(sum(one.outcome is None for one in done.launched)),
             "num_entries": count(done.num_entries),
             "num_exchanges": count(done.num_exchanges),
             "plan": verbatim(canonical(study.to_json())),
@@ -168,6 +169,7 @@ def arm_facts(facts: Facts, number: int, arm: Arm, done: Proceedings, rounding: 
             "num_settings": count(num_settings(arm)),
             "setting": setting_text(done.chosen[arm.name]) if arm.name in done.chosen else Fact(NOTHING),
             "num": count(len(confirming)),
+            "scored": count(len(scores)),
             "completed": count(ends.count("completed")),
             "diverged": count(ends.count("diverged")),
             "lost": count(ends.count("infra_failed")),
@@ -241,7 +243,7 @@ def ledger_facts(facts: Facts, done: Proceedings) -> Group:
             "of_small_grid": share(ledger.total / used),
         },
         probed=ledger.spent["probe"] > 0,
-        stopped_early=seeds < study.looks[-1],
+        stopped_early=done.stage == "finished" and seeds < study.looks[-1],
     )
 
 
