@@ -146,6 +146,10 @@ def test_files_are_held_against_their_book(tmp_path: Path) -> None:
     figure.write_text(figure.read_text(encoding="utf-8").replace("+3.22", "+4.22"), encoding="utf-8")
     [problem] = check(page.with_suffix(".md"), book)
     assert problem.startswith("figures/effects.svg: is not what the study draws")
+    figure.unlink()
+    assert check(page.with_suffix(".md"), book) == [
+        "figures/effects.svg: is not beside the report; copy the report's figures along with it"
+    ]
     page.write_text(page.read_text(encoding="utf-8").replace("[+2.20,", "[+0.20,"), encoding="utf-8")
     assert check(page, book)
     with pytest.raises(ConfigError, match=r"\.html or a \.md"):
@@ -180,6 +184,12 @@ def test_numbers_are_those_of_the_outcomes() -> None:
         list(book.trials).index(Finding.from_json(book.decisions[f"finding {RICH.hypotheses[0].id}"]).trials[0]) + 1
     )
     assert said(book, f"T{number}.phase") == "confirm"
+
+
+def test_both_chances_of_a_wrong_call_are_said(report: Report) -> None:
+    text = " ".join(report.markdown.text.split())
+    assert "refuted wrongly with a chance of at most 0.05, and called too small to matter wrongly with as much" in text
+    assert "one of these errors only, several together to both: at most 0.1." in text
 
 
 def test_the_ledger_is_the_desks_and_the_grid_is_counted() -> None:
@@ -303,6 +313,8 @@ def test_what_was_trained_is_told() -> None:
     conduct(replace(RICH, subject=subject), book, Told())
     report = render(book)
     assert "| steps of a full run | 48 |" in report.markdown.text
+    assert "The plan names the model `smollm2-135m`" in report.markdown.text
+    assert "gives other scores: how tokens were sampled is not" in report.markdown.text
     assert "agentjet research run FOLDER" in report.markdown.text and "runner" not in report.markdown.text
     assert ">step</text>" in report.figures["figures/curves.svg"]
     assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 0 to 48"
@@ -409,6 +421,7 @@ def test_unequal_spreads_and_untuned_arms_are_said() -> None:
     hypotheses = (replace(STUDY.hypotheses[0], arm="loud", against="quiet"),)
     found, text = limits(replace(STUDY, arms=arms, hypotheses=hypotheses, budget=90.0), Uneven())
     assert found["unequal"] and "Scores of “loud” spread" in text
+    assert "at most 0.06 were told apart instead of 0.05, however unequal" in text
     assert "“quiet” was run at one setting, gain = 0, lr = 1, and tuned over nothing" in text
     assert "No arm has a knob to tune" in text
 

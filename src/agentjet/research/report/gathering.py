@@ -73,6 +73,7 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "evaluator": verbatim(study.evaluator),
             "sesoi": plain(study.sesoi),
             "alpha": plain(study.alpha),
+            "either": plain(2 * study.alpha),
             "budget": runs(study.budget),
             "reserve": share(study.reserve),
             "looks": counts(study.looks),
