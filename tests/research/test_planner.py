@@ -236,7 +236,7 @@ def test_the_page_says_all_of_it() -> None:
         "| with kl | `job.algorithm.kl_coef = 0.02` | – | `job.optimizer.lr`: 2.2e-06, 6.7e-06, 2e-05, 6e-05, ",
         "Smallest effect of interest: **0.02**",
         "looks at 4, 8, 12 an arm; alpha 0.05 in all",
-        "Budget: **30 full runs**",
+        "Budget: **30 full runs**, 40% of it for confirming alone, which has what exploring leaves, too.",
         "The budget may run out before the last look",
         "At 90 s a run, 1 at a time, that is at most 0.8 h",
         f"Study `{made.study.id}`",

@@ -23,7 +23,7 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.explore import settings
 from agentjet.research.journal import Book
-from agentjet.research.models import Amendment, Arm, Exchange, Finding, Outcome, Study, Subject, Trial
+from agentjet.research.models import Amendment, Arm, Diagnosis, Exchange, Finding, Outcome, Study, Subject, Trial
 from agentjet.research.report import build, check, facts_of
 from agentjet.research.report.building import Report, render
 from agentjet.research.report.comparing import compare
@@ -146,6 +146,10 @@ def test_files_are_held_against_their_book(tmp_path: Path) -> None:
     figure.write_text(figure.read_text(encoding="utf-8").replace("+3.22", "+4.22"), encoding="utf-8")
     [problem] = check(page.with_suffix(".md"), book)
     assert problem.startswith("figures/effects.svg: is not what the study draws")
+    figure.unlink()
+    assert check(page.with_suffix(".md"), book) == [
+        "figures/effects.svg: is not beside the report; copy the report's figures along with it"
+    ]
     page.write_text(page.read_text(encoding="utf-8").replace("[+2.20,", "[+0.20,"), encoding="utf-8")
     assert check(page, book)
     with pytest.raises(ConfigError, match=r"\.html or a \.md"):
@@ -180,6 +184,12 @@ def test_numbers_are_those_of_the_outcomes() -> None:
         list(book.trials).index(Finding.from_json(book.decisions[f"finding {RICH.hypotheses[0].id}"]).trials[0]) + 1
     )
     assert said(book, f"T{number}.phase") == "confirm"
+
+
+def test_both_chances_of_a_wrong_call_are_said(report: Report) -> None:
+    text = " ".join(report.markdown.text.split())
+    assert "refuted wrongly with a chance of at most 0.05, and called too small to matter wrongly with as much" in text
+    assert "one of these errors only, several together to both: at most 0.1." in text
 
 
 def test_the_ledger_is_the_desks_and_the_grid_is_counted() -> None:
@@ -237,15 +247,38 @@ def hill_or_flat(setting: object, fidelity: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "stage", "sentence"),
-    [(1, "exploring", "Its arms are still being tuned"), (75, "confirming", "at least one claim is open")],
+    ("outcomes", "stage", "sentence", "still_open"),
+    [(1, "exploring", "Its arms are still being tuned", 5), (75, "confirming", "at least one claim is open", 2)],
 )
-def test_an_unfinished_study_says_so(outcomes: int, stage: str, sentence: str) -> None:
+def test_an_unfinished_study_says_so(outcomes: int, stage: str, sentence: str, still_open: int) -> None:
     book = interrupted(RICH, outcomes)
     text = render(book).markdown.text
     assert facts_of(book).groups["stage"] == stage
     assert "This study is not finished" in text and sentence in text
-    assert text.count("No look has decided it yet.") == 5
+    assert text.count("No look has decided it yet.") == still_open
+
+
+def test_what_a_look_called_is_told_before_the_study_ends() -> None:
+    """Stopped within the second look: b against a was called at the first one, by four seeds."""
+    whole = Book()
+    conduct(RICH, whole, Told())
+    exploring = sum(trial.phase == "explore" for trial in whole.trials.values())
+    book = interrupted(RICH, exploring + 4 * 4 + 2)
+    first = f"finding {RICH.hypotheses[0].id}"
+    assert book.decisions[first] == whole.decisions[first]
+    text = render(book).markdown.text
+    assert facts_of(book).groups["stage"] == "confirming"
+    assert "> **b scores higher than a**: supported." in text and "What a look has called stands" in text
+    assert 0 < text.count("No look has decided it yet.") < len(RICH.hypotheses)
+    unended = sum(trial not in book.outcomes for trial in book.trials)
+    assert unended and f"trials; {unended} of these have not ended" in text
+    ended = [
+        book.outcomes[t.id]
+        for t in book.trials.values()
+        if (t.arm, t.phase) == ("a", "confirm") and t.id in book.outcomes
+    ]
+    assert f"None of {len(ended)} confirming runs of “a” that ended diverged" in text
+    assert "as many as were needed" not in text and "of the smaller one" not in text
 
 
 def test_a_plan_without_trials_has_a_report_too() -> None:
@@ -280,9 +313,29 @@ def test_what_was_trained_is_told() -> None:
     conduct(replace(RICH, subject=subject), book, Told())
     report = render(book)
     assert "| steps of a full run | 48 |" in report.markdown.text
+    assert "The plan names the model `smollm2-135m`" in report.markdown.text
+    assert "gives other scores: how tokens were sampled is not" in report.markdown.text
     assert "agentjet research run FOLDER" in report.markdown.text and "runner" not in report.markdown.text
     assert ">step</text>" in report.figures["figures/curves.svg"]
     assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 0 to 48"
+
+
+def test_a_verdict_on_untested_runs_says_so() -> None:
+    """Of seven or more of twelve on a side, next to the verdict and among the limitations."""
+    for ill, told in ((6, False), (7, True)):
+        book = Book()
+        conduct(RICH, book, Told())
+        runs = [trial.id for trial in book.trials.values() if (trial.arm, trial.phase) == ("c", "confirm")]
+        assert len(runs) == 12
+        for run in runs[:ill]:
+            meaning = "nobody succeeds: the setting was not tested"
+            book.append("diagnosis", Diagnosis(run, "too_hard", "all earn the same", meaning=meaning).to_json())
+        answer, rest = render(book).markdown.text.split("## Before the data")
+        sentence = (
+            "> But 7 of 12 confirming runs of “c” are diagnosed as too hard: nobody succeeds: the setting was not"
+        )
+        assert (sentence in answer) == told
+        assert ("What is said of F3 rests on runs of “c” that tested little: 7 of 12" in rest) == told
 
 
 # ---- 5: a page that needs nothing -------------------------------------------------------------------------------
@@ -368,6 +421,7 @@ def test_unequal_spreads_and_untuned_arms_are_said() -> None:
     hypotheses = (replace(STUDY.hypotheses[0], arm="loud", against="quiet"),)
     found, text = limits(replace(STUDY, arms=arms, hypotheses=hypotheses, budget=90.0), Uneven())
     assert found["unequal"] and "Scores of “loud” spread" in text
+    assert "at most 0.06 were told apart instead of 0.05, however unequal" in text
     assert "“quiet” was run at one setting, gain = 0, lr = 1, and tuned over nothing" in text
     assert "No arm has a knob to tune" in text
 

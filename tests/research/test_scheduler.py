@@ -143,6 +143,39 @@ def test_another_outcome_of_the_same_trial_is_not_asked_for() -> None:
     assert (second, book.num_entries) == (first, entries)
 
 
+# ---- nothing to learn from ------------------------------------------------------------------------------------------
+
+
+class Floored(Formula):
+    """Nobody succeeds, so no group has a gradient; `lift` is what the score gains on the way all the same."""
+
+    lift = 0.0
+    equal = 1.0
+
+    def collect(self, key: str) -> Outcome:
+        outcome = super().collect(key)
+        assert outcome.score is not None
+        signals = dict.fromkeys(("reward/mean", "reward/std"), (0.0,) * 12) | {
+            "groups/zero_variance": (self.equal,) * 12
+        }
+        return replace(outcome, curve=(outcome.score - self.lift, outcome.score), signals=signals)
+
+
+@pytest.mark.parametrize(
+    ("lift", "equal", "verdict"),
+    [(0.0, 1.0, "inconclusive"), (2.0, 1.0, "practically_equivalent"), (0.0, 0.3, "practically_equivalent")],
+)
+def test_arms_that_had_nothing_to_learn_from_are_not_equivalent(lift: float, equal: float, verdict: str) -> None:
+    def bottom(setting: Setting, fidelity: float) -> float:
+        return 0.0
+
+    runner = Floored(bottom, noise=0.01)
+    runner.lift, runner.equal = lift, equal
+    finding, _, _ = conducted(replace(STUDY, arms=(Arm("a"), Arm("b", {"gain": 1.0}))), runner)
+    assert (finding.verdict, finding.seeds) == (verdict, 12)
+    assert ("neither arm had anything to learn from" in finding.reason) == (verdict == "inconclusive")
+
+
 # ---- giving up -----------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +235,19 @@ def test_a_called_hypothesis_helps_the_next() -> None:
     assert {name: found.verdict for name, found in together.items()} == {first.id: "supported", second.id: "supported"}
     assert together[first.id].confidence == pytest.approx(1 - 0.0221, abs=1e-3)
     assert together[second.id].confidence == pytest.approx(1 - nominal_level(FAMILY.looks, 0.1))
+
+
+def test_what_stays_open_is_printed_at_the_level_it_was_read_at() -> None:
+    """b is called at the first look and hands its share on; c is open at the last one, read at the whole alpha."""
+    arms = (Arm("a"), Arm("b", {"gain": 9.0}), Arm("c", {"gain": 0.9}))
+    study = replace(FAMILY, arms=arms, hypotheses=FAMILY.hypotheses[:2], looks=(4,))
+
+    def gain(setting: Setting, fidelity: float) -> float:
+        return float(setting.get("gain", 0.0))
+
+    called, left = conduct(study, Book(), Formula(gain, noise=0.5))[0]
+    assert (called.verdict, left.verdict) == ("supported", "inconclusive")
+    assert left.confidence == pytest.approx(1 - nominal_level(study.looks, 2 * study.alpha))
 
 
 def test_an_exploratory_hypothesis_takes_no_share_and_says_so() -> None:

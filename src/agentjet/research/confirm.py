@@ -5,7 +5,8 @@ alpha, and a hypothesis that is called by its sign hands its share on. Equivalen
 of its own: a hypothesis has an effect or has none, so at most one of its two errors is possible.
 
 A difference may be called at any look, equivalence at the last one only: a few seeds that agree say little about
-the one in ten that fails, and a single test needs no correction for looks. A hypothesis that the last look is unlikely
+the one in ten that fails, and a single test needs no correction for looks. Arms that both had nothing to learn from are
+not called equivalent (`idle`). A hypothesis that the last look is unlikely
 to settle is given up before it: that saves its seeds, and can call nothing wrongly.
 """
 
@@ -15,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agentjet.research.desk import Desk
+from agentjet.research.diagnosis.learning import share_equal
+from agentjet.research.diagnosis.signs import Signals
 from agentjet.research.ledger import OutOfBudget
 from agentjet.research.models import Finding, Hypothesis, Outcome, Setting, Study, Trial
 from agentjet.research.seeds import seed_of
@@ -61,6 +64,7 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
         judge(study, evidence, still_open, findings)
         if seeds < study.looks[-1]:
             give_up(study, evidence, still_open, findings)
+        record(study, findings, desk)
     for hypothesis in study.hypotheses:
         if hypothesis.id in findings:
             continue
@@ -71,10 +75,17 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
         else:
             tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
             reason = why if tuned else "the budget did not suffice to tune both arms"
-            findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=open_shares(study, {}))
-    for hypothesis in study.hypotheses:
-        desk.book.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
+            shares = open_shares(study, findings)
+            findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
+    record(study, findings, desk)
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]
+
+
+def record(study: Study, findings: Mapping[str, Finding], desk: Desk) -> None:
+    """What is decided so far, each finding once: whoever looks on sees it before the study ends."""
+    for hypothesis in study.hypotheses:
+        if hypothesis.id in findings:
+            desk.book.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
 
 
 def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int, desk: Desk) -> None:
@@ -152,18 +163,23 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
     if not hypothesis.confirmatory:
         shares = Shares(study.alpha, study.alpha)
+    at_last_look = max(len(a), len(b)) >= study.looks[-1]
+    untested = all(idle(evidence.outcomes[arm], study.sesoi) for arm in (hypothesis.arm, hypothesis.against))
     reading = read(
         a,
         b,
         sesoi=study.sesoi,
         difference_level=nominal_level(study.looks, 2 * shares.difference),  # one side of it can err
-        equivalence_level=shares.equivalence if max(len(a), len(b)) >= study.looks[-1] else None,
+        equivalence_level=shares.equivalence if at_last_look and not untested else None,
     )
+    if reason and not_nothing(reading):
+        reason += "; there is a difference, whether it matters is open"
+    if reason and untested:
+        reason += "; neither arm had anything to learn from, so that they agree says nothing"
     return Finding(
         hypothesis.id,
         reading.verdict,
-        reason + ("; there is a difference, whether it matters is open" if reason and not_nothing(reading) else "")
-        or f"look at {max(len(a), len(b))} seeds" + ("" if hypothesis.confirmatory else ", exploratory"),
+        reason or f"look at {max(len(a), len(b))} seeds" + ("" if hypothesis.confirmatory else ", exploratory"),
         estimate=reading.estimate,
         low=reading.low,
         high=reading.high,
@@ -174,6 +190,22 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         settings=chosen,
         trials=trials,
     )
+
+
+def idle(outcomes: list[Outcome], sesoi: float) -> bool:
+    """Whether most of an arm's runs had no gradient from the start on, and moved no score by what matters.
+
+    Everybody fails, or everybody succeeds: such arms agree whatever separates them. Read off what training reported;
+    a run that reported nothing is not idle.
+    """
+    ended = [outcome for outcome in outcomes if outcome.score is not None]
+    still = [
+        outcome
+        for outcome in ended
+        if share_equal(Signals(outcome.signals)) is not None
+        and all(abs(value - outcome.curve[0]) < sesoi for value in outcome.curve)
+    ]
+    return 2 * len(still) > len(ended)
 
 
 def not_nothing(reading: Reading) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from agentjet.research.diagnosis.probing import Answer, Probes, Question
-from agentjet.research.diagnosis.signs import Change, Floats, Signals, Told, change
+from agentjet.research.diagnosis.signs import Change, Floats, Signals, Told, change, opening
 from agentjet.research.models import Outcome, Trial
 
 
@@ -27,10 +27,7 @@ class Case:
         return change(self.signals[name])
 
     def opening(self, name: str) -> Floats:
-        """What was reported in the first third of the run."""
-        values = self.signals[name]
-        values = values[: len(values) // 3]
-        return values[np.isfinite(values)]
+        return opening(self.signals[name])
 
     def ask(self, question: Question) -> dict[str, float] | None:
         """The numbers of an answer; None where the runner cannot tell."""

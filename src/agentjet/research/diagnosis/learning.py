@@ -6,7 +6,7 @@ import numpy as np
 
 from agentjet.research.diagnosis.case import Case, Rule
 from agentjet.research.diagnosis.probing import SLOWER
-from agentjet.research.diagnosis.signs import Told, holds_since, last
+from agentjet.research.diagnosis.signs import Signals, Told, holds_since, last, opening
 
 EQUAL = 0.8
 """Part of the groups without variance, over the first third of a run, from which on there is hardly a gradient."""
@@ -29,11 +29,20 @@ HALF = 0.5
 
 
 def equal_groups(case: Case) -> Told | None:
-    shares = case.opening("groups/zero_variance")
+    share = share_equal(case.signals)
+    return (
+        None
+        if share is None
+        else Told(f"the members of {share:.0%} of the groups earn the same", {"groups/zero_variance": share}, 0)
+    )
+
+
+def share_equal(signals: Signals) -> float | None:
+    """The part of the groups whose members earned the same, where from the start on that left hardly a gradient."""
+    shares = opening(signals["groups/zero_variance"])
     if not len(shares) or shares[0] < HALF or shares.mean() < EQUAL:
         return None
-    share = float(shares.mean())
-    return Told(f"the members of {share:.0%} of the groups earn the same", {"groups/zero_variance": share}, 0)
+    return float(shares.mean())
 
 
 def of_one_kind(case: Case, *, best: bool) -> Told | None:

@@ -76,6 +76,12 @@ def first(values: Floats) -> Floats:
     return values[: max(FEWEST, len(values) // 9)]
 
 
+def opening(values: Floats) -> Floats:
+    """What was reported in the first third of the run."""
+    values = values[: len(values) // 3]
+    return values[np.isfinite(values)]
+
+
 def last(values: Floats) -> Floats:
     """The last third."""
     return values[-max(FEWEST, len(values) // 3) :]

@@ -89,8 +89,9 @@ class Plan:
     def _cost(self) -> str:
         study, cost = self.study, self.cost
         lines = [
-            f"Budget: **{study.budget:g} full runs**, {study.reserve:.0%} of it for confirming. Rehearsed on made-up "
-            f"scores, the study takes {cost.least:.1f} runs where all is plain, and {cost.most:.1f} where nothing is."
+            f"Budget: **{study.budget:g} full runs**, {study.reserve:.0%} of it for confirming alone, which has what "
+            f"exploring leaves, too. Rehearsed on made-up scores, the study takes {cost.least:.1f} runs where all is "
+            f"plain, and {cost.most:.1f} where nothing is."
         ]
         if cost.most > study.budget:
             lines.append("The budget may run out before the last look: what is open then ends as inconclusive.")

@@ -58,7 +58,9 @@ def check(path: Path, book: Book) -> list[str]:
     problems = compare(report.markdown, found)
     for name, drawing in report.figures.items():
         figure = path.parent / name
-        if not figure.is_file() or figure.read_text(encoding="utf-8") != drawing:
+        if not figure.is_file():
+            problems.append(f"{name}: is not beside the report; copy the report's figures along with it")
+        elif figure.read_text(encoding="utf-8") != drawing:
             problems.append(f"{name}: is not what the study draws, with this version of matplotlib")
     return problems
 

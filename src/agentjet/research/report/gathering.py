@@ -26,7 +26,7 @@ from agentjet.research.report.facts import (
     verbatim,
     written,
 )
-from agentjet.research.report.happenings import amendment_facts, cause_facts, diagnosis_facts
+from agentjet.research.report.happenings import amendment_facts, cause_facts, diagnosis_facts, untested_facts
 from agentjet.research.report.limits import gather_limits
 from agentjet.research.report.proceedings import Explored, Launched, Proceedings
 from agentjet.research.statistics import largest_unseen_rate
@@ -73,6 +73,7 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "evaluator": verbatim(study.evaluator),
             "sesoi": plain(study.sesoi),
             "alpha": plain(study.alpha),
+            "either": plain(2 * study.alpha),
             "budget": runs(study.budget),
             "reserve": share(study.reserve),
             "looks": counts(study.looks),
@@ -82,6 +83,7 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "num_arms": count(len(study.arms)),
             "num_claims": count(len(study.hypotheses)),
             "num_trials": count(len(done.launched)),
+            "num_unended": count(sum(one.outcome is None for one in done.launched)),
             "num_entries": count(done.num_entries),
             "num_exchanges": count(done.num_exchanges),
             "plan": verbatim(canonical(study.to_json())),
@@ -141,6 +143,7 @@ def finding_facts(
         verdict_is=verdict,
         measured=said.estimate is not None,
         exploratory=not hypothesis.confirmatory,
+        untested=untested_facts(facts, number, said, hypothesis, done),
         trials=[trials[name] for name in said.trials if name in trials],
     )
 
@@ -167,6 +170,7 @@ def arm_facts(facts: Facts, number: int, arm: Arm, done: Proceedings, rounding: 
             "num_settings": count(num_settings(arm)),
             "setting": setting_text(done.chosen[arm.name]) if arm.name in done.chosen else Fact(NOTHING),
             "num": count(len(confirming)),
+            "scored": count(len(scores)),
             "completed": count(ends.count("completed")),
             "diverged": count(ends.count("diverged")),
             "lost": count(ends.count("infra_failed")),
@@ -240,7 +244,7 @@ def ledger_facts(facts: Facts, done: Proceedings) -> Group:
             "of_small_grid": share(ledger.total / used),
         },
         probed=ledger.spent["probe"] > 0,
-        stopped_early=seeds < study.looks[-1],
+        stopped_early=done.stage == "finished" and seeds < study.looks[-1],
     )
 
 

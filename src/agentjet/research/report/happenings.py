@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentjet.research.models import Diagnosis
+from agentjet.research.models import Diagnosis, Finding, Hypothesis
 from agentjet.research.report.facts import NOTHING, Fact, Facts, Group, count, quote, setting_text
 from agentjet.research.report.proceedings import Proceedings
+
+UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
+"""Causes after which a run says nothing of the setting that it was of."""
 
 
 def diagnosis_facts(facts: Facts, done: Proceedings, trials: dict[str, Group]) -> list[Group]:
@@ -50,6 +53,29 @@ def cause_facts(facts: Facts, done: Proceedings) -> list[Group]:
         )
         for number, ((arm, cause), told) in enumerate(alike.items(), start=1)
     ]
+
+
+def untested_facts(facts: Facts, number: int, found: Finding, hypothesis: Hypothesis, done: Proceedings) -> list[Group]:
+    """The sides of a claim most of whose confirming runs a diagnosis calls untested."""
+    told = []
+    for side, arm in enumerate((hypothesis.arm, hypothesis.against), start=1):
+        runs = [one.trial.id for one in done.launched if one.trial.id in found.trials and one.trial.arm == arm]
+        ill = [[d for d in done.diagnoses.get(run, []) if d.cause in UNTESTED] for run in runs]
+        first = [diagnoses[0] for diagnoses in ill if diagnoses]
+        if 2 * len(first) > len(runs):
+            told.append(
+                facts.group(
+                    f"untested{number}_{side}",
+                    {
+                        "arm": quote(arm),
+                        "num": count(len(first)),
+                        "of": count(len(runs)),
+                        "causes": quote(", ".join(sorted({d.cause.replace("_", " ") for d in first}))),
+                        "meaning": quote(first[0].meaning),
+                    },
+                )
+            )
+    return told
 
 
 def evidence_text(numbers: Sequence[tuple[str, float]]) -> str:

@@ -18,6 +18,9 @@ MANY_SEEDS = 20
 UNEQUAL = 3.0
 """Deviations of two arms that differ by this factor strain the boundary's approximation (see docs/research.md)."""
 
+SIMULATED = (0.05, 0.06)
+"""The declared chance of telling twins apart, and the largest that any factor gave (see docs/research.md)."""
+
 
 def gather_limits(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
     """Lists of groups, empty where a limitation does not hold, by its name."""
@@ -88,6 +91,8 @@ def unequal_spreads(facts: Facts, done: Proceedings, rounding: Rounding) -> Iter
                     "narrow": quote(narrow),
                     "wide_by": rounding.score(spreads[wide]),
                     "narrow_by": rounding.score(spreads[narrow]),
+                    "declared": plain(SIMULATED[0]),
+                    "simulated": plain(SIMULATED[1]),
                     "factor": quote(trimmed(spreads[wide] / spreads[narrow], 1)),
                 },
             )

@@ -32,7 +32,7 @@ def ledger_figure(done: Proceedings, facts: Facts) -> Figure | None:
             rows.append((key, name, start, colour))
             start += size[key]
     rows.append(("budget", "budget", 0.0, "none"))
-    grids = ("small_grid", "grid") if seeds["small_grid"] != seeds["grid"] else ("grid",)
+    grids = ("small_grid", "grid") if facts.groups["ledger"]["stopped_early"] else ("grid",)
     rows += [(key, f"grid with {seeds[key]} seeds", 0.0, FAINT) for key in grids]
     figure = blank(0.5 + 0.36 * len(rows))
     axes = figure.add_subplot()
