@@ -17,8 +17,10 @@ from agentjet.cli.main import app
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import Journal
+from agentjet.research.leased import LeasedPlace
 from agentjet.research.scheduler import conduct
 from tests.research.world import STUDY, Formula
+from tests.server.serving import ADMIN, Served
 
 CODE = """
 from agentjet import Task
@@ -76,6 +78,8 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
         new("does a kl penalty help?", "--set", "job.batch_sise=4")
     with pytest.raises(ConfigError, match="is not of the form"):
         new("does a kl penalty help?", "--set", "job.batch_size")
+    with pytest.raises(ConfigError, match="'/no/such/model' is neither a folder"):
+        new("does a kl penalty help?", "--model", "/no/such/model")
     with pytest.raises(ConfigError, match=r"holds no study\.json"):
         research("run", "study")
     with pytest.raises(ConfigError, match="1 --server and 0 --admin-token-file"):
@@ -114,3 +118,14 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
     report.write_text(report.read_text().replace("supported", "proven", 1))
     with pytest.raises(ConfigError, match="is not what the journal says"):
         research("report", str(folder.path), "--check", str(report))
+
+
+def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) -> None:
+    new("does a kl penalty help?")
+    token = here / "token"
+    token.write_text("wrong")
+    for url, said in (("http://127.0.0.1:9", "could not be reached|127.0.0.1:9"), (served.url, "token")):
+        with pytest.raises(ConfigError, match=f"--server {url}: .*({said}).*; nothing was begun"):
+            research("run", "study", "--server", url, "--admin-token-file", "token")
+    assert not (here / "study" / "launches").exists()
+    LeasedPlace(served.url, ADMIN, "a study").check()

@@ -43,6 +43,8 @@ def run(
 
     leased = leased_places(server or [], admin_token_file or [], folder)
     voice = voice_of(llm, llm_model, llm_key_file)
+    for place in leased:
+        place.check()
     carry_out(folder, leased or local_places(local), voice)
 
 

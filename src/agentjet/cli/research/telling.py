@@ -8,6 +8,7 @@ from typing import Any
 
 from agentjet.research.journal import Journal, Kind
 from agentjet.research.models import Finding, Outcome
+from agentjet.research.notes import in_a_line
 
 SHOWN = ("rungs", "setting of ", "frozen")
 """Decisions that are told, by how their names begin."""
@@ -46,7 +47,7 @@ class Told(Journal):
         trial = self.trials[outcome.trial]
         number = list(self.trials).index(trial.id) + 1
         score = "no score" if outcome.score is None else f"score {outcome.score:.4g}"
-        note = f" ({outcome.note.splitlines()[0][:200]})" if outcome.note else ""
+        note = f" ({in_a_line(outcome.note)})" if outcome.note else ""
         return f"trial {number}: {trial.phase} {trial.arm!r}, seed {trial.seed}: {outcome.end}, {score}{note}"
 
     def _finding(self, finding: Finding) -> str:
