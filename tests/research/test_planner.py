@@ -54,6 +54,8 @@ def test_topics_are_understood(topic: str, kind: Kind, settings: list[str], igno
         ("learnin rate", "'learning rate'"),
         ("is the moon larger than cheese", "--space"),
         ("a length penalty", "the agent of each arm"),
+        ("kl penalty -1 vs 5", "kl_coef = -1.0: from 0 to 10"),
+        ("group size 2.5 vs 4", "job.group_size = 2.5: a whole number"),
         ("group size 3 vs 5", "job.batch_size would have to be 21.3"),
     ],
 )
@@ -242,3 +244,8 @@ def test_the_page_says_all_of_it() -> None:
         f"Study `{made.study.id}`",
     ):
         assert said in page, said
+
+
+def test_what_is_spoken_of_and_not_compared_stands_in_the_plan() -> None:
+    page = plan("learning rate 1e-3 vs 1e-4 vs 1e-5 and batch size 4 vs 8", budget="200").to_markdown()
+    assert "Note: job.batch_size is not varied" in page

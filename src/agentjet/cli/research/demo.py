@@ -37,6 +37,7 @@ def demo(
     began = time.monotonic()
     files = StudyFolder(out)
     if not (out / "study.json").exists():
+        files.make()
         from agentjet.compute.embedded.random_model import make_random_model
 
         make_random_model(out / "model")

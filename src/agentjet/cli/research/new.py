@@ -82,6 +82,7 @@ def new(
         servers=servers,
         seed=seed,
     )
+    files.make()
     made = advised(made, out, voice, agent_cli)
     files.write(made.study, made.to_markdown())
     typer.echo(made.to_markdown())
@@ -99,6 +100,7 @@ def fixed(subject: Subject) -> Subject:
             f"{len(shared)} held-out tasks are trained on, too, such as {min(shared)!r}: a score on them says nothing; "
             "take them out of one of the two"
         )
+    subject.player("")
     subject.judge()
     return replace(subject, code=subject.code_now())
 

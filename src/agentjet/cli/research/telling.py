@@ -34,13 +34,19 @@ class Told(Journal):
             case "outcome":
                 return self._outcome(Outcome.from_json(body))
             case "decision" if body["name"].startswith(SHOWN):
-                return f"decided: {body['name']}: {body['content']}"
+                return f"decided: {body['name']}: {plain(body['content'])}"
             case "finding":
                 return self._finding(Finding.from_json(body["content"]))
             case "diagnosis":
                 return f"diagnosed: {body['cause']}: {body['seen']}"
+            case "exchange" if body["failed"]:
+                return f"{body['moment']}: nothing was proposed: {in_a_line(body['failed'])}"
             case "amendment" | "refusal":
-                return f"{'refused' if body['refused'] else 'granted'}: {body['asked']} {body['refused']}".rstrip()
+                return (
+                    f"{'refused' if body['refused'] else 'granted'}: {plain(body['asked'])}: {body['refused']}".rstrip(
+                        ": "
+                    )
+                )
         return ""
 
     def _outcome(self, outcome: Outcome) -> str:
@@ -58,3 +64,12 @@ class Told(Journal):
             else ""
         )
         return f"{claims.get(finding.hypothesis, finding.hypothesis)}: {finding.verdict}{interval} ({finding.reason})"
+
+
+def plain(content: object) -> str:
+    """What a journal holds, as a person would write it down."""
+    if isinstance(content, Mapping):
+        return "; ".join(f"{name} = {plain(value)}" for name, value in content.items() if value not in ("", {}))
+    if isinstance(content, list | tuple):
+        return ", ".join(map(plain, content))
+    return f"{content:.4g}" if isinstance(content, float) else str(content)
