@@ -14,10 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
+from agentjet.cli.research.telling import Told
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import Journal
 from agentjet.research.leased import LeasedPlace
+from agentjet.research.models import Diagnosis
 from agentjet.research.planner.actions import Pause
 from agentjet.research.scheduler import conduct
 from agentjet.research.steering import Steering
@@ -179,3 +181,13 @@ def test_an_adviser_that_gives_nothing_says_why(here: Path) -> None:
     )
     assert "plan: nothing was proposed: http://127.0.0.1:9/v1: " in said
     assert "agent-cli: nothing was proposed: there is no command 'nosuchcmd'" in said
+
+
+def test_what_is_told_is_for_people(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with Told(tmp_path / "journal.jsonl", lines.append) as told:
+        conduct(STUDY, told, Formula(lost={1}))
+        trial = list(told.trials)[1]
+        told.append("diagnosis", Diagnosis(trial, "collapse", "entropy fell").to_json())
+    assert lines[-1] == "diagnosed: trial 2: collapse: entropy fell"
+    assert not [line for line in lines if "{" in line] and any(line.startswith("decided: frozen: ") for line in lines)

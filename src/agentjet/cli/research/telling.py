@@ -38,7 +38,7 @@ class Told(Journal):
             case "finding":
                 return self._finding(Finding.from_json(body["content"]))
             case "diagnosis":
-                return f"diagnosed: {body['cause']}: {body['seen']}"
+                return f"diagnosed: trial {self._number(body['trial'])}: {body['cause']}: {body['seen']}"
             case "exchange" if body["failed"]:
                 return f"{body['moment']}: nothing was proposed: {in_a_line(body['failed'])}"
             case "amendment" | "refusal":
@@ -51,10 +51,14 @@ class Told(Journal):
 
     def _outcome(self, outcome: Outcome) -> str:
         trial = self.trials[outcome.trial]
-        number = list(self.trials).index(trial.id) + 1
+        number = self._number(trial.id)
         score = "no score" if outcome.score is None else f"score {outcome.score:.4g}"
         note = f" ({in_a_line(outcome.note)})" if outcome.note else ""
         return f"trial {number}: {trial.phase} {trial.arm!r}, seed {trial.seed}: {outcome.end}, {score}{note}"
+
+    def _number(self, trial: str) -> int:
+        """Trials are counted from 1, in the order they were meant to be launched."""
+        return list(self.trials).index(trial) + 1
 
     def _finding(self, finding: Finding) -> str:
         claims = {hypothesis.id: hypothesis.claim for hypothesis in self.study.hypotheses} if self.study else {}

@@ -70,9 +70,11 @@ def plan(
     )
     cost = rehearse(study)
     if cost.least > study.budget:
+        fewer = f"compare fewer than {len(study.arms)} arms"
+        less = fewer if len(study.arms) > 2 else "have less tuned or an earlier look, in a file: --space space.toml"
         raise ConfigError(
             f"budget = {budget}: {study.budget:g} full runs, and the study takes {cost.least:.1f} where all is plain; "
-            f"give at least that, or compare fewer than {len(study.arms)} arms"
+            f"give at least that, or {less}"
         )
     return Plan(
         study,
