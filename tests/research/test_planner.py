@@ -223,9 +223,7 @@ def test_budgets_that_say_nothing(budget: str, named: str) -> None:
 
 
 def test_what_cannot_be_paid_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"the study takes 20\.2 where all is plain; .* or have less tuned"
-    ):
+    with pytest.raises(ConfigError, match=r"the study takes 20\.2 where all is plain; .* or have less tuned"):
         plan("does a kl penalty help", budget="20")
 
 
