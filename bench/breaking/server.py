@@ -19,7 +19,7 @@ from typing import Any
 
 import msgpack
 
-from agentjet.cli import server_process
+from agentjet.cli import runs, server_process
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
@@ -97,10 +97,14 @@ def main() -> int:
         say(gateway=os.getpid())
         return gateway
 
-    wiring: Any = server_process
-    wiring.EmbeddedCompute = MortalCompute
-    wiring.Gateway = make_gateway
-    wiring.steady_clock = lambda: jumping
+    put_in_place: list[tuple[Any, str, Any]] = [
+        (runs, "EmbeddedCompute", MortalCompute),
+        (runs, "Gateway", make_gateway),
+        (server_process, "steady_clock", lambda: jumping),
+    ]
+    for module, name, instead in put_in_place:
+        assert hasattr(module, name), f"{module.__name__} has no {name} to take the place of"
+        setattr(module, name, instead)
     try:
         server_process.run(config)
     except AgentJetError as error:
