@@ -45,6 +45,7 @@ async def begin(run: Running, task: str) -> str:
 
 async def test_many_changes_are_one_commit_and_on_disk_before_anybody_is_told(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
+        await run.gateway.durable()  # what was said while it came up
         seen = statements(run)
         begun = await asyncio.gather(*(begin(run, f"t{i}") for i in range(20)))
         assert seen.count("COMMIT") == 1

@@ -234,7 +234,7 @@ def checked_reward(reward: object) -> Reward:
             ) from None
         if not fits:
             raise InvalidRequest(
-                f"{name} is {value}: it must be a number from -{LARGEST:g} to {LARGEST:g}",
+                f"{name} is {value}: it must be a finite number from -{LARGEST:g} to {LARGEST:g}",
                 code="invalid_reward",
                 status=422,
                 param=name,
