@@ -32,6 +32,10 @@ A sampled byte token may itself be ff: it is written as `ESCAPED_BYTE`, so that 
 ESCAPED_BYTE = b"\xff\xff\xff\xff"
 
 
+MAX_NAME = 256
+"""Characters of a task's id, and of a task set's name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One dataset item a client wants solved. `payload` is the client's business and never leaves it."""
@@ -39,6 +43,12 @@ class Task:
     id: str
     task_set: str = ""
     payload: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not 1 <= len(self.id) <= MAX_NAME:
+            raise ValueError(f"the task id {str(self.id)[:60]!r} must be text of 1 to {MAX_NAME} characters")
+        if not isinstance(self.task_set, str) or len(self.task_set) > MAX_NAME:
+            raise ValueError(f"the task set {str(self.task_set)[:60]!r} must be text of up to {MAX_NAME} characters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,10 @@ class Reward:
     value: float
     by_role: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.value, "__float__"):  # NumPy's and torch's numbers have it, too
+            raise ValueError(f"Reward({self.value!r}): the value must be a number")
 
 
 @dataclass(frozen=True, slots=True)

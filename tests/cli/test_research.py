@@ -14,11 +14,17 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
+from agentjet.cli.research.telling import Told
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import Journal
+from agentjet.research.leased import LeasedPlace
+from agentjet.research.models import Diagnosis
+from agentjet.research.planner.actions import Pause
 from agentjet.research.scheduler import conduct
+from agentjet.research.steering import Steering
 from tests.research.world import STUDY, Formula
+from tests.server.serving import ADMIN, Served
 
 CODE = """
 from agentjet import Task
@@ -31,6 +37,12 @@ def train():
 
 def held_out():
     return [Task("c")]
+
+def boom():
+    raise KeyError("no data")
+
+def needy(path):
+    return []
 """
 
 
@@ -58,6 +70,8 @@ def test_a_plan_is_written_and_read(here: Path) -> None:
     study = StudyFolder(here / "study").study()
     assert study.subject and study.subject.settings == {"job.batch_size": 4} and study.subject.steps == 12
     study.subject.check_code()
+    with pytest.raises(ConfigError, match="holds a plan already: give another folder"):
+        new("grpo vs rloo")
     assert json.loads(research("status", "study", "--json")) == {
         "study": study.id,
         "topic": study.topic,
@@ -69,13 +83,31 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
     for said, arguments in (
         ("held-out tasks are trained on, too, such as 'a'", {"held_out": "play.py:train"}),
         ("there is no function 'gone'", {"held_out": "play.py:gone"}),
+        ("called without arguments, and raised KeyError", {"held_out": "play.py:boom"}),
+        ("called without arguments, and raised TypeError", {"held_out": "play.py:needy"}),
     ):
         with pytest.raises(ConfigError, match=said):
             new("does a kl penalty help?", **arguments)
     with pytest.raises(ConfigError, match="batch_sise"):
         new("does a kl penalty help?", "--set", "job.batch_sise=4")
+    with pytest.raises(ConfigError, match="--sesoi 0: give a difference"):
+        new("does a kl penalty help?", "--sesoi", "0")
+    for out in ("play.py", "/proc/x"):
+        with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
+            research("demo", "--out", out)
+        with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
+            new("does a kl penalty help?", "--out", out)
+    for arm, said in (
+        ('agent = "play.py:gone"', "there is no function 'gone'"),
+        ('changes = { "job.batch_size" = 4 }', "arm 'b' changes nothing of arm 'a'"),
+    ):
+        (here / "space.toml").write_text(f"[arms.a]\n[arms.b]\n{arm}\n")
+        with pytest.raises(ConfigError, match=said):
+            new("is b better?", "--space", "space.toml", "--set", "job.batch_size=4")
     with pytest.raises(ConfigError, match="is not of the form"):
         new("does a kl penalty help?", "--set", "job.batch_size")
+    with pytest.raises(ConfigError, match="'/no/such/model' is neither a folder"):
+        new("does a kl penalty help?", "--model", "/no/such/model")
     with pytest.raises(ConfigError, match=r"holds no study\.json"):
         research("run", "study")
     with pytest.raises(ConfigError, match="1 --server and 0 --admin-token-file"):
@@ -86,14 +118,21 @@ def test_steering_asks(here: Path) -> None:
     new("does a kl penalty help?")
     research("steer", "study", "pause")
     research("steer", "study", "cap", "40")
-    research("steer", "study", "add-arm", "hot", "--against", "base", "--set", "job.temperature=1.2")
+    research("steer", "study", "add-arm", "hot", "--against", "without", "--set", "job.temperature=1.2")
     lines = [json.loads(line) for line in StudyFolder(here / "study").steering.read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["pause", "cap", "add_arm"]
     assert lines[1]["runs"] == 40.0 and lines[2]["changes"] == {"job.temperature": 1.2}
     for arguments, said in (
         (("cap", "much"), "give a number of full runs"),
-        (("cap", "0"), "cap: "),
-        (("veto", ""), "veto: "),
+        (("cap", "0"), "above 0"),
+        (("cap", "-1"), "above 0"),
+        (("cap", "600"), "above the budget of 60"),
+        (("veto",), "name the arm"),
+        (("veto", "nobody"), "'nobody' is no arm of the study"),
+        (("veto", "--agianst"), "there is no such option"),
+        (("add-arm", "b", "--against", "nobody", "--set", "job.temperature=1.1"), "'nobody' is no arm"),
+        (("add-arm", "b", "--against", "hot", "--set", "job.temprature=1.1"), "is no setting"),
+        (("add-arm", "hot", "--against", "without"), "there is an arm 'hot' already"),
     ):
         with pytest.raises(ConfigError, match=said):
             research("steer", "study", *arguments)
@@ -108,9 +147,47 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
         assert seen["stage"] == "finished" and seen["findings"][0]["verdict"] == "supported"
         assert 0 < seen["spent"] <= seen["budget"] == STUDY.budget
         assert "supported" in research("status", str(folder.path))
+        with pytest.raises(ConfigError, match="pause: the study has its findings"):
+            research("steer", str(folder.path), "pause")
+        Steering(folder.steering).append(Pause())  # as if asked just before the end
+        assert json.loads(research("status", str(folder.path), "--json"))["never read"] == ['{"kind":"pause"}']
         research("report", str(folder.path))
     report = folder.path / "report.md"
     assert "says what the journal does" in research("report", str(folder.path), "--check", str(report))
     report.write_text(report.read_text().replace("supported", "proven", 1))
     with pytest.raises(ConfigError, match="is not what the journal says"):
         research("report", str(folder.path), "--check", str(report))
+
+
+def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) -> None:
+    new("does a kl penalty help?")
+    token = here / "token"
+    token.write_text("wrong")
+    for url, said in (("http://127.0.0.1:9", "could not be reached|127.0.0.1:9"), (served.url, "token")):
+        with pytest.raises(ConfigError, match=f"--server {url}: .*({said}).*; nothing was begun"):
+            research("run", "study", "--server", url, "--admin-token-file", "token")
+    assert not (here / "study" / "launches").exists()
+    LeasedPlace(served.url, ADMIN, "a study").check()
+
+
+def test_an_adviser_that_gives_nothing_says_why(here: Path) -> None:
+    (here / "tasks.py").write_text(CODE)
+    (here / "alone").mkdir()
+    (here / "alone" / "agent.py").write_text(CODE)
+    said = research(
+        *("new", "grpo vs rloo", "--agent", "alone/agent.py:agent", "--evaluator", "tasks.py:agent"),
+        *("--tasks", "tasks.py:train", "--held-out", "tasks.py:held_out", "--out", "study", "--budget", "60"),
+        *("--llm", "http://127.0.0.1:9/v1", "--llm-model", "m", "--agent-cli", "nosuchcmd"),
+    )
+    assert "plan: nothing was proposed: http://127.0.0.1:9/v1: " in said
+    assert "agent-cli: nothing was proposed: there is no command 'nosuchcmd'" in said
+
+
+def test_what_is_told_is_for_people(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with Told(tmp_path / "journal.jsonl", lines.append) as told:
+        conduct(STUDY, told, Formula(lost={1}))
+        trial = list(told.trials)[1]
+        told.append("diagnosis", Diagnosis(trial, "collapse", "entropy fell").to_json())
+    assert lines[-1] == "diagnosed: trial 2: collapse: entropy fell"
+    assert not [line for line in lines if "{" in line] and any(line.startswith("decided: frozen: ") for line in lines)

@@ -20,7 +20,7 @@ from agentjet.cli.run.rewards import NoReward, reward_source
 from agentjet.cli.run.source import CommandCode, CommandSource, check_source
 from agentjet.client import Command, Result
 from agentjet.client.task_file import read_tasks
-from agentjet.errors import ConfigError
+from agentjet.errors import AgentJetError, ConfigError
 from agentjet.types import Reward
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, serving
@@ -311,3 +311,32 @@ def test_a_run_that_is_ended_ends_its_programs(tmp_path: Path, folder: Path) -> 
             assert not Path(f"/proc/{pid.name}").exists()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--repeats", "3"), "--repeats is for --eval"),
+        (("--eval", "--steps", "3"), "--steps and --eval exclude each other"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(options: tuple[str, ...], sentence: str, folder: Path) -> None:
+    asked = ["run", "--task-file", "tasks.jsonl", "--reward", "stdout", *options, "--", "true"]
+    with pytest.raises(ConfigError, match=sentence):
+        CliRunner().invoke(app, asked, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ("echo none", "expected a number.*: mend the program, or its --reward"),
+        ("echo 1", "no call of the policy.*: the program must ask the model at OPENAI_BASE_URL"),
+    ],
+)
+def test_a_program_that_fails_is_told_in_the_words_of_a_shell(
+    served: Served, folder: Path, program: str, sentence: str
+) -> None:
+    asked = ["run", "--task-file", "tasks.jsonl", "--reward", "stdout", "--concurrency", "2", "--url", served.url]
+    with pytest.raises(AgentJetError, match=sentence) as failed:
+        CliRunner().invoke(app, [*asked, "--token", TOKEN, "--", *program.split()], catch_exceptions=False)
+    assert "rewards.py" not in str(failed.value) and "swarm." not in str(failed.value)

@@ -27,6 +27,7 @@ def test_shown_and_replaced_while_a_server_runs(role: str, tmp_path: Path) -> No
     assert running.control(before) == role
     said = token("rotate", role, data_dir=tmp_path)
     after = token("show", role, data_dir=tmp_path).strip()
+    assert f"agentjet token show {role} --data-dir {tmp_path}" in said
     assert after != before and before not in said and after not in said
     assert running.control(after) == role and running.episode(key) == "ep1"
     with pytest.raises(Unauthorized):

@@ -210,6 +210,18 @@ def test_arguments_come_before_the_environment() -> None:
     assert load_settings(environ={}).client_id != load_settings(environ={}).client_id
 
 
+def test_a_token_is_read_without_the_newline_of_its_file() -> None:
+    assert load_settings(token="secret\n", environ={}).token == "secret"
+    assert load_settings(environ={"AGENTJET_TOKEN": " secret\n"}).token == "secret"
+
+
+@pytest.mark.parametrize("token", ["secret-ü", "secret\nsecret", "secret\x00"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(ConfigError, match="no header can carry") as refused:
+        load_settings(token=token, environ={})
+    assert "secret" not in str(refused.value)
+
+
 def test_an_address_without_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'localhost:8400'.*http://"):
         load_settings("localhost:8400", environ={})

@@ -106,8 +106,19 @@ def test_the_mean_is_over_tasks_whatever_failed() -> None:
 
 
 def test_one_task_alone_is_judged_by_its_repeats() -> None:
-    found = report(a=[1.0, 0.0, 1.0, 1.0]).mean_at_k
+    one = report(a=[1.0, 0.0, 1.0, 1.0])
+    found = one.mean_at_k
     assert (found.low, found.high) == wilson_interval(3, 4)
+    assert found.num_tasks == 1 and "over 1 task, 4 episodes finished" in str(one)
+
+
+def test_a_metric_that_no_episode_has_is_refused_with_those_there_are() -> None:
+    scored = EpisodeResult("a", "", "finished", 0, 1.0, {"turns": 2.0})
+    found = EvalReport(results=(scored,), seconds=1.0)
+    assert found.metric_at_k("turns").value == 2.0
+    with pytest.raises(ValueError, match="no episode has the metric 'zz'; there are: turns"):
+        found.metric_at_k("zz")
+    assert math.isnan(report(a=[None]).metric_at_k("zz").value), "nothing was finished: nothing is known"
 
 
 def test_pass_at_k_over_tasks() -> None:

@@ -59,6 +59,10 @@ def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
     assert complaint(f"{key}=1").endswith(f"there is no such setting; did you mean {nearest}?")
 
 
+def test_the_section_that_an_unknown_key_is_in_already_is_no_way_out() -> None:
+    assert complaint("job.foo=1") == "job.foo = 1 (--set): there is no such setting; docs/settings.md lists them all"
+
+
 def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("[job]\nbach_size = 3\n")

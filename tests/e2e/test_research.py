@@ -237,9 +237,9 @@ def test_a_dead_environment_is_no_score(subject: Subject, tmp_path: Path) -> Non
     broken = replace(subject, agent=subject.agent.replace(":agent", ":broken"), evaluator=subject.agent, code="")
     with SwarmRunner(broken, tmp_path, local_places(1)) as runner:
         runner.launch("k", Trial("s", "a", {}, 5, "confirm"))
-        outcome = runner.collect("k")
-    assert (outcome.end, outcome.score) == ("infra_failed", None)
-    assert "the game's server is gone" in outcome.note
+        with pytest.raises(ConfigError, match=r"nothing was counted(.|\n)*the game's server is gone"):
+            runner.collect("k")
+    assert not (tmp_path / "launches" / "k" / "outcome.json").exists()
     assert not list((tmp_path / "runs").iterdir())  # a repeat begins anew
 
 

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from agentjet.errors import Later
-from agentjet.gateway.states import DEMANDS, NEXT, IllegalInState, check, demand
+from agentjet.gateway.states import DEMANDS, NEXT, Demand, IllegalInState, check, demand
 from agentjet.protocol import BeginRequest
 from agentjet.types import EngineState
 from tests.fakes import running
@@ -68,6 +68,12 @@ async def test_a_stop_during_an_errand_begins_no_batch(tmp_path: Path, caplog: p
         assert entered == ["draining", "offline"] and "the worker failed" not in caplog.text
         with pytest.raises(IllegalInState):
             await run.gateway.checkpoint()
+
+
+@pytest.mark.parametrize("wanted", ["checkpoint", "export"])
+def test_what_would_wait_for_the_model_is_refused_while_it_loads(wanted: Demand) -> None:
+    with pytest.raises(IllegalInState, match=f"{wanted} is not possible while the engine is loading; legal now: stop"):
+        demand(wanted, "loading")
 
 
 @pytest.mark.anyio

@@ -23,6 +23,7 @@ import pytest
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
 from agentjet.gateway.states import IllegalInState
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
+from agentjet.swarm import Batch
 from tests.fakes import ScriptedCompute, running
 
 pytestmark = pytest.mark.anyio
@@ -317,6 +318,40 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         await run.batch()
         assert swarm.last_step["groups/dropped_poisoned"] == 2
         assert run.gateway.status().episodes["trained"] == 8
+
+
+@pytest.mark.parametrize("moment", ["forest", "learned"])
+async def test_a_batch_that_the_gateway_cannot_work_with_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    async with running(tmp_path / "d") as run:
+        swarm = run.gateway.swarm
+        work = getattr(swarm, moment)
+
+        def cannot(batch: Batch, *more: Any) -> Any:
+            if batch.id == 1 and members[0] in batch.episode_ids:
+                raise OverflowError("too much")
+            return work(batch, *more)
+
+        monkeypatch.setattr(swarm, moment, cannot)
+        await run.batch()
+        members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
+        await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
+        assert {swarm.episode(member).dropped for member in members} == {"poisoned"}
+        await run.batch()
+        assert run.gateway.status().episodes["trained"] == 8
+
+
+async def test_a_worker_that_dies_while_it_loads_what_was_learned_is_started_again(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 0}) as run:
+        await run.batch()
+        run.compute.fail_save = [CheckpointError("as if the gateway had been killed")]
+
+    def dying(compute: ScriptedCompute) -> None:
+        compute.fail_start = [WorkerDied("killed")]
+
+    async with running(tmp_path / "d", prepare=dying) as run:
+        assert (run.compute.starts, run.gateway.swarm.policy_version) == (2, 1)
 
 
 async def test_a_model_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:

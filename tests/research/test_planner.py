@@ -54,6 +54,8 @@ def test_topics_are_understood(topic: str, kind: Kind, settings: list[str], igno
         ("learnin rate", "'learning rate'"),
         ("is the moon larger than cheese", "--space"),
         ("a length penalty", "the agent of each arm"),
+        ("kl penalty -1 vs 5", "kl_coef = -1.0: from 0 to 10"),
+        ("group size 2.5 vs 4", "job.group_size = 2.5: a whole number"),
         ("group size 3 vs 5", "job.batch_size would have to be 21.3"),
     ],
 )
@@ -176,7 +178,7 @@ def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
     ("old", "new", "named"),
     [
         ("sesoi = 0.05", "sesio = 0.05", "sesio: there is no such key; did you mean sesoi"),
-        ("sesoi = 0.05", "sesoi = 0", "sesoi: Input should be greater than 0"),
+        ("sesoi = 0.05", "sesoi = 0", "sesoi = 0: it must be greater than 0"),
         ("low = 1e-6", "low = 1", "is not below high"),
         ("low = 1e-6", "low = 0.0", "has no logarithm"),
         ("low = 1e-6", "values = [1.0]", "either values, or low and high"),
@@ -221,7 +223,7 @@ def test_budgets_that_say_nothing(budget: str, named: str) -> None:
 
 
 def test_what_cannot_be_paid_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the study takes 20\.2 where all is plain; give at least that"):
+    with pytest.raises(ConfigError, match=r"the study takes 20\.2 where all is plain; .* or have less tuned"):
         plan("does a kl penalty help", budget="20")
 
 
@@ -242,3 +244,19 @@ def test_the_page_says_all_of_it() -> None:
         f"Study `{made.study.id}`",
     ):
         assert said in page, said
+
+
+def test_what_is_spoken_of_and_not_compared_stands_in_the_plan() -> None:
+    page = plan("learning rate 1e-3 vs 1e-4 vs 1e-5 and batch size 4 vs 8", budget="200").to_markdown()
+    assert "Note: job.batch_size is not varied" in page
+
+
+def test_what_is_wrong_with_a_file_is_said_in_words(tmp_path: Path) -> None:
+    for text, said in (
+        ("[arms.a]\n[arms.b]\n[[hypotheses]]\narm = 'a'\n", r"hypotheses\.0\.against: it is not there"),
+        ("alpha = 'x'\n[arms.a]\n[arms.b]\n", "alpha = 'x': it must be a valid number"),
+        ("[arms.a]\n[arms.b]\n[knobs.lr]\nlow = 1\n", r"knobs\.lr: give either values, or low and high"),
+    ):
+        (tmp_path / "space.toml").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=said):
+            read_space(tmp_path / "space.toml")

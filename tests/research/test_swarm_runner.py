@@ -1,6 +1,7 @@
 """The runner where no server is to be had. With servers: `tests/e2e/test_research.py`.
 
 1. A place that cannot serve is asked three times, then the trial is lost to the infrastructure; a repeat begins anew.
+   As long as no trial was completed that is the end of the run: nothing is counted, the next runner begins it anew.
 2. A launch is on disk when it returns; the next runner of the folder takes up what the last one left waiting.
 3. What is wrong with the study ends it where it waits.
 4. Trials share a run when they differ in fidelity alone.
@@ -17,8 +18,8 @@ from threading import Event
 import pytest
 
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.models import Subject, Trial
-from agentjet.research.records import Setting
+from agentjet.research.models import Outcome, Subject, Trial
+from agentjet.research.records import Setting, canonical
 from agentjet.research.servers import Served
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, name_of_run
 
@@ -49,7 +50,27 @@ class Refusing:
         self.closed = True
 
 
+def complete_one(folder: Path) -> None:
+    """Trials of the study have worked before."""
+    (folder / "launches" / "k-0").mkdir(parents=True)
+    (folder / "launches" / "k-0" / "trial.json").write_text(canonical(TRIAL.to_json()))
+    (folder / "launches" / "k-0" / "outcome.json").write_text(canonical(Outcome(TRIAL.id, "completed", 1.0).to_json()))
+
+
+def test_a_first_trial_that_is_lost_is_not_counted(tmp_path: Path) -> None:
+    for _ in range(2):
+        with SwarmRunner(SUBJECT, tmp_path, [Refusing(AgentJetError("no port is free"))]) as runner:
+            if not runner.has("k-1"):
+                runner.launch("k-1", TRIAL)
+            with pytest.raises(ConfigError, match=r"nothing was counted: mend it .* nowhere: no port is free"):
+                runner.collect("k-1")
+        assert not list((tmp_path / "launches" / "k-1").glob("outcome.json"))
+        assert not list((tmp_path / "runs").iterdir())
+    assert len(list((tmp_path / "launches" / "k-1").glob("lost-*/trace"))) == 2
+
+
 def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
+    complete_one(tmp_path)
     place = Refusing(AgentJetError("no port is free"))
     with SwarmRunner(SUBJECT, tmp_path, [place]) as runner:
         runner.launch("k-1", TRIAL)
@@ -72,6 +93,7 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
 
 
 def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:
+    complete_one(tmp_path)
     with SwarmRunner(SUBJECT, tmp_path, []) as first:
         assert not first.has("k-1")
         first.launch("k-1", TRIAL)

@@ -20,6 +20,7 @@ from agentjet.errors import ConfigError, Forbidden, Unauthorized
 from agentjet.server import Keys
 from agentjet.server.tokens import FILES, SecretFile, read_secret, replace_secret
 from tests.fakes import Clock
+from tests.server.serving import serving
 
 
 @pytest.fixture
@@ -165,3 +166,10 @@ def test_no_text_made_from_a_key_opens_anything(cut: int, paste: str, rest: int)
     if made != KEY:
         with pytest.raises(Unauthorized):
             KEYS.episode(made)
+
+
+@pytest.mark.anyio
+async def test_the_data_dir_that_a_server_makes_is_its_owners_alone(tmp_path: Path) -> None:
+    """The journal and the logs in it hold what agents ask and hear."""
+    async with serving(tmp_path / "data"):
+        assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700

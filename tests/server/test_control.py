@@ -97,6 +97,8 @@ async def test_a_retried_begin_is_one_episode(tmp_path: Path) -> None:
     [
         ('{"reward": NaN}', "reward"),
         ('{"reward": Infinity}', "reward"),
+        ('{"reward": -1e308}', "reward"),
+        ('{"reward": 1, "metrics": {"a": 1.7e308}}', "metrics.a"),
         ('{"reward": 1e999}', "reward"),
         ('{"reward": "good"}', "reward"),
         ('{"reward": 1, "metrics": {"a": NaN}}', "metrics.a"),

@@ -16,7 +16,11 @@ from tests.swarm.world import World
 
 def test_a_data_dir_belongs_to_one_model(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
+    Journal.open(path, model="smal").close()  # a typing error, of which nothing was recorded
     Journal.open(path, model="small").close()
+    world = World(tmp_path)
+    world.begin()
+    world.close()
     Journal.open(path, model="small").close()
     with pytest.raises(ConfigError, match=r"belongs to model 'small', not to model.name = 'large'"):
         Journal.open(path, model="large")

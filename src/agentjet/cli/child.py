@@ -38,7 +38,7 @@ class ChildServer:
         self.data_dir = data_dir
         self.log = data_dir / "serve.log"
         self.url = ""
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(0o700, parents=True, exist_ok=True)
         arguments = ["--data-dir", str(data_dir), "--host", "127.0.0.1", "--port", "0", "--end-with-input"]
         if settings is not None:
             arguments += ["--config", str(settings)]

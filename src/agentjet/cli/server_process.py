@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from errno import EADDRNOTAVAIL
 from ipaddress import ip_address
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -89,6 +90,8 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
     narrator = asyncio.create_task(_narrate(runs))
     try:
         _say(f"AgentJet {__version__} listens on {url}, loading {config.model.name} …")
+        if bound := everywhere(listener):
+            _say(bound)
         if await _ready(runs.gateway, stop):
             calm_collector()
             _greet(runs.gateway, url, data_dir)
@@ -182,11 +185,16 @@ def _stop_on_signals() -> asyncio.Future[None]:
 
 
 def _listen(server: ServerConfig) -> socket.socket:
-    """The bound port. Raises `ConfigError` when it is in use."""
+    """The bound port. Raises `ConfigError` when it is in use, or the host is no address here."""
     host = "127.0.0.1" if server.host == "localhost" else server.host
     try:
         return listen(host, server.port)
     except OSError as error:
+        if error.errno == EADDRNOTAVAIL or (error.errno or 0) < 0:  # negative: from looking up the name
+            raise ConfigError(
+                f"server.host = {host!r} is no address of this machine: give 127.0.0.1, 0.0.0.0, or one that its "
+                "network has"
+            ) from None
         raise ConfigError(
             f"server.port = {server.port} on {host} cannot be had ({error.strerror or error}): stop what listens "
             "there, or choose another (--port 0 takes a free one)"
@@ -201,6 +209,14 @@ def _url(listener: socket.socket, server: ServerConfig) -> str:
     if ip_address(host).is_unspecified:  # Every address; this one works from here.
         host = "::1" if ":" in host else "127.0.0.1"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def everywhere(listener: socket.socket) -> str:
+    """What to say of a server that is bound to every address of its machine; empty for any other."""
+    host, port = listener.getsockname()[:2]
+    if not ip_address(host).is_unspecified:
+        return ""
+    return f"Bound to {host} port {port}: every address of this machine, under which others reach it, too."
 
 
 def _log_to(folder: Path, log_format: LogFormat) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,7 +48,8 @@ def rotate(
     if role == "keys":
         typer.echo(f"{path} is new: every episode key given out so far is void.")
         return
-    typer.echo(f"{path} is new; the {role} token it held is void. To see it: agentjet token show {role}")
+    place = "" if data_dir == HERE else f" --data-dir {shlex.quote(str(data_dir))}"
+    typer.echo(f"{path} is new; the {role} token it held is void. To see it: agentjet token show {role}{place}")
     if role == "client":
         typer.echo(
             "A server started with AGENTJET_TOKEN puts that token back when it starts again: change it there, too."

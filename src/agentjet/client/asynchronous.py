@@ -13,6 +13,7 @@ from urllib.parse import quote
 import httpx
 
 from agentjet.client.beginning import begin
+from agentjet.client.checking import begin_request, check_policy, check_run
 from agentjet.client.code import Code, ModuleCode, Version, code_version_of
 from agentjet.client.connection import Connection, Retry
 from agentjet.client.endpoint import Endpoint
@@ -92,8 +93,8 @@ class AsyncSwarm:
     def asking(
         self, task_id: str, task_set: str = "", group: str = "", mode: Mode = "train", *, code_version: str = ""
     ) -> BeginRequest:
-        """The request for an episode of this client."""
-        return BeginRequest(
+        """The request for an episode of this client. Raises `InvalidRequest` naming what is wrong in it."""
+        return begin_request(
             task_id=task_id,
             task_set=task_set,
             group=group,
@@ -160,8 +161,7 @@ class AsyncSwarm:
         `ConfigError` when the agent cannot be loaded anew. `code_version` names the agent's version to the server where
         the hash of its files is not wanted.
         """
-        if not tasks:
-            raise ValueError("there are no tasks to train on")
+        check_run("train", agent, tasks, steps=steps, concurrency=concurrency)
         code = ModuleCode(agent) if reload is True else reload or None
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
         training = Training(self._connection, self._settings.client_id, version, tasks, code)
@@ -191,8 +191,8 @@ class AsyncSwarm:
         most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) when the server is at another one. With
         `endpoint` the agent talks to another model instead, and the server is not asked at all.
         """
-        if not tasks:
-            raise ValueError("there are no tasks to evaluate on")
+        check_run("evaluate", agent, tasks, repeats=repeats, concurrency=concurrency)
+        check_policy(at_version, temperature)
         if endpoint is not None and (at_version, temperature) != (None, None):
             raise ValueError(
                 "at_version and temperature are for the policy of a server: an endpoint has no versions, and is asked "

@@ -168,6 +168,11 @@ class Connection:
 
     def _unreachable(self, problem: httpx.TransportError) -> Unreachable:
         reason = str(problem) or type(problem).__name__
+        if "CERTIFICATE_VERIFY_FAILED" in reason:
+            return Unreachable(
+                f"{self.settings.url} shows a certificate that is not trusted here ({reason}): if it is the server's "
+                "own, name its file (PEM) in SSL_CERT_FILE"
+            )
         return Unreachable(
             f"no answer from {self.settings.url} ({reason}): is the server running there? Start one with "
             "`agentjet serve`, or give the right address as an argument or in AGENTJET_URL"

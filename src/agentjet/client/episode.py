@@ -11,7 +11,7 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from agentjet.errors import Conflict, InvalidRequest, NotFound
-from agentjet.protocol import AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
+from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
 from agentjet.types import EpisodeStatus, Mode, Reward
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def finish_body(reward: Reward) -> FinishRequest:
 
 
 def checked_reward(reward: object) -> Reward:
-    """What an agent returned, as a `Reward` whose every number is finite.
+    """What an agent returned, as a `Reward` whose every number the server takes.
 
     Raises `InvalidRequest` (422) naming the number that is not, or the type that is no reward.
     """
@@ -224,7 +224,7 @@ def checked_reward(reward: object) -> Reward:
         numbers = {"reward": reward}  # type: ignore[dict-item]
     for name, value in numbers.items():
         try:
-            finite = math.isfinite(value) and not isinstance(value, str)
+            fits = math.isfinite(value) and abs(value) <= LARGEST and not isinstance(value, str)
         except TypeError:
             raise InvalidRequest(
                 f"{name} is {value!r}: an agent returns a number or a Reward",
@@ -232,9 +232,12 @@ def checked_reward(reward: object) -> Reward:
                 status=422,
                 param=name,
             ) from None
-        if not finite:
+        if not fits:
             raise InvalidRequest(
-                f"{name} is {value}: it must be a finite number", code="invalid_reward", status=422, param=name
+                f"{name} is {value}: it must be a number from -{LARGEST:g} to {LARGEST:g}",
+                code="invalid_reward",
+                status=422,
+                param=name,
             )
     if isinstance(reward, Reward):
         return reward

@@ -78,8 +78,6 @@ async def say_what_it_waits_for(connections: Sequence[Connection], runner: Runne
 
 def _target(status: StatusResponse, steps: int) -> int:
     """The policy version at which `steps` more batches are learned, if the server can get there."""
-    if steps < 1:
-        raise ValueError(f"steps = {steps}: at least one is needed")
     if status.state in ("offline", "failed"):
         raise Conflict(f"the engine is {status.state}: {status.waiting_for}", code=f"engine_{status.state}")
     target = status.policy_version + steps

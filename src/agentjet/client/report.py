@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agentjet.client.estimates import Estimate, estimate, pass_at_k
@@ -200,7 +200,11 @@ class EvalReport(_Report):
         return _over_tasks(list(self.by_task.values()))
 
     def metric_at_k(self, name: str) -> Estimate:
-        """The same of a metric, over the finished repeats that carry it."""
+        """The same of a metric, over the finished repeats that carry it. Raises `ValueError` when there are
+        some, and none carries it."""
+        known = sorted({metric for result in self.finished for metric in result.metrics})
+        if self.finished and name not in known:
+            raise ValueError(f"no episode has the metric {name!r}; there are: {', '.join(known) or 'none'}")
         tasks: dict[tuple[str, str], list[float]] = {}
         for result in self.finished:
             if name in result.metrics:
@@ -222,16 +226,14 @@ class EvalReport(_Report):
     def __str__(self) -> str:
         unfinished = self.num_aborted + self.num_expired
         mean = self.mean_at_k
-        return (
-            f"mean@{self.repeats} {mean} over {mean.num_tasks} tasks, {len(self.finished)} episodes finished, "
-            f"{unfinished} not"
-        )
+        tasks = f"{mean.num_tasks} task{'' if mean.num_tasks == 1 else 's'}"
+        return f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"
 
 
 def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:
     tasks = [values for values in repeats if values]
     if len(tasks) == 1:
-        return estimate(tasks[0])
+        return replace(estimate(tasks[0]), num_tasks=1)
     return estimate([math.fsum(values) / len(values) for values in tasks])
 
 

@@ -37,10 +37,8 @@ Report = Callable[[Slot, EpisodeResult, bool], None]
 
 SPARE = ("surplus:", "stale:")
 """How the server's reasons begin for episodes that failed in nothing."""
-_SILENT = (
-    "the first {} episodes were scored but made no call of the policy, so there is nothing to train: give the agent's "
-    "client episode.base_url and episode.api_key, and read its streams to their end"
-)
+_CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
+_MEND = "mend the agent; swarm.evaluate(agent, tasks[:1]) tries it once"
 ATTEMPTS = 3
 """Times a failed episode is begun anew in its group."""
 FULL_SECONDS = 1.0
@@ -81,7 +79,12 @@ class Begun:
 
 
 class AgentFailing(AgentJetError):
-    """Every episode so far was aborted by the agent's own exception, or made no call."""
+    """Every episode so far was aborted by the agent's own exception, or made no call (`is_silent`)."""
+
+    def __init__(self, fact: str, *, is_silent: bool = False) -> None:
+        super().__init__(f"{fact}: {_CALL if is_silent else _MEND}")
+        self.fact = fact
+        self.is_silent = is_silent
 
 
 class Runner:
@@ -121,8 +124,6 @@ class Runner:
         Raises `AgentFailing` when the first `2 * concurrency` episodes all fail, or make no call where that matters:
         then the agent is wrong, not unlucky.
         """
-        if concurrency < 1:
-            raise ValueError(f"concurrency = {concurrency}: it must be at least 1")
         failures = silent = 0
         succeeded = called = False
         unwanted: set[str] = set()
@@ -161,14 +162,18 @@ class Runner:
                         called = called or result.num_calls > 0
                         silent += not called
                         if self._needs_calls and silent >= 2 * concurrency:
-                            raise AgentFailing(_SILENT.format(silent))
+                            raise AgentFailing(
+                                f"the first {silent} episodes were scored but made no call of the policy, so there is "
+                                "nothing to train",
+                                is_silent=True,
+                            )
                         break
                     failures += 1
                     if not succeeded and failures >= 2 * concurrency:
                         where = f" at {result.where}" if result.where else ""
                         raise AgentFailing(
                             f"the first {failures} episodes all failed and none was scored, the last with "
-                            f"{result.error}{where}. Mend the agent; swarm.evaluate(agent, tasks[:1]) tries it once"
+                            f"{result.error}{where}"
                         )
 
         await all_to_end([work() for _ in range(concurrency)])

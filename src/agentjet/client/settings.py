@@ -45,7 +45,7 @@ def load_settings(
 ) -> ClientSettings:
     """Arguments first, then the environment, then the default address.
 
-    Raises `ConfigError` when the address is not an http(s) URL.
+    Raises `ConfigError` when the address is not an http(s) URL, or no header can carry the token.
     """
     address = (url or environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/")
     parts = urlsplit(address)
@@ -53,10 +53,21 @@ def load_settings(
         raise ConfigError(f"{address!r} is not a server's address: expected something like {DEFAULT_URL}")
     return ClientSettings(
         url=address,
-        token=token if token is not None else environ.get(TOKEN_VARIABLE, ""),
+        token=_checked_token(token if token is not None else environ.get(TOKEN_VARIABLE, "")),
         client_id=client_id or f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
         lease=lease,
     )
+
+
+def _checked_token(token: str) -> str:
+    """Without the white space around it, such as the newline of the file it was read from. Never part of a message."""
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"the token (an argument, or {TOKEN_VARIABLE}) has a character that no header can carry, such as a line "
+            "break or a letter with an accent: give what is in the file 'token' of the server's data dir"
+        )
+    return token
 
 
 def inherited_environment() -> dict[str, str]:

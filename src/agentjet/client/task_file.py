@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.errors import ConfigError
-from agentjet.types import Task
+from agentjet.types import MAX_NAME, Task
 
-MAX_NAME = 256
 MAX_ROW_BYTES = 100_000
 """A row travels in the environment of a process, where Linux takes 128 KiB."""
 

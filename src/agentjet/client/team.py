@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from agentjet.client.asynchronous import AsyncSwarm
+from agentjet.client.checking import check_policy, check_run
 from agentjet.client.code import Version, code_version_of
 from agentjet.client.endpoint import Endpoint
 from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
@@ -96,8 +97,7 @@ class AsyncTeam:
         client left in doubt are settled before, meanwhile and in the end. A server may learn more than `steps` batches
         while another is behind (it dropped groups, say); one at its `max_steps` plays on without learning.
         """
-        if not tasks:
-            raise ValueError("there are no tasks to train on")
+        check_run("train", agent, tasks, steps=steps, concurrency=concurrency)
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
         training = TeamTraining(self._swarms, version, tasks, self._deciding, self.recover)
         try:
@@ -123,12 +123,13 @@ class AsyncTeam:
         `at_version` is for all members, or by member: those left out are played by whichever version is the newest.
         With `endpoint` all members talk to that model, or those that are named to theirs.
         """
-        if not tasks:
-            raise ValueError("there are no tasks to evaluate on")
+        check_run("evaluate", agent, tasks, repeats=repeats, concurrency=concurrency)
         outside = self._by_member(endpoint, "endpoint", list(self._swarms))
         versions: dict[str, int | Literal["newest"]] = self._by_member(
             at_version, "at_version", [name for name in self._swarms if name not in outside]
         )
+        for pinned_to in versions.values() or [None]:
+            check_policy(pinned_to, temperature)
         if len(outside) == len(self._swarms) and (at_version, temperature) != (None, None):
             raise ValueError("at_version and temperature are for the policies of servers: no member plays with one")
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentjet.client.beginning import begin
+from agentjet.client.checking import begin_request
 from agentjet.client.code import Code, Version
 from agentjet.client.connection import Connection
 from agentjet.client.episode import AsyncEpisode
@@ -22,7 +23,6 @@ from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, TrainReport
 from agentjet.client.rollout import Begun, Runner, first_to_end, not_needed
 from agentjet.client.turns import Slot, Turns
-from agentjet.protocol import BeginRequest
 from agentjet.types import Task
 
 
@@ -63,7 +63,7 @@ class Training:
                     note(slot, not_needed(slot.task, episode), True)
 
                 def ask(code_version: str) -> Coroutine[Any, Any, AsyncEpisode]:
-                    request = BeginRequest(
+                    request = begin_request(
                         task_id=slot.task.id,
                         task_set=slot.task.task_set,
                         group=slot.group,

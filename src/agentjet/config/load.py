@@ -144,7 +144,8 @@ def _nearest(key: str) -> str | None:
         last = difflib.SequenceMatcher(None, leaf, name.rpartition(".")[2]).ratio()
         return max(whole, 0.99 * last)
 
-    known = setting_names() + [name for name, _ in sections()]
+    sections_beside = [name for name, _ in sections() if not key.startswith(f"{name}.")]  # it is in those already
+    known = setting_names() + sections_beside
     best = max(known, key=likeness)
     return best if likeness(best) >= 0.6 else None
 

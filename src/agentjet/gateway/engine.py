@@ -213,7 +213,7 @@ class Engine:
         if self._stopping:
             return False
         self._failures = 1 if lived > SOUND_SECONDS else self._failures + 1
-        is_new = self.card is None and self._store.newest() is None
+        is_new = self.card is None and self._store.newest() is None and self._swarm.policy_version == 0
         if is_new or self._failures > MAX_FAILURES:
             await self._give_up(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
             return False
@@ -333,16 +333,20 @@ class Engine:
             await self._learn_it(batch)
 
     async def _learn_it(self, batch: Batch) -> None:
-        forest = self._swarm.forest(batch)
-        self._timer.learn()
         self._trying = batch.id
-        metrics = await self._compute.learn(batch.id, forest, batch.job)
+        try:
+            forest = self._swarm.forest(batch)
+            self._timer.learn()
+            metrics = await self._compute.learn(batch.id, forest, batch.job)
+            if batch.id == self._swarm.policy_version:
+                merged = self._swarm.learned(batch, {**metrics, **self._timer.metrics(forest.num_targets)})
+                await self._commits.durable()
+                self._metrics.append(batch.id + 1, merged)
+                self._failures = 0
+        except Later:  # The journal's fault, not the batch's.
+            self._trying = None
+            raise
         self._trying = None
-        if batch.id == self._swarm.policy_version:
-            merged = self._swarm.learned(batch, {**metrics, **self._timer.metrics(forest.num_targets)})
-            await self._commits.durable()
-            self._metrics.append(batch.id + 1, merged)
-            self._failures = 0
 
     async def _run_errands(self) -> None:
         while self._errands:

@@ -59,7 +59,7 @@ class Gateway:
         self.config = config
         data_dir = config.server.data_dir
         try:
-            data_dir.mkdir(parents=True, exist_ok=True)
+            data_dir.mkdir(0o700, parents=True, exist_ok=True)  # It will hold what agents ask and hear.
         except OSError as error:
             raise ConfigError(f"server.data_dir = {str(data_dir)!r} cannot be made: {error.strerror}") from None
         name = config.model.name

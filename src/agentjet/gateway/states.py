@@ -29,7 +29,7 @@ NEXT: dict[EngineState, frozenset[EngineState]] = {
 
 DEMANDS: dict[EngineState, tuple[Demand, ...]] = {
     "offline": ("start",),
-    "loading": ("stop", "checkpoint", "export"),
+    "loading": ("stop",),
     "rolling": ("stop", "checkpoint", "export"),
     "learning": ("stop", "checkpoint", "export"),
     "draining": (),
@@ -39,7 +39,7 @@ DEMANDS: dict[EngineState, tuple[Demand, ...]] = {
 
 
 class IllegalInState(Conflict):
-    """The engine's state does not allow the request, and waiting alone will not change that."""
+    """The engine's state does not allow the request."""
 
     code = "illegal_in_state"
 

@@ -3,6 +3,7 @@ requests.
 """
 
 from agentjet.protocol.bodies import (
+    LARGEST,
     AbortRequest,
     BeginRequest,
     BeginResponse,
@@ -27,6 +28,7 @@ from agentjet.protocol.bodies import (
 PROTOCOL_VERSION = "1"
 
 __all__ = [
+    "LARGEST",
     "PROTOCOL_VERSION",
     "AbortRequest",
     "BeginRequest",

@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from agentjet.types import EngineState, EpisodeStatus, FinishReason, Fork, Mode
 
 Name = Annotated[str, Field(max_length=256)]
-Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+LARGEST = 1e12
+"""Of a reward or a metric, whatever its sign: sums and squares of such numbers are numbers."""
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
 MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
 from agentjet.errors import ConfigError
 from agentjet.research.files import write_whole
-from agentjet.research.journal import read_book
+from agentjet.research.journal import Book, annex_path, read_book
 from agentjet.research.models import Study
 
 
@@ -26,15 +27,29 @@ class StudyFolder:
     def steering(self) -> Path:
         return self.path / "steer.jsonl"
 
+    def books(self) -> list[Book]:
+        """What is in the journal of the study, and in that of each annex. Raises `ConfigError`."""
+        annexes = takewhile(Path.exists, (annex_path(self.journal, number) for number in count(1)))
+        return [read_book(path) for path in (self.journal, *annexes)]
+
     def check_new(self) -> None:
-        """Raises `ConfigError` where a study's data lie."""
+        """Raises `ConfigError` where a plan, or a study's data, lie."""
         if read_book(self.journal).study is not None:
             raise ConfigError(f"{self.path} holds a study that was begun: give another folder")
+        if (self.path / "study.json").exists():
+            raise ConfigError(f"{self.path} holds a plan already: give another folder (--out), or delete that one")
+
+    def make(self) -> None:
+        """Raises `ConfigError` where no folder can be."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {self.path}: {error.strerror}; name a folder that can be made") from None
 
     def write(self, study: Study, plan: str) -> None:
-        """Raises `ConfigError` where another study's data lie."""
+        """Raises `ConfigError` where another study lies."""
         self.check_new()
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.make()
         (self.path / "plan.md").write_text(plan, encoding="utf-8")
         write_whole(self.path / "study.json", json.dumps(study.to_json(), indent=2, ensure_ascii=False) + "\n")
 

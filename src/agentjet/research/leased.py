@@ -68,6 +68,21 @@ class LeasedPlace:
     def name(self) -> str:
         return self.url
 
+    def check(self) -> None:
+        """Ask for the server once. Raises `ConfigError` where no trial could be had from it; that somebody else has it
+        is no reason.
+        """
+        try:
+            with Swarm(self.url, self.token) as swarm:
+                self._epoch = swarm.take_lease(self.holder, SECONDS).epoch
+        except Conflict:
+            return
+        except AgentJetError as error:
+            raise ConfigError(
+                f"--server {self.url}: {error}; nothing was begun: give the address of a server that runs, and the "
+                "`admin-token` of its data dir"
+            ) from None
+
     @contextmanager
     def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LeasedServed]:
         """Waits while somebody else has the server."""

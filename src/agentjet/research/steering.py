@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from agentjet.errors import ConfigError
@@ -46,6 +47,10 @@ class Steering:
             return []
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         return lines[self.first + taken : -1]
+
+    def unread(self, books: Sequence[Book]) -> list[str]:
+        """The lines that neither a study nor its annexes took."""
+        return self.after(sum(amendment.origin == "human" for book in books for amendment in book.amendments))
 
     def wait(self, taken: int) -> None:
         """Until there is a line that was not taken."""

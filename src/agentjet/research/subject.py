@@ -115,7 +115,13 @@ def load_tasks(named: str, *, option: str) -> list[Task]:
     """The tasks of a file of JSON lines, or what a function returns. Raises `ConfigError`."""
     if named.endswith(".jsonl"):
         return read_tasks(Path(named))
-    made = load_function(named, option=option)()
+    function = load_function(named, option=option)
+    try:
+        made = function()
+    except Exception as error:  # the boundary: the user's function may raise anything
+        raise ConfigError(
+            f"{option} = {named!r}: it is called without arguments, and raised {type(error).__name__}: {error}"
+        ) from error
     tasks = list(made) if isinstance(made, list | tuple) else []
     if not tasks or not all(isinstance(task, Task) for task in tasks):
         raise ConfigError(f"{option} = {named!r}: the function must return a list of `Task`s, with one in it at least")

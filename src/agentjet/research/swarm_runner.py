@@ -15,6 +15,7 @@ import queue
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, Self
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.files import write_whole
 from agentjet.research.models import Outcome, Setting, Trial
+from agentjet.research.notes import shortened
 from agentjet.research.records import Value, canonical
 from agentjet.research.servers import Place, Served
 from agentjet.research.subject import Subject
@@ -136,14 +138,27 @@ class SwarmRunner:
             if self._stopping.is_set():
                 return
         if not draft.exists():
-            lost = Outcome(trial.id, "infra_failed", note=f"{place.name}: {note}"[:2000])
+            lost = Outcome(trial.id, "infra_failed", note=shortened(f"{place.name}: {note}"))
             write_whole(draft, canonical(lost.to_json()))
+        self._refuse_to_begin_lost(key, draft, run)
         lost_run = self._launches / key / "run"
         if Outcome.from_json(read(draft)).end == "infra_failed" and not lost_run.exists():
             run.rename(lost_run)  # A repeat begins anew.
         elif trial.fidelity >= 1.0:
             place.over(run)
         draft.rename(self._answer(key))  # Nobody has the run any more: the next trial of it may begin.
+
+    def _refuse_to_begin_lost(self, key: str, draft: Path, run: Path) -> None:
+        """Raises `ConfigError` for a lost trial where none was ever completed: whatever is wrong is wrong with all."""
+        lost = Outcome.from_json(read(draft))
+        if lost.end != "infra_failed" or any(is_result(path) for path in self._launches.glob("*/outcome.json")):
+            return
+        draft.unlink()
+        run.rename(self._launches / key / f"lost-{uuid.uuid4().hex[:6]}")
+        raise ConfigError(
+            "The first trial was lost, and nothing was counted: mend it and run the same command again; with other "
+            f"code it is another study, planned in another folder. {lost.note}"
+        )
 
     def _setting(self, trial: Trial) -> Setting:
         """The whole of it, for the server."""
@@ -184,6 +199,11 @@ class SwarmRunner:
 
     def _answer(self, key: str) -> Path:
         return self._launches / key / "outcome.json"
+
+
+def is_result(answer: Path) -> bool:
+    """Whether a trial came to an end that says something of its arm."""
+    return Outcome.from_json(read(answer)).end != "infra_failed"
 
 
 def ended(process: subprocess.Popen[bytes]) -> int:

@@ -25,6 +25,7 @@ from agentjet.client.lifeline import end_with_input
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.files import write_whole
 from agentjet.research.models import End, Outcome, Trial
+from agentjet.research.notes import shortened
 from agentjet.research.record import RunRecord, Scoring
 from agentjet.research.records import Record, Value, canonical
 from agentjet.research.servers import Address
@@ -77,8 +78,8 @@ class Work:
         except (AgentJetError, TimeoutError) as error:
             why = str(error) or f"no end within subject.patience = {self._subject.patience:g} s"
             if self._is_broken():
-                return self._outcome("diverged", self._subject.floor, why[:2000])
-            return self._outcome("infra_failed", None, why[:2000])
+                return self._outcome("diverged", self._subject.floor, shortened(why))
+            return self._outcome("infra_failed", None, shortened(why))
         return self._outcome("diverged" if self._is_broken() else "completed", self._record.scorings[marks[-1]].mean)
 
     def _outcome(self, end: End, score: float | None, note: str = "") -> Outcome:

@@ -88,6 +88,8 @@ class JournalFile:
                 "use the AgentJet that wrote it, or choose another server.data_dir"
             )
         owner = self._meta("model", "")
+        if not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
+            owner = ""  # A name may be mistyped at the first start: it counts once something was recorded.
         if model and owner and owner != model:
             raise ConfigError(
                 f"server.data_dir = {str(self.path.parent)!r} belongs to model {owner!r}, "

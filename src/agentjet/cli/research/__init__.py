@@ -17,6 +17,6 @@ app = typer.Typer(
 app.command()(new)
 app.command()(run)
 app.command()(status)
-app.command()(steer)
+app.command(context_settings={"ignore_unknown_options": True})(steer)  # `cap -1` is a value, and a wrong one
 app.command()(report)
 app.command()(demo)

@@ -44,14 +44,14 @@ def voice_of(url: str | None, model: str, key_file: Path | None) -> Voice | None
 
 def advised(plan: Plan, out: Path, voice: Voice | None, agent_cli: str | None) -> Plan:
     """The plan with what was proposed and granted; what was said is in the study's journal."""
+    from agentjet.cli.research.telling import Told
     from agentjet.research.folder import StudyFolder
-    from agentjet.research.journal import Journal
     from agentjet.research.planner.agent_cli import Workshop, propose_code
     from agentjet.research.planner.consult import refine
 
     if voice is None and agent_cli is None:
         return plan
-    with Journal(StudyFolder(out).journal) as journal:
+    with Told(StudyFolder(out).journal, typer.echo) as journal:
         if voice is not None:
             plan = refine(plan, voice, journal)
         if agent_cli is not None:

@@ -28,7 +28,8 @@ def demo(
     """Do a whole study through real servers: two claims about training a tiny model, one true and one that is nothing.
 
     A model of random weights is rewarded for digits. That a learning rate of 1e-2 beats one of 1e-5 is plain. That a
-    wider clip helps cannot be: on-policy, with one optimiser step a batch, no ratio ever reaches the clip.
+    wider clip helps cannot be: on-policy, with one optimiser step a batch, no ratio ever reaches the clip: that
+    ends as practically equivalent, or, where the scores happen to spread widely, as inconclusive.
     """
     from agentjet.cli.research.local import local_places
     from agentjet.cli.research.run import carry_out
@@ -37,6 +38,7 @@ def demo(
     began = time.monotonic()
     files = StudyFolder(out)
     if not (out / "study.json").exists():
+        files.make()
         from agentjet.compute.embedded.random_model import make_random_model
 
         make_random_model(out / "model")

@@ -10,6 +10,7 @@ import typer
 
 from agentjet.cli.options import Json
 from agentjet.cli.research.run import Folder
+from agentjet.cli.research.telling import plain
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,17 +20,20 @@ if TYPE_CHECKING:
 def status(folder: Folder, as_json: Json = False) -> None:
     """Show how far a study is, what it has spent, and what it found so far."""
     from agentjet.research.folder import StudyFolder
-    from agentjet.research.journal import read_book
+    from agentjet.research.steering import Steering
 
-    study = StudyFolder(folder).study()
-    found = summary(read_book(StudyFolder(folder).journal))
+    files = StudyFolder(folder)
+    study, books = files.study(), files.books()
+    found = summary(books[0])
+    if unread := Steering(files.steering).unread(books):
+        found["not read yet" if found["stage"] != "finished" else "never read"] = unread
     if as_json:
         typer.echo(json.dumps({"study": study.id, "topic": study.topic, **found}, indent=2))
         return
     typer.echo(f"{study.topic}  (study {study.id})")
     for name, value in found.items():
         if name != "findings":
-            typer.echo(f"{name:12} {value}")
+            typer.echo(f"{name:12} {plain(value)}")
     for finding in found.get("findings", []):
         typer.echo(f"{finding['verdict']:24} {finding['claim']}: {finding['reason']}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,6 +82,7 @@ def new(
         servers=servers,
         seed=seed,
     )
+    files.make()
     made = advised(made, out, voice, agent_cli)
     files.write(made.study, made.to_markdown())
     typer.echo(made.to_markdown())
@@ -91,14 +93,28 @@ def fixed(subject: Subject) -> Subject:
     """With the hash of its code. Raises `ConfigError` for what every trial would fail with."""
     from dataclasses import replace
 
+    check_model(subject.model)
     shared = {task.id for task in subject.training_tasks()} & {task.id for task in subject.held_out_tasks()}
     if shared:
         raise ConfigError(
             f"{len(shared)} held-out tasks are trained on, too, such as {min(shared)!r}: a score on them says nothing; "
             "take them out of one of the two"
         )
+    subject.player("")
     subject.judge()
     return replace(subject, code=subject.code_now())
+
+
+def check_model(name: str) -> None:
+    """Raises `ConfigError` for what no server could load. Whether the hub has an id is not asked."""
+    from agentjet.config.schema import ModelConfig
+
+    bundled = ModelConfig().name
+    if Path(name).is_dir() or name == bundled or re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return
+    raise ConfigError(
+        f"--model {name!r} is neither a folder here, nor a Hugging Face id (owner/name), nor the bundled {bundled!r}"
+    )
 
 
 def settings(overrides: list[str]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def run(
 
     leased = leased_places(server or [], admin_token_file or [], folder)
     voice = voice_of(llm, llm_model, llm_key_file)
+    for place in leased:
+        place.check()
     carry_out(folder, leased or local_places(local), voice)
 
 
@@ -91,6 +93,8 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; go on with: agentjet research run {folder}", err=True)
         raise typer.Exit(130) from None
+    for line in Steering(files.steering).unread([chapter.book for chapter in chapters]):
+        typer.echo(f"asked too late, and not done: {line}")
     report = build(chapters[0].book, folder)
     for number, chapter in enumerate(chapters[1:], 1):
         build(chapter.book, folder / f"annex-{number}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -10,7 +11,11 @@ from agentjet.cli.research.run import Folder
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
+    from agentjet.research.journal import Book
+    from agentjet.research.models import Study
     from agentjet.research.planner.actions import Request
+    from agentjet.research.planner.course import Course
+    from agentjet.research.steering import Steering
 
 Action = Literal["pause", "resume", "cap", "veto", "add-arm", "add-hypothesis"]
 
@@ -35,9 +40,47 @@ def steer(
     from agentjet.research.steering import Steering
 
     files = StudyFolder(folder)
-    files.study()
-    Steering(files.steering).append(request(action, value, against, change or [], why))
+    asked = request(action, value, against, change or [], why)
+    steering = Steering(files.steering)
+    check(asked, files.study(), files.books(), steering)
+    steering.append(asked)
     typer.echo(f"asked: {action} {value}".rstrip())
+
+
+def check(asked: Request, study: Study, books: list[Book], steering: Steering) -> None:
+    """Raises `ConfigError` for what the study would refuse, as far as that is known now."""
+    from agentjet.research.planner.actions import Cap, Refused
+    from agentjet.research.planner.course import EVERYTHING, grant
+    from agentjet.research.report.proceedings import Proceedings
+
+    kind, book = asked.kind.replace("_", "-"), books[-1]
+    if book.study is not None:
+        done = Proceedings(book)
+        if done.stage == "finished":
+            raise ConfigError(f"{kind}: the study has its findings; plan another with `agentjet research new`")
+        spent = done.ledger.total
+        if isinstance(asked, Cap) and asked.runs < spent:
+            raise ConfigError(f"cap {asked.runs:g}: {spent:.1f} full runs are spent or under way; give more than that")
+    try:
+        grant(course_of(book.study or study, book, steering.unread(books)), asked, "human", EVERYTHING)
+    except Refused as refusal:
+        raise ConfigError(f"{kind}: {refusal}") from None
+
+
+def course_of(study: Study, book: Book, waiting: list[str]) -> Course:
+    """What a study becomes by all that was granted, and by what it has still to read."""
+    from agentjet.research.planner.actions import Refused, loads
+    from agentjet.research.planner.course import EVERYTHING, Course, grant
+    from agentjet.research.planner.register import parsed
+
+    course = Course(study, begun=True)
+    for amendment in book.amendments:
+        if not amendment.refused and amendment.point >= 0:
+            course = grant(course, parsed(amendment.origin, amendment.asked), amendment.origin, EVERYTHING)
+    for line in waiting:
+        with suppress(Refused):
+            course = grant(course, parsed("human", loads(line)), "human", EVERYTHING)
+    return course
 
 
 def request(action: Action, value: str, against: str, changes: list[str], why: str) -> Request:
@@ -45,12 +88,19 @@ def request(action: Action, value: str, against: str, changes: list[str], why: s
     from agentjet.cli.research.new import settings
     from agentjet.research.planner.actions import REQUEST, Refused, parse
 
+    if value.startswith("--"):
+        raise ConfigError(f"{value}: there is no such option; those are --against, --set and --why")
+    if not value and action in ("veto", "add-arm", "add-hypothesis"):
+        raise ConfigError(f"{action}: name the arm, as in: agentjet research steer FOLDER {action} ARM")
     fields: dict[str, object] = {"kind": action.replace("-", "_")}
     if action == "cap":
         try:
-            fields["runs"] = float(value)
+            runs = float(value)
         except ValueError:
-            raise ConfigError(f"cap {value!r}: give a number of full runs, such as 40") from None
+            runs = 0.0
+        if not runs > 0:
+            raise ConfigError(f"cap {value!r}: give a number of full runs above 0, such as 40")
+        fields["runs"] = runs
     elif action in ("veto", "add-arm", "add-hypothesis"):
         fields["arm"] = value
     if action in ("add-arm", "add-hypothesis"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from agentjet.research.journal import Journal, Kind
 from agentjet.research.models import Finding, Outcome
+from agentjet.research.notes import in_a_line
 
 SHOWN = ("rungs", "setting of ", "frozen")
 """Decisions that are told, by how their names begin."""
@@ -33,21 +34,31 @@ class Told(Journal):
             case "outcome":
                 return self._outcome(Outcome.from_json(body))
             case "decision" if body["name"].startswith(SHOWN):
-                return f"decided: {body['name']}: {body['content']}"
+                return f"decided: {body['name']}: {plain(body['content'])}"
             case "finding":
                 return self._finding(Finding.from_json(body["content"]))
             case "diagnosis":
-                return f"diagnosed: {body['cause']}: {body['seen']}"
+                return f"diagnosed: trial {self._number(body['trial'])}: {body['cause']}: {body['seen']}"
+            case "exchange" if body["failed"]:
+                return f"{body['moment']}: nothing was proposed: {in_a_line(body['failed'])}"
             case "amendment" | "refusal":
-                return f"{'refused' if body['refused'] else 'granted'}: {body['asked']} {body['refused']}".rstrip()
+                return (
+                    f"{'refused' if body['refused'] else 'granted'}: {plain(body['asked'])}: {body['refused']}".rstrip(
+                        ": "
+                    )
+                )
         return ""
 
     def _outcome(self, outcome: Outcome) -> str:
         trial = self.trials[outcome.trial]
-        number = list(self.trials).index(trial.id) + 1
+        number = self._number(trial.id)
         score = "no score" if outcome.score is None else f"score {outcome.score:.4g}"
-        note = f" ({outcome.note.splitlines()[0][:200]})" if outcome.note else ""
+        note = f" ({in_a_line(outcome.note)})" if outcome.note else ""
         return f"trial {number}: {trial.phase} {trial.arm!r}, seed {trial.seed}: {outcome.end}, {score}{note}"
+
+    def _number(self, trial: str) -> int:
+        """Trials are counted from 1, in the order they were meant to be launched."""
+        return list(self.trials).index(trial) + 1
 
     def _finding(self, finding: Finding) -> str:
         claims = {hypothesis.id: hypothesis.claim for hypothesis in self.study.hypotheses} if self.study else {}
@@ -57,3 +68,12 @@ class Told(Journal):
             else ""
         )
         return f"{claims.get(finding.hypothesis, finding.hypothesis)}: {finding.verdict}{interval} ({finding.reason})"
+
+
+def plain(content: object) -> str:
+    """What a journal holds, as a person would write it down."""
+    if isinstance(content, Mapping):
+        return "; ".join(f"{name} = {plain(value)}" for name, value in content.items() if value not in ("", {}))
+    if isinstance(content, list | tuple):
+        return ", ".join(map(plain, content))
+    return f"{content:.4g}" if isinstance(content, float) else str(content)

@@ -14,13 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentjet.cli.options import Json, Token, TokenFile, Url, connect
-from agentjet.errors import ConfigError
+from agentjet.errors import AgentJetError, ConfigError
 
 if TYPE_CHECKING:
     from agentjet.cli.run.source import CommandSource
     from agentjet.client import Command, EvalReport, TrainReport
     from agentjet.client.code import Code
     from agentjet.types import Task
+
+
+STEPS = 20
+CALL = (
+    "the program must ask the model at OPENAI_BASE_URL with OPENAI_API_KEY (ANTHROPIC_...: likewise), and read its "
+    "streams to their end"
+)
+MEND = "mend the program, or its --reward; a --task-file of one line with --eval tries it on one task"
 
 
 def run(
@@ -41,7 +49,7 @@ def run(
             "0, else 0."
         ),
     ],
-    steps: Annotated[int, typer.Option(min=1, help="Batches to learn.")] = 20,
+    steps: Annotated[int | None, typer.Option(min=1, help="Batches to learn; default: 20.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Processes at the same time.")] = 16,
     timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds after which a process is ended and its episode aborted.")
@@ -50,7 +58,7 @@ def run(
     only_eval: Annotated[bool, typer.Option("--eval", help="Evaluate instead: each task once, nothing learned.")] = (
         False
     ),
-    repeats: Annotated[int, typer.Option(min=1, help="With --eval: how often each task.")] = 1,
+    repeats: Annotated[int | None, typer.Option(min=1, help="With --eval: how often each task; default: once.")] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Take up edits of the program while training goes on.")
     ] = False,
@@ -76,11 +84,16 @@ def run(
     stderr, exit_code, seconds and folder.
     """
     from agentjet.cli.run.source import CommandSource, check_source
+    from agentjet.client import AgentFailing
     from agentjet.client.signals import signals_unwind
     from agentjet.client.task_file import read_tasks
 
     if watch and (only_eval or code_version is not None):
         raise ConfigError(f"--watch and {'--eval' if only_eval else '--code-version'} exclude each other")
+    if only_eval and steps is not None:
+        raise ConfigError("--steps and --eval exclude each other: an evaluation learns nothing")
+    if repeats is not None and not only_eval:
+        raise ConfigError("--repeats is for --eval: training visits tasks in groups of job.group_size")
     here = Path.cwd()
     tasks = read_tasks(task_file)
     program = CommandSource(tuple(command), here, check_source(source or [], here))
@@ -89,26 +102,29 @@ def run(
         swarm = stack.enter_context(connect(url, token, token_file))
         stack.enter_context(signals_unwind())
         report: TrainReport | EvalReport
-        if only_eval:
-            report = swarm.evaluate(
-                agent,
-                tasks,
-                repeats=repeats,
-                concurrency=concurrency,
-                progress=not as_json,
-                code_version=code_version,
-            )
-        else:
-            report = swarm.train(
-                agent,
-                tasks,
-                steps=steps,
-                concurrency=concurrency,
-                seed=seed,
-                progress=not as_json,
-                reload=code or False,
-                code_version=code_version,
-            )
+        try:
+            if only_eval:
+                report = swarm.evaluate(
+                    agent,
+                    tasks,
+                    repeats=repeats or 1,
+                    concurrency=concurrency,
+                    progress=not as_json,
+                    code_version=code_version,
+                )
+            else:
+                report = swarm.train(
+                    agent,
+                    tasks,
+                    steps=steps or STEPS,
+                    concurrency=concurrency,
+                    seed=seed,
+                    progress=not as_json,
+                    reload=code or False,
+                    code_version=code_version,
+                )
+        except AgentFailing as failing:  # Its own way out is for those who write Python.
+            raise AgentJetError(f"{failing.fact}: {CALL if failing.is_silent else MEND}") from None
     typer.echo(json.dumps(as_document(report), indent=2) if as_json else str(report))
 
 

@@ -112,6 +112,8 @@ def task(file: str, function: str, workshop: Workshop) -> str:
 
 def work(workshop: Workshop, said: str, given: Files, room: Path) -> Exchange:
     """Run the command on a copy of the files, in `room/agent`, and say what it said."""
+    if shutil.which(workshop.command[0]) is None:
+        return Exchange(MOMENT, said, "", failed=f"there is no command {workshop.command[0]!r}")
     write(given, room / "agent")
     (room / "home").mkdir()
     named = [Path(shutil.which(word) or word).resolve() for word in workshop.command]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Hypothesis, Setting, Study, Subject
+from agentjet.research.models import Arm, Hypothesis, Setting, Study, Subject, canonical
 from agentjet.research.planner.plan import Plan
-from agentjet.research.planner.priors import check_job
+from agentjet.research.planner.priors import base_value, check_job
 from agentjet.research.planner.rehearsal import rehearse
 from agentjet.research.planner.space import Space
 from agentjet.research.planner.templates import Claim, Sketch, sketch
@@ -39,6 +39,8 @@ def plan(
     `budget` is in full runs ("60") or in time ("4h"), for which a run's seconds must be known. `folder` is where the
     agents of a space file are.
     """
+    if sesoi is not None and not sesoi > 0:
+        raise ConfigError(f"--sesoi {sesoi:g}: give a difference of scores above 0; leave it out for {SESOI:g}")
     base: Setting = subject.settings if subject else {}
     if subject:
         check_job(base)
@@ -50,10 +52,13 @@ def plan(
     if space and subject:
         agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
         subject = with_agents(subject, agents)
+        check_differ(found.arms, base)
+        for arm_name in agents if subject.code else ():
+            subject.player(arm_name)
     study = Study(
         topic=topic,
         metric=space.metric if space and space.metric else METRIC,
-        sesoi=sesoi or (space.sesoi if space else None) or SESOI,
+        sesoi=next(given for given in (sesoi, space.sesoi if space else None, SESOI) if given is not None),
         arms=tuple(found.arms),
         hypotheses=tuple(hypothesis(claim) for claim in found.claims),
         budget=runs_of(budget, run_seconds, servers),
@@ -65,9 +70,11 @@ def plan(
     )
     cost = rehearse(study)
     if cost.least > study.budget:
+        fewer = f"compare fewer than {len(study.arms)} arms"
+        less = fewer if len(study.arms) > 2 else "have less tuned or an earlier look, in a file: --space space.toml"
         raise ConfigError(
             f"budget = {budget}: {study.budget:g} full runs, and the study takes {cost.least:.1f} where all is plain; "
-            f"give at least that, or compare fewer than {len(study.arms)} arms"
+            f"give at least that, or {less}"
         )
     return Plan(
         study,
@@ -112,6 +119,17 @@ def check_arm(arm: Arm, base: Setting) -> None:
             check_job({**base, **arm.changes, **tuned})
         except ConfigError as error:
             raise ConfigError(f"arm {arm.name!r}: {error}") from None
+
+
+def check_differ(arms: Sequence[Arm], base: Setting) -> None:
+    """Raises `ConfigError` for two arms that would be trained alike."""
+    names = sorted({name for arm in arms for name in arm.changes})
+    seen: dict[str, str] = {}
+    for arm in arms:
+        whole = {name: arm.changes[name] if name in arm.changes else base_value(name, base) for name in names}
+        other = seen.setdefault(canonical([whole, arm.code, [knob.name for knob in arm.nuisance]]), arm.name)
+        if other != arm.name:
+            raise ConfigError(f"arm {arm.name!r} changes nothing of arm {other!r}: give it changes, or an agent")
 
 
 def runs_of(budget: str, run_seconds: float | None, servers: int) -> float:

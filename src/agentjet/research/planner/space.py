@@ -134,8 +134,13 @@ def read_space(path: Path) -> Space:
 def sentence(error: ValidationError) -> str:
     first: Any = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"{where}: it is not there, and has no default"
+    if first["type"] == "value_error":
+        return f"{where}: {first['ctx']['error']}"
     if first["type"] != "extra_forbidden":
-        return f"{where}: {first['msg']}"
+        wanted = str(first["msg"]).removeprefix("Input should be ")
+        return f"{where} = {first['input']!r}: it must be {wanted}"
     known = sorted({name for part in (Space, SpaceArm, SpaceKnob, SpaceClaim) for name in part.model_fields})
     near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
     return f"{where}: there is no such key; " + (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -103,7 +104,7 @@ def a_against_b(understood: Understood, base: Setting) -> Sketch:
         return part_against_part(options, base)
     name, values = max(options.items(), key=lambda item: len(item[1]))
     prior = priors()[name]
-    found = Sketch()
+    found = Sketch(notes=not_varied(options, name))
     if not values and (prior.switch or prior.off is not None):
         part = Arm(f"with {prior.says[0]}", {name: with_it(name, base)})
         found.arms = [part, Arm("without", {name: without_it(name)})]
@@ -147,7 +148,7 @@ def scaling(understood: Understood, base: Setting) -> Sketch:
     """Each value against the next smaller one."""
     name = understood.settings[0]
     prior = priors()[name]
-    found = Sketch()
+    found = Sketch(notes=not_varied(understood.settings, name))
     found.arms = arms_of(name, [prior.typed(value) for value in prior.tried(base_value(name, base))], base, found)
     found.claims = [claim_of(name, more, less) for less, more in pairwise(found.arms)]
     found.tune(tuned_with([name]), base)
@@ -229,6 +230,16 @@ def claim_of(name: str, more: Arm, less: Arm) -> Claim:
     if prior.sign == "-":
         more, less = less, more
     return Claim(more.name, less.name, "+" if prior.sign == "-" else prior.sign, prior.why, prior.reference)
+
+
+def not_varied(names: Iterable[str], name: str) -> list[str]:
+    """What a plan says of settings that were spoken of besides the one it compares."""
+    return [
+        f"{other} is not varied, because one setting is compared at a time, here {name}; set it for all arms with "
+        "--set, or name the arms in a file, --space space.toml"
+        for other in names
+        if other != name
+    ]
 
 
 def tuned_with(names: list[str]) -> list[str]:

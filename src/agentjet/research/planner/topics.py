@@ -67,7 +67,9 @@ class Understood:
 
 
 def understand(topic: str) -> Understood:
-    """Raises `ConfigError` when the topic names neither a known setting nor a question that needs none."""
+    """Raises `ConfigError` when the topic names neither a known setting nor a question that needs none, or a value that
+    its setting cannot have.
+    """
     words = normal(topic).split()
     mentions: list[Mention] = []
     kinds: set[Kind] = set()
@@ -90,6 +92,10 @@ def understand(topic: str) -> Understood:
     kind = next((kind for kind in KIND_WORDS if kind in kinds), None)
     if not mentions and kind not in ("diagnosis", "reward_shaping"):
         raise ConfigError(unknown(topic, ignored))
+    for mention in mentions:
+        for value in mention.values:
+            if sentence := priors()[mention.setting].refusal(mention.setting, value):
+                raise ConfigError(f"topic {topic!r}: {sentence}")
     return Understood(kind_of(kind, mentions), tuple(mentions), tuple(ignored))
 
 
@@ -123,7 +129,11 @@ def unknown(topic: str, words: list[str]) -> str:
 
 def normal(text: str) -> str:
     """Lower case, words apart by single blanks; signs inside numbers stay."""
-    return " ".join(re.findall(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?|[a-z0-9]+(?:'s)?", text.lower().replace("ß", "ss")))
+    return " ".join(
+        re.findall(
+            r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?|[a-z0-9]+(?:'s)?", text.lower().replace("ß", "ss")
+        )
+    )
 
 
 def as_number(word: str) -> float | None:

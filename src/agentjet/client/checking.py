@@ -1,0 +1,65 @@
+"""What a caller gave to a run or an episode, checked before it begins: a mistake is a sentence that names it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from pydantic import ValidationError
+
+from agentjet.errors import InvalidRequest
+from agentjet.protocol import BeginRequest
+from agentjet.types import Task
+
+SHOWN = 60
+"""Characters of a wrong value in a message."""
+HOTTEST = 10.0
+
+
+def begin_request(**fields: Any) -> BeginRequest:
+    """A request for an episode. Raises `InvalidRequest` naming the first field that is wrong."""
+    try:
+        return BeginRequest(**fields)
+    except ValidationError as error:
+        detail = error.errors()[0]
+    key, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
+    raise InvalidRequest(f"{key} = {_shown(detail['input'])}: {message[0].lower()}{message[1:]}", param=key)
+
+
+def check_run(verb: str, agent: object, tasks: Sequence[object], **counts: object) -> None:
+    """Raises `ValueError` for what is no agent, no tasks to `verb` on, or no count of at least 1."""
+    if not callable(agent):
+        raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
+    try:
+        inspect.signature(agent, follow_wrapped=False).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"agent = {_shown(agent)} cannot be called as agent(task, episode): {error}") from None
+    except ValueError:  # what is not written in Python may have no signature
+        pass
+    if not tasks:
+        raise ValueError(f"there are no tasks to {verb} on")
+    for index, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise ValueError(f"tasks[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)")
+    for name, value in counts.items():
+        if not _is_whole(value) or value < 1:
+            raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least 1")
+
+
+def check_policy(at_version: Any, temperature: Any) -> None:
+    """Raises `ValueError` for what is no policy version, or no temperature."""
+    if at_version not in (None, "newest") and not (_is_whole(at_version) and at_version >= 0):
+        raise ValueError(f"at_version = {_shown(at_version)}: give a policy version, from 0 on, or 'newest'")
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if temperature is not None and not (is_number and 0 <= temperature <= HOTTEST):
+        raise ValueError(f"temperature = {_shown(temperature)}: give a number from 0 (greedy) to {HOTTEST:g}")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -1,0 +1,112 @@
+"""Mistakes of a caller: each is one sentence that names it, before anything is begun."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentjet.client import AsyncSwarm, AsyncTeam
+from agentjet.errors import InvalidRequest
+from agentjet.types import Reward, Task
+from tests.client.server import TOKEN, URL, FakeServer, FakeTime
+
+TASKS = [Task("a")]
+
+
+async def agent(task: Task, episode: object) -> float:
+    return 1.0
+
+
+async def without_episode(task: Task) -> float:
+    return 1.0
+
+
+class Holding:
+    """An agent may be an object that is called."""
+
+    async def __call__(self, task: Task, episode: object) -> float:
+        return 1.0
+
+
+def connect(server: FakeServer) -> AsyncSwarm:
+    return AsyncSwarm(URL, TOKEN, retry=FakeTime().retry(), transport=server.transport())
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"task_id": ""}, "task_id = '': .*at least 1 character"),
+        ({"task_id": "t" * 3000}, "task_id = 't{59}…: .*at most 256 characters"),
+        ({"task_id": "t", "mode": "zz"}, "mode = 'zz': .*'train' or 'eval'"),
+        ({"task_id": "t", "group": 3}, "group = 3: .*string"),
+    ],
+)
+def test_an_episode_that_cannot_be_asked_for(asked: dict[str, Any], sentence: str) -> None:
+    server = FakeServer()
+    with pytest.raises(InvalidRequest, match=sentence):
+        asyncio.run(connect(server).begin(**asked))
+    assert not server.requests
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"agent": "x"}, r"agent = 'x': give a function"),
+        ({"agent": without_episode}, r"without_episode.* cannot be called as agent\(task, episode\)"),
+        ({"tasks": []}, "there are no tasks"),
+        ({"tasks": ["a"]}, r"tasks\[0\] = 'a': give a Task"),
+        ({"tasks": "abc"}, r"tasks\[0\] = 'a': give a Task"),
+        ({"concurrency": 0}, "concurrency = 0: .*at least 1"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_a_run_that_cannot_be_begun(verb: str, given: dict[str, Any], sentence: str) -> None:
+    server = FakeServer()
+    steps = {"steps": 1} if verb == "train" else {}
+    call = {"agent": agent, "tasks": TASKS, "progress": False, **steps, **given}
+    other = AsyncSwarm("http://127.0.0.1:8401", TOKEN, transport=server.transport())
+    for client in (connect(server), AsyncTeam({"one": connect(server), "other": other})):
+        with pytest.raises(ValueError, match=sentence):
+            asyncio.run(getattr(client, verb)(**call))
+    assert not server.requests
+
+
+@pytest.mark.parametrize("steps", [0, "3", True, 1.5])
+def test_steps_are_a_whole_number(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"steps = {steps!r}: it must be a whole number"):
+        asyncio.run(connect(FakeServer()).train(agent, TASKS, steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"repeats": 0}, "repeats = 0: .*at least 1"),
+        ({"at_version": "old"}, "at_version = 'old': .*'newest'"),
+        ({"at_version": -1}, "at_version = -1: .*from 0 on"),
+        ({"temperature": "hot"}, "temperature = 'hot': .*0 .greedy. to 10"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_an_evaluation_that_cannot_be_had(given: dict[str, Any], sentence: str) -> None:
+    server = FakeServer()
+    with pytest.raises(ValueError, match=sentence):
+        asyncio.run(connect(server).evaluate(agent, TASKS, **given))
+    assert not server.requests
+
+
+def test_an_object_may_be_the_agent() -> None:
+    server = FakeServer()
+    assert len(asyncio.run(connect(server).evaluate(Holding(), TASKS, progress=False)).finished) == 1
+
+
+@pytest.mark.parametrize("given", [3, "", "t" * 257, None])
+def test_a_task_has_an_id(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"the task id .* 1 to 256 characters"):
+        Task(given)
+
+
+def test_a_reward_is_a_number() -> None:
+    with pytest.raises(ValueError, match=r"Reward\('x'\): the value must be a number"):
+        Reward("x")  # type: ignore[arg-type]
