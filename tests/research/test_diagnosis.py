@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import os
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,11 @@ from agentjet.research.diagnosis.infrastructure import DEAD, SERVER, checked
 from agentjet.research.diagnosis.pairs import twins
 from agentjet.research.diagnosis.probing import Answer, Question
 from agentjet.research.diagnosis.signs import change, holds_since
-from agentjet.research.journal import Book, Journal, Kind
+from agentjet.research.journal import Book, Journal
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
 from bench.researching.failing import STEPS, Plant
+from bench.researching.kills import Doomed
 from bench.researching.planted import HEALTHY, KINDS, FailingRunner, Side, said, single
 
 ROOT = Path(__file__).parents[2]
@@ -236,19 +236,6 @@ class Ending:
     diagnoses: dict[str, list[Diagnosis]]
     spent: float
     launched: list[str] = field(default_factory=list)
-
-
-class Doomed(Journal):
-    """Kills its process as soon as one of its entries is on disk."""
-
-    def __init__(self, path: Path, number: int) -> None:
-        self._number = number
-        super().__init__(path)
-
-    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
-        super().append(kind, body)
-        if self.num_entries > self._number:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def finish(folder: Path, plant: Plant) -> Ending:

@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.journal import Journal, Kind, entry
+from agentjet.research.journal import Journal, entry
 from agentjet.research.models import Arm, Knob, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
-from tests.research.world import STUDY, Formula
+from tests.research.world import STUDY, Doomed, Formula
 
 FEW = replace(
     STUDY,
@@ -122,26 +121,6 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
 
 
 # ---- kills ------------------------------------------------------------------------------------------------------
-
-
-class Doomed(Journal):
-    """Dies at one of its entries: before it is written, with half of it on disk, or after."""
-
-    def __init__(self, path: Path, number: int, moment: str) -> None:
-        self._doom = (number, moment)
-        super().__init__(path)
-
-    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
-        number, moment = self._doom
-        if self.num_entries < number:
-            super().append(kind, body)
-            return
-        if moment == "torn":
-            line = entry(self.num_entries, self._last, kind, body)
-            os.write(self._file, line[: len(line) // 2])
-        elif moment == "after":
-            super().append(kind, body)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def study_until_killed(folder: Path, number: int, moment: str) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from agentjet.research.journal import Book, Journal, Kind, annex_path, entry
+from agentjet.research.journal import Book, Journal
 from agentjet.research.models import Arm, Finding, Hypothesis, Knob, Study, Trial
 from agentjet.research.planner.actions import AddArm, AddHypothesis, Cap, Pause, Request, Resume, Veto
 from agentjet.research.scheduler import Chapter, conduct, see_through
 from agentjet.research.steering import Steering
-from tests.research.world import STUDY, Formula
+from tests.research.world import STUDY, Doomed, Formula
 
 PLAIN = replace(
     STUDY,
@@ -243,30 +243,6 @@ MEANWHILE: dict[int, Request] = {
     18: Veto(arm="c"),
     24: AddHypothesis(arm="c", against="b"),
 }
-
-
-class Doomed(Journal):
-    """Dies at one of the entries of its study, the annexes' counted on: before it, in the middle of it, or after it."""
-
-    def __init__(self, path: Path, number: int, moment: str) -> None:
-        self._doom = (number, moment)
-        super().__init__(path)
-
-    def annex(self, number: int) -> Journal:
-        doom, moment = self._doom
-        return Doomed(annex_path(self.path, number), doom - self.num_entries, moment)
-
-    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
-        number, moment = self._doom
-        if self.num_entries < number:
-            super().append(kind, body)
-            return
-        if moment == "torn":
-            line = entry(self.num_entries, self._last, kind, body)
-            os.write(self._file, line[: len(line) // 2])
-        elif moment == "after":
-            super().append(kind, body)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_through(folder: Path, book: Journal) -> list[Chapter]:
