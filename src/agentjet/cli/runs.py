@@ -31,8 +31,10 @@ class ServedRuns:
                 return
             self.gateway, self.name = self._opened(name, job), name
             self.gateway.tracing.tracer = left.tracing.tracer
-            await left.close()
-            await self.gateway.start()
+            try:
+                await left.close()
+            finally:  # A repeat of the same request finds the run entered: it must be up by then.
+                await self.gateway.start()
 
     async def close(self) -> None:
         async with self._entering:

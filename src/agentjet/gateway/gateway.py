@@ -125,13 +125,15 @@ class Gateway:
 
     async def close(self) -> None:
         """`drain`, then close the journal; idempotent."""
-        await self.drain()
-        if self._reaper is not None:
-            self._reaper.cancel()
-            await asyncio.wait([self._reaper])
-            self._reaper = None
-        await self._commits.close()
-        self._journal.close()
+        try:
+            await self.drain()
+        finally:  # Whatever the worker does at its end, the data dir is free for the next.
+            if self._reaper is not None:
+                self._reaper.cancel()
+                await asyncio.wait([self._reaper])
+                self._reaper = None
+            await self._commits.close()
+            self._journal.close()
 
     async def stop_engine(self) -> None:
         """Save a checkpoint and end the worker; episodes stay, calls and begins are refused until `start_engine`."""
