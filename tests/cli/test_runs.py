@@ -1,7 +1,7 @@
 """A server that changes its run has the new one up when it has answered, and one that failed to is asked again.
 
-Pinned here: a worker that cannot be ended, when a run is left, is told to whoever asked; the run asked for is up all the
-same, and the one that was left can be entered again.
+Pinned here: a worker that cannot be ended, when a run is left, is told to whoever asked; the run asked for is up all
+the same, and the one that was left can be entered again.
 """
 
 from __future__ import annotations
