@@ -116,6 +116,7 @@ def test_ctrl_c_ends_the_demo_and_its_server(model: Path, tmp_path: Path) -> Non
         demo.kill()
     assert not is_running(server) and not is_running(worker)
     assert "interrupted" in log.read_text()
+    assert (tmp_path / "server" / "serve.log").stat().st_mode & 0o777 == 0o600
     assert list((tmp_path / "server" / "checkpoints").glob("step_*"))
 
 

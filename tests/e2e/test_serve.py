@@ -1,7 +1,7 @@
 """`agentjet serve` from the outside: real processes, a real (tiny) model, OpenAI's SDK, signals.
 
 Pinned here:
-1. it prints its address, where its tokens are and what to type next; it answers and learns;
+1. it prints its address, where its tokens are and what to type next; it answers and learns; its files are its owner's;
 2. Ctrl-C saves a checkpoint and leaves no process behind; the same command resumes at that version;
 3. killed outright, it replays the journal to the same weights, bit by bit, and a live episode goes on with its key;
 4. a worker that is killed is replaced, and the agents notice nothing;
@@ -33,9 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_serve_learn_stop_and_resume(model: Path, tmp_path: Path) -> None:
     data_dir = tmp_path / "run"
+    data_dir.mkdir(0o755)
     with Server(model, data_dir) as server:
         assert str(data_dir / "token") in server.output
-        assert (data_dir / "token").stat().st_mode & 0o777 == 0o600
+        kept = [data_dir / "token", data_dir / "journal.sqlite", *(data_dir / "logs").iterdir()]
+        assert {path.name for path in kept} >= {"server.log", "worker.log"}
+        assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
         assert "<|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant" in server.output
         episode = server.begin(mode="eval")
         plain = server.ask(episode, "hello", temperature=0, logprobs=True)

@@ -20,7 +20,7 @@ from agentjet.errors import ConfigError, Forbidden, Unauthorized
 from agentjet.server import Keys
 from agentjet.server.tokens import FILES, SecretFile, read_secret, replace_secret
 from tests.fakes import Clock
-from tests.server.serving import serving
+from tests.server.serving import ADMIN, serving
 
 
 @pytest.fixture
@@ -173,3 +173,17 @@ async def test_the_data_dir_that_a_server_makes_is_its_owners_alone(tmp_path: Pa
     """The journal and the logs in it hold what agents ask and hear."""
     async with serving(tmp_path / "data"):
         assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.anyio
+async def test_what_a_server_writes_is_its_owners_alone_wherever_it_is_put(tmp_path: Path) -> None:
+    """Also in a folder that was there before it, and is open to others."""
+    (tmp_path / "data").mkdir(0o755)
+    async with serving(tmp_path / "data") as served:
+        await served.run.batch()
+        leased = {"holder": "study 7", "seconds": 30}
+        answer = await served.http.put("/swarm/v1/lease", json=leased, headers={"Authorization": f"Bearer {ADMIN}"})
+        assert answer.status_code == 200
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "data").iterdir() if path.is_file()}
+    assert modes.keys() >= {"journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl", "lease.json"}
+    assert set(modes.values()) == {0o600}

@@ -3,7 +3,8 @@
 Pinned here:
 1. a record says which episode or batch it is about, without its author passing that on;
 2. JSON lines are JSON, one a record, traceback included;
-3. keys and tokens are in no line, wherever in a record they stand: message, arguments, traceback, event.
+3. keys and tokens are in no line, wherever in a record they stand: message, arguments, traceback, event;
+4. the file is its owner's alone, and so is each that follows it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 
 from agentjet.errors import WorkerDied
 from agentjet.gateway import log_context
-from agentjet.server.logs import LogFormat, prepared, scrubbed
+from agentjet.server.logs import LogFile, LogFormat, prepared, scrubbed
 from tests.server.serving import TOKEN, Keys, serving
 
 
@@ -120,3 +121,11 @@ async def test_no_secret_in_what_a_server_logs_and_tells(tmp_path: Path) -> None
     assert "Traceback" in stream.getvalue()
     for text in (stream.getvalue(), lost.text, wrong.text, broken.text, *told):
         assert key not in text and key.rpartition(".")[2] not in text and TOKEN not in text
+
+
+def test_the_files_are_their_owners_alone(tmp_path: Path) -> None:
+    with closing(LogFile(tmp_path / "server.log", maxBytes=40, backupCount=2)) as file:
+        for number in range(4):
+            file.emit(logging.makeLogRecord({"msg": f"record {number} of thirty characters"}))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(["server.log", "server.log.1", "server.log.2"], 0o600)

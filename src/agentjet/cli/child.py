@@ -44,6 +44,7 @@ class ChildServer:
             arguments += ["--config", str(settings)]
         for override in overrides:
             arguments += ["--set", override]
+        self.log.touch(0o600)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "agentjet.cli", "serve", *arguments],

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from errno import EADDRNOTAVAIL
 from ipaddress import ip_address
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
 from agentjet.server.listening import calm_collector, listen, options
-from agentjet.server.logs import LogFormat, prepared
+from agentjet.server.logs import LogFile, LogFormat, prepared
 from agentjet.server.tls import check_certificate
 from agentjet.types import Conversation, Message
 
@@ -222,7 +221,7 @@ def everywhere(listener: socket.socket) -> str:
 def _log_to(folder: Path, log_format: LogFormat) -> None:
     """Everything from INFO on into `server.log`; warnings on standard error, too."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = RotatingFileHandler(folder / "server.log", maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
+    file = LogFile(folder / "server.log", maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
     prepared(file, log_format, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)

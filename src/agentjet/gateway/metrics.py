@@ -25,6 +25,7 @@ class MetricsFile:
         """The metrics of the batch that led to `policy_version`."""
         line = json.dumps({"step": policy_version, "time": round(self._clock(), 3), **metrics})
         try:
+            self._path.touch(0o600)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:

@@ -64,6 +64,7 @@ class Lease:
 
     def _write(self) -> None:
         part = self._path.with_suffix(".part")
+        part.touch(0o600)
         with part.open("w", encoding="utf-8") as file:
             json.dump({"holder": self.holder, "epoch": self.epoch, "until": self._until}, file)
             file.flush()

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Literal
 
 from agentjet.gateway.log_context import AboutFilter
@@ -20,6 +23,14 @@ SECRETS = (
     (re.compile(r"ajk-[\w.~-]+"), "ajk-…"),
     (re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{8,}"), r"\1…"),
 )
+
+
+class LogFile(RotatingFileHandler):
+    """A file of log records that only its owner may read, as those are that follow it when it is full."""
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).touch(0o600)
+        return super()._open()
 
 
 def scrubbed(text: str) -> str:

@@ -46,6 +46,8 @@ class JournalFile:
                 f"server.data_dir = {str(path.parent)!r} is in use by another server: "
                 "stop that one, or choose another folder"
             ) from None
+        if not path.exists():
+            path.touch(0o600)  # SQLite makes the files beside it likewise.
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         journal = cls(path, connection, lock)
         try:

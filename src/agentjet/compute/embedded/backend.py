@@ -53,6 +53,7 @@ class EmbeddedCompute:
         self._closing = False
         self._died = asyncio.get_running_loop().create_future()
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_path.touch(0o600)
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "agentjet.compute.embedded"),
