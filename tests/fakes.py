@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.compute import WorkerStatus
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import CheckpointError, OutOfCache, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway
@@ -105,9 +104,6 @@ class ScriptedCompute:
         self.running, self.version, self.weights, self.learned, self._last = True, 0, "base", [], None
         return self.card
 
-    async def describe(self) -> ModelCard:
-        return self.card
-
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
         asked, number = Asked(tuple(token_ids), params), len(self.asked)
         self.asked.append(asked)
@@ -177,9 +173,6 @@ class ScriptedCompute:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         (path / "model.txt").write_text(self.weights)
-
-    async def status(self) -> WorkerStatus:
-        return WorkerStatus(self.version, "idle")
 
     async def close(self) -> None:
         self._stop("stopped")

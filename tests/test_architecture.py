@@ -4,12 +4,14 @@
 2. A library is imported only where the row names it, `lazy` ones only inside functions.
 3. Importing the light rooms loads neither torch nor transformers, and the client loads nothing of the server's. This is
    asked of a fresh interpreter, since parsing cannot see what a library drags in.
-4. No file is longer than 500 lines, and nothing is called utils.
+4. What the worker can be asked is what the gateway asks of it.
+5. No file is longer than 500 lines, and nothing is called utils.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -210,6 +212,14 @@ def test_client_loads_nothing_of_the_servers(module: str) -> None:
         "uvicorn",
     }
     assert not loaded_by(module) & servers
+
+
+def test_the_line_to_the_worker_has_no_verb_that_nobody_uses() -> None:
+    tree = ast.parse((SOURCE / "compute" / "protocol.py").read_text(encoding="utf-8"))
+    [protocol] = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Compute")
+    verbs = {node.name for node in protocol.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    asked = "\n".join(path.read_text(encoding="utf-8") for path in (SOURCE / "gateway").glob("*.py"))
+    assert verbs == set(re.findall(r"_compute\.(\w+)", asked))
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "bench", "examples", "conformance"])

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from agentjet.compute import WorkerStatus
 from agentjet.config import JobConfig
 from agentjet.timeline import Forest
 from agentjet.types import ModelCard, Sampled, SamplingParams
@@ -68,9 +67,6 @@ class ScriptedCompute:
     async def start(self) -> ModelCard:
         return self._card
 
-    async def describe(self) -> ModelCard:
-        return self._card
-
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
         """Every piece has its own due time, counted from the start, so that late ones do not add up."""
         loop = asyncio.get_running_loop()
@@ -92,9 +88,6 @@ class ScriptedCompute:
 
     async def export(self, path: Path) -> None:
         raise AssertionError("nobody asks for an export")
-
-    async def status(self) -> WorkerStatus:
-        return WorkerStatus(0, "idle")
 
     async def close(self) -> None:
         return

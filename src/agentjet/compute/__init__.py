@@ -1,5 +1,5 @@
 """The weights' side: the `Compute` protocol and the backends that fulfil it."""
 
-from agentjet.compute.protocol import Compute, WorkerStatus
+from agentjet.compute.protocol import Compute
 
-__all__ = ["Compute", "WorkerStatus"]
+__all__ = ["Compute"]

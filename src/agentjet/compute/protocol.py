@@ -7,32 +7,19 @@ Imports no torch: the gateway process uses this module. Invariants a backend mus
 * `learn` recomputes them over that set: the softmax, and with it entropy and KL terms, is of the policy restricted to
   it;
 * `learn(batch_id, ...)` is idempotent: batch n takes policy version n to n + 1, once; a batch already learned returns
-  its metrics
-  again and changes nothing;
+  its metrics again and changes nothing;
 * one bad request never disturbs another.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from agentjet.config import JobConfig
 from agentjet.timeline.forest import Forest
 from agentjet.types import ModelCard, Sampled, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """A glance at the worker. `activity` is "idle", "sampling", "learning", "saving" or "loading"."""
-
-    policy_version: int
-    activity: str
-    active_samples: int = 0
-    waiting_samples: int = 0
-    memory_mb: float = 0.0
 
 
 class Compute(Protocol):
@@ -44,8 +31,6 @@ class Compute(Protocol):
         Raises `ConfigError` when the model cannot be had and `WorkerDied` when the worker ends while loading.
         """
         ...
-
-    async def describe(self) -> ModelCard: ...
 
     def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
         """Stream a completion of `token_ids`; closing the iterator cancels it.
@@ -70,8 +55,6 @@ class Compute(Protocol):
     async def export(self, path: Path) -> None:
         """Write the policy as a plain Hugging Face folder (LoRA merged), atomically."""
         ...
-
-    async def status(self) -> WorkerStatus: ...
 
     async def close(self) -> None:
         """Stop the worker and wait for it; idempotent."""

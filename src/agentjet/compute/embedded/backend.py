@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from agentjet.compute.embedded import frames
-from agentjet.compute.protocol import WorkerStatus
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied
 from agentjet.timeline.allowed import unpack_sets
@@ -39,7 +38,6 @@ class EmbeddedCompute:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[int, asyncio.Queue[Sampled | Exception]] = {}
         self._died: asyncio.Future[str] | None = None
-        self._card: ModelCard | None = None
         self._closing = False
 
     @property
@@ -64,13 +62,7 @@ class EmbeddedCompute:
         self._reader = asyncio.create_task(self._read_frames(self._process))
         card = await self._ask("start", config=self._config.model_dump(mode="json"))
         card["end_tokens"] = tuple(card["end_tokens"])
-        self._card = ModelCard(**card)
-        return self._card
-
-    async def describe(self) -> ModelCard:
-        if self._card is None:
-            raise ComputeError("the worker was not started")
-        return self._card
+        return ModelCard(**card)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Compute.sample`."""
@@ -116,10 +108,6 @@ class EmbeddedCompute:
     async def export(self, path: Path) -> None:
         """See `Compute.export`."""
         await self._ask("export", path=str(path))
-
-    async def status(self) -> WorkerStatus:
-        """See `Compute.status`; answered even while the worker learns."""
-        return WorkerStatus(**await self._ask("status"))
 
     async def died(self) -> str:
         """See `Compute.died`."""

@@ -69,14 +69,6 @@ class PlainSampler:
             log.warning("%s: keeps no state between tokens that could be relied on", self.policy.card.name)
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def is_idle(self) -> bool:
         return not self._running and not self._waiting
 

@@ -93,14 +93,6 @@ class Sampler:
         )
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def is_idle(self) -> bool:
         return not self._running and not self._waiting
 

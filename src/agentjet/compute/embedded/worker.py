@@ -1,8 +1,8 @@
 """The worker process: one loop that samples while anything is running and carries out the other verbs in between.
 
-Started by `backend.EmbeddedCompute` with frames on standard input and output. A thread reads frames, so that `status`
-is answered while the loop learns and a vanished gateway ends the process at once: nothing here must outlive it, since
-every fact that counts is in the gateway's journal.
+Started by `backend.EmbeddedCompute` with frames on standard input and output. A thread reads frames, so that a vanished
+gateway ends the process at once, whatever the loop is at: nothing here must outlive it, since every fact that counts is
+in the gateway's journal.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class Worker:
 
     def __init__(self, output: BinaryIO) -> None:
         self._output = output
-        self._write_lock = threading.Lock()
         self._inbox: queue.SimpleQueue[frames.Frame] = queue.SimpleQueue()
-        self._activity = "loading"
         self._version = 0
         self._metrics: dict[int, dict[str, float]] = {}
         self._pieces: dict[int, _Piece] = {}
@@ -70,10 +68,7 @@ class Worker:
     def read_forever(self, stream: BinaryIO) -> None:
         """The reader thread's work."""
         while (frame := frames.read(stream)) is not None:
-            if frame["op"] == "status":
-                self._send({"id": frame["id"], "ok": self._status()})
-            else:
-                self._inbox.put(frame)
+            self._inbox.put(frame)
         os._exit(0)  # the gateway is gone
 
     def run(self) -> None:
@@ -98,9 +93,7 @@ class Worker:
         others are waited for, for a moment.
         """
         if not hasattr(self, "sampler") or self.sampler.is_idle:
-            self._activity = "idle"
             return self._inbox.get()
-        self._activity = "sampling"
         try:
             if time.monotonic() < arrivals_end:
                 return self._inbox.get(timeout=ARRIVAL_GAP_SECONDS)
@@ -188,14 +181,12 @@ class Worker:
             raise ComputeError(
                 f"batch {batch_id} was sent to a policy at version {self._version}: the batches between are missing"
             )
-        self._activity = "learning"
         metrics = self.learner.learn(Forest.from_wire(forest), JobConfig.model_validate(job), self._version)
         self._metrics = {batch_id: metrics}
         self._change_version(batch_id + 1)
         return metrics
 
     def _save(self, path: str) -> None:
-        self._activity = "saving"
         checkpoint.save(
             Path(path),
             self.policy,
@@ -204,35 +195,17 @@ class Worker:
         )
 
     def _load(self, path: str) -> int:
-        self._activity = "loading"
         state = checkpoint.load(Path(path), self.policy, self.learner)
         self._change_version(int(state["policy_version"]))
         self._metrics = {self._version - 1: state["metrics"]}
         return self._version
 
     def _export(self, path: str) -> None:
-        self._activity = "saving"
         checkpoint.export(Path(path), self.policy)
 
-    def _status(self) -> dict[str, Any]:
-        ready = hasattr(self, "sampler")
-        return {
-            "policy_version": self._version,
-            "activity": self._activity,
-            "active_samples": self.sampler.num_running if ready else 0,
-            "waiting_samples": self.sampler.num_waiting if ready else 0,
-            "memory_mb": _resident_mb(),
-        }
-
     def _send(self, frame: frames.Frame) -> None:
-        with self._write_lock:
-            self._output.write(frames.encode(frame))
-            self._output.flush()
-
-
-def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        self._output.write(frames.encode(frame))
+        self._output.flush()
 
 
 def main() -> None:
