@@ -7,7 +7,8 @@
 5. The sampler was told to follow a grammar where the client asked for one, and the answer is one that it allows.
 6. Timelines begin where they must and nowhere else, and the reason is counted.
 7. The forest trains every sampled token once, behind its exact context, with the advantage that the reward makes,
-   and with the set it was chosen among where there was a grammar; and it holds nothing else.
+   that of its agent role where it has one, and with the set it was chosen among where there was a grammar; and it holds
+   nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from agentjet.timeline import Forest
 from conformance.conversation import Turn
-from conformance.episode import ADVANTAGE, Evidence, Exercise
+from conformance.episode import OTHER_ADVANTAGE, Evidence, Exercise
 from conformance.policy import Said
 from tests.timeline.training import count_prefixes
 
@@ -30,8 +31,8 @@ def problems(exercise: Exercise, evidence: Evidence) -> list[str]:
         return [*found, f"the policy was asked {len(evidence.said)} times, not {len(exercise.turns)}"]
     found += _prompts(exercise.turns, evidence)
     found += _grammars(exercise, evidence)
-    found += _record(exercise.turns, evidence)
-    found += _training(evidence)
+    found += _record(exercise, evidence)
+    found += _training(exercise, evidence)
     return found
 
 
@@ -77,13 +78,13 @@ def _grammars(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
             yield f"call {number}: the grammar does not allow the scripted answer"
 
 
-def _record(turns: tuple[Turn, ...], evidence: Evidence) -> Iterator[str]:
+def _record(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
     calls: list[dict[str, Any]] = evidence.tree["calls"]
-    if len(calls) != len(turns):
-        yield f"{len(calls)} calls were recorded, not {len(turns)}"
+    if len(calls) != len(exercise.turns):
+        yield f"{len(calls)} calls were recorded, not {len(exercise.turns)}"
         return
     whole: dict[str, list[int]] = {}
-    for number, (turn, said, call) in enumerate(zip(turns, evidence.said, calls, strict=True), start=1):
+    for number, (turn, said, call) in enumerate(zip(exercise.turns, evidence.said, calls, strict=True), start=1):
         kept = whole[call["parent"]][: call["kept"]] if call["parent"] else []
         whole[call["call_id"]] = tokens = [*kept, *call["tokens"]]
         if tuple(tokens) != said.tokens:
@@ -92,15 +93,18 @@ def _record(turns: tuple[Turn, ...], evidence: Evidence) -> Iterator[str]:
             yield f"call {number}: the mask does not cover exactly what was sampled"
         if call["fork"] != turn.fork:
             yield f"call {number} is counted as {call['fork'] or 'no fork'!r}, not {turn.fork or 'no fork'!r}"
+        if call["role"] != exercise.role:
+            yield f"call {number} is of role {call['role']!r}, not {exercise.role!r}"
         if call["retry_of"] or call["orphan"]:
             yield f"call {number} is taken for a retry or an orphan"
 
 
-def _training(evidence: Evidence) -> Iterator[str]:
+def _training(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
     if evidence.forest is None:
         yield "nothing was learned"
         return
-    wanted = Counter(_targets(evidence.said, ADVANTAGE)) + Counter(_targets(evidence.other, -ADVANTAGE))
+    wanted = Counter(_targets(evidence.said, exercise.advantage))
+    wanted += Counter(_targets(evidence.other, OTHER_ADVANTAGE))
     trained = Counter(_trained(evidence.forest))
     if missing := wanted - trained:
         yield f"{missing.total()} of {wanted.total()} sampled tokens are not trained in their context and by the reward"

@@ -1,4 +1,4 @@
-"""A client as a process of its own: it knows the address and the key of an episode, and nothing of AgentJet.
+"""A client as a process of its own: it knows address, key and model of an episode, and nothing of AgentJet.
 
 Nothing phones home: telemetry is switched off, and the guard refuses every connection that leaves this machine and
 writes it down.
@@ -98,6 +98,8 @@ def _environment(episode: dict[str, Any], folder: Path, reached: Path) -> dict[s
         "CONFORMANCE_REACHED": str(reached),
         "OPENAI_BASE_URL": url,
         "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": episode["model"],
         "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": episode["model"],
     }

@@ -18,8 +18,10 @@ from tests.server.serving import Served, serving
 from tests.timeline.models import make_model
 
 REWARD, OTHER_REWARD = 0.75, 0.25
-ADVANTAGE = (REWARD - OTHER_REWARD) / 2
-"""Of the client's episode under `dr_grpo`, its reward minus the group's mean; the other one's is the negative."""
+OTHER_ADVANTAGE = (OTHER_REWARD - REWARD) / 2
+"""Under `dr_grpo`: a reward minus the mean of both."""
+ROLE_REWARD = 1.25
+"""Of the agent role that the client speaks as, where it has one."""
 OTHER_TURN = Turn("Nothing to add.")
 JOB = {"batch_size": 1, "group_size": 2, "max_tokens": 10_000, "algorithm": {"advantage": "dr_grpo"}}
 
@@ -44,6 +46,18 @@ class Exercise:
     """`job.history`."""
     is_constrained: bool = False
     """Whether the client asks for answers that follow a grammar: strict tools, a tool that must be called, JSON."""
+    role: str = ""
+    """The agent role that the client speaks as, by the model's name."""
+
+    @property
+    def model(self) -> str:
+        """The name that the client is given."""
+        return f"policy@{self.role}" if self.role else "policy"
+
+    @property
+    def advantage(self) -> float:
+        """Of what the client's episode says."""
+        return ((ROLE_REWARD if self.role else REWARD) - OTHER_REWARD) / 2
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
     job = {**JOB, "history": exercise.history}
     async with serving(folder / "data", policy, card=model.card, job=job, prepare=policy.attach) as served:
         episode, other = await served.begin(group="g"), await served.begin(group="g")
-        ended = await run(argv, episode, folder / "home")
+        ended = await run(argv, {**episode, "model": exercise.model}, folder / "home")
         said = tuple(policy.said)
         tree = (await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")).json()
         forest = None
@@ -80,13 +94,14 @@ async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
             policy.turns[len(said) :] = [OTHER_TURN]
             client = served.openai(other)
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "And you?"}])
-            await _finish(served, episode, REWARD)
-            await _finish(served, other, OTHER_REWARD)
+            await _finish(served, episode, REWARD, {exercise.role: ROLE_REWARD} if exercise.role else {})
+            await _finish(served, other, OTHER_REWARD, {})
             await served.run.until(lambda: bool(policy.learned))
             [forest] = policy.learned
     return Evidence(ended, said, tuple(policy.said[len(said) :]), tree, forest, policy.text)
 
 
-async def _finish(served: Served, episode: dict[str, Any], reward: float) -> None:
-    answer = await served.http.post(f"/swarm/v1/episodes/{episode['episode_id']}/finish", json={"reward": reward})
+async def _finish(served: Served, episode: dict[str, Any], reward: float, by_role: dict[str, float]) -> None:
+    body = {"reward": reward, "by_role": by_role}
+    answer = await served.http.post(f"/swarm/v1/episodes/{episode['episode_id']}/finish", json=body)
     assert answer.status_code == 200, answer.text

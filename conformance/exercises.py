@@ -54,6 +54,11 @@ def thinks(exercise: Exercise, remark: str, *, history: str = "as_sampled") -> E
     return replace(exercise, name=name, turns=turns, remark=remark, template="qwen3", history=history)
 
 
+def speaking(exercise: Exercise) -> Exercise:
+    """The same by a client whose model's name says which agent role speaks, and that is rewarded as this role."""
+    return replace(exercise, name="as `policy@reckoner`, rewarded by role", role="reckoner")
+
+
 VOTES = (
     ASKS_TO_ADD,
     Turn(calling(("add", '{"a": 40, "b": 3}')), sees=(FIRST,)),
@@ -124,6 +129,25 @@ DSPY_NATIVE = (
     ),
 )
 
+SMOL_CODE_AGENT = Exercise(
+    SMOLAGENTS,
+    "`CodeAgent`, stop strings",
+    CHAT,
+    ("smolagents_agent.py", "code"),
+    SMOL_CODE,
+    "84 €",
+    "words its calls anew, but behind what was sampled: one timeline",
+)
+DSPY_NATIVE_TOOLS = Exercise(
+    DSPY,
+    "`ReActV2`, native tool calls",
+    CHAT,
+    ("dspy_agent.py", "native"),
+    DSPY_NATIVE,
+    ANSWERS[0],
+    "asks for its fields again after every result; must be told that the model takes tools",
+)
+
 EXERCISES = (
     faithful(OPENAI, "tools, parallel calls", CHAT, "openai_sdk.py", "chat"),
     faithful(OPENAI, "the same, streamed", CHAT, "openai_sdk.py", "streaming"),
@@ -152,12 +176,15 @@ EXERCISES = (
     ),
     faithful(OPENAI, "tools, parallel calls", RESPONSES, "openai_sdk.py", "responses"),
     faithful(OPENAI, "the same, streamed", RESPONSES, "openai_sdk.py", "responses-streaming"),
+    speaking(faithful(OPENAI, "", CHAT, "openai_sdk.py", "chat")),
+    speaking(faithful(OPENAI, "", RESPONSES, "openai_sdk.py", "responses")),
     faithful(ANTHROPIC, "tools, parallel calls", MESSAGES, "anthropic_sdk.py", "plain"),
     faithful(ANTHROPIC, "the same, streamed", MESSAGES, "anthropic_sdk.py", "streaming"),
     faithful(ANTHROPIC, "the SDK's tool runner", MESSAGES, "anthropic_sdk.py", "runner"),
     thinks(
         faithful(ANTHROPIC, "", MESSAGES, "anthropic_sdk.py", "streaming"), "the thoughts come back as thinking blocks"
     ),
+    speaking(faithful(ANTHROPIC, "", MESSAGES, "anthropic_sdk.py", "plain")),
     strict(faithful(AGENTS, "strict tools, a session", RESPONSES, "openai_agents.py", "responses")),
     strict(faithful(AGENTS, "the same, streamed", RESPONSES, "openai_agents.py", "responses-streaming")),
     strict(faithful(AGENTS, "the same", CHAT, "openai_agents.py", "chat")),
@@ -171,6 +198,7 @@ EXERCISES = (
         "the second agent has instructions and tools of its own",
         is_constrained=True,
     ),
+    speaking(strict(faithful(AGENTS, "", RESPONSES, "openai_agents.py", "responses"))),
     faithful(LANGCHAIN, "a graph with a checkpointer", CHAT, "langgraph_agent.py", "chat"),
     faithful(LANGCHAIN, "the same, streamed", CHAT, "langgraph_agent.py", "streaming"),
     faithful(LANGCHAIN, "the same", RESPONSES, "langgraph_agent.py", "responses"),
@@ -178,6 +206,7 @@ EXERCISES = (
         faithful(LANGCHAIN, "", CHAT, "langgraph_agent.py", "chat"),
         "the client forgets the thoughts, the policy is fed them all the same",
     ),
+    speaking(faithful(LANGCHAIN, "", CHAT, "langgraph_agent.py", "chat")),
     strict(faithful(PYDANTIC_AI, "tools, a message history", CHAT, "pydantic_ai_agent.py", "chat")),
     strict(faithful(PYDANTIC_AI, "the same, streamed as events", CHAT, "pydantic_ai_agent.py", "streaming")),
     strict(faithful(PYDANTIC_AI, "the same", RESPONSES, "pydantic_ai_agent.py", "responses")),
@@ -190,6 +219,7 @@ EXERCISES = (
         "42 €",
         is_constrained=True,
     ),
+    speaking(strict(faithful(PYDANTIC_AI, "", CHAT, "pydantic_ai_agent.py", "chat"))),
     Exercise(
         SMOLAGENTS,
         "`ToolCallingAgent`, `tool_choice` required",
@@ -200,19 +230,14 @@ EXERCISES = (
         'words every tool call and result anew, as text ("Calling tools: ...")',
         is_constrained=True,
     ),
-    Exercise(
-        SMOLAGENTS,
-        "`CodeAgent`, stop strings",
-        CHAT,
-        ("smolagents_agent.py", "code"),
-        SMOL_CODE,
-        "84 €",
-        "words its calls anew, but behind what was sampled: one timeline",
-    ),
+    SMOL_CODE_AGENT,
+    speaking(replace(SMOL_CODE_AGENT, remark="")),
     faithful(LITELLM, "tools, parallel calls", CHAT, "litellm_sdk.py", "plain"),
     faithful(LITELLM, "the same, streamed", CHAT, "litellm_sdk.py", "streaming"),
+    speaking(faithful(LITELLM, "", CHAT, "litellm_sdk.py", "plain")),
     faithful(AGENTSCOPE, "an agent with a toolkit", CHAT, "agentscope_agent.py", "plain"),
     faithful(AGENTSCOPE, "the same, streamed", CHAT, "agentscope_agent.py", "streaming"),
+    speaking(faithful(AGENTSCOPE, "", CHAT, "agentscope_agent.py", "plain")),
     Exercise(
         DSPY,
         "`ReAct`",
@@ -222,18 +247,12 @@ EXERCISES = (
         ANSWERS[0],
         "has no history: every step is a question of its own that quotes the steps before",
     ),
-    Exercise(
-        DSPY,
-        "`ReActV2`, native tool calls",
-        CHAT,
-        ("dspy_agent.py", "native"),
-        DSPY_NATIVE,
-        ANSWERS[0],
-        "asks for its fields again after every result; must be told that the model takes tools",
-    ),
+    DSPY_NATIVE_TOOLS,
+    speaking(replace(DSPY_NATIVE_TOOLS, remark="")),
     faithful(NODE_OPENAI, "tools, parallel calls", CHAT, "openai.mjs", "chat"),
     faithful(NODE_OPENAI, "the SDK's `runTools`, streamed", CHAT, "openai.mjs", "runner"),
     faithful(NODE_OPENAI, "tools, parallel calls", RESPONSES, "openai.mjs", "responses"),
+    speaking(faithful(NODE_OPENAI, "", CHAT, "openai.mjs", "chat")),
     faithful(NODE_AI, "`generateText`", CHAT, "ai.mjs", "chat"),
     faithful(NODE_AI, "`streamText`", CHAT, "ai.mjs", "streaming"),
     faithful(NODE_AI, "`generateText`", RESPONSES, "ai.mjs", "responses"),
@@ -247,4 +266,5 @@ EXERCISES = (
         "42 €",
         is_constrained=True,
     ),
+    speaking(faithful(NODE_AI, "", CHAT, "ai.mjs", "chat")),
 )

@@ -21,8 +21,9 @@ The agents use tools and take several turns. The policy's answers were scripted,
 every sampled token, behind exactly the context that the sampler was given, masked in, with the advantage that the
 episode's reward makes; each prompt in the very words that a faithful history adds; timelines that begin only where this
 page says so. Where a client asks for strict tools, a tool that must be called or JSON, the sampler was given a grammar
-that allows the scripted answer, and the sets of tokens it chose among are trained with it. No client reached anything
-but the server.
+that allows the scripted answer, and the sets of tokens it chose among are trained with it. Where the model's name says
+an agent role (`policy@reckoner`), the calls are that role's, and the advantage is the one that its own reward makes. No
+client reached anything but the server.
 
 """
 FOOT = """

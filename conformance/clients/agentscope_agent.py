@@ -31,7 +31,7 @@ async def converse(stream: bool) -> str:
         system_prompt="You reckon.",
         model=OpenAIChatModel(
             OpenAICredential(api_key=os.environ["OPENAI_API_KEY"], base_url=os.environ["OPENAI_BASE_URL"]),
-            "policy",
+            os.environ["OPENAI_MODEL"],
             stream=stream,
         ),
         toolkit=Toolkit(tools=[FunctionTool(tool, permission=ALLOWED) for tool in (add, multiply)]),

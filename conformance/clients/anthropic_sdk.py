@@ -1,10 +1,12 @@
 """An agent on Anthropic's SDK: `python anthropic_sdk.py plain | streaming | runner`."""
 
+import os
 import sys
 from typing import Any
 
 from anthropic import Anthropic, beta_tool
 
+MODEL = os.environ["ANTHROPIC_MODEL"]
 QUESTIONS = ("What is 17 + 25? Use the tool.", "Now double it, and add 1 to it, both at once.")
 FUNCTIONS = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
@@ -14,13 +16,11 @@ client = Anthropic()
 
 
 def ask(messages: list[Any]) -> Any:
-    return client.messages.create(model="policy", max_tokens=1000, system=SYSTEM, messages=messages, tools=TOOLS)
+    return client.messages.create(model=MODEL, max_tokens=1000, system=SYSTEM, messages=messages, tools=TOOLS)
 
 
 def ask_streaming(messages: list[Any]) -> Any:
-    with client.messages.stream(
-        model="policy", max_tokens=1000, system=SYSTEM, messages=messages, tools=TOOLS
-    ) as stream:
+    with client.messages.stream(model=MODEL, max_tokens=1000, system=SYSTEM, messages=messages, tools=TOOLS) as stream:
         return stream.get_final_message()
 
 
@@ -60,7 +60,7 @@ def runner() -> str:
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         loop = client.beta.messages.tool_runner(
-            model="policy", max_tokens=1000, system=SYSTEM, messages=messages, tools=[add, multiply]
+            model=MODEL, max_tokens=1000, system=SYSTEM, messages=messages, tools=[add, multiply]
         )
         for answer in loop:
             messages.append({"role": "assistant", "content": answer.content})

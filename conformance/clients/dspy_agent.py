@@ -1,5 +1,6 @@
 """An agent on DSPy: `python dspy_agent.py react | native`."""
 
+import os
 import sys
 
 import dspy
@@ -21,7 +22,7 @@ class ToolCaller(dspy.LM):
 
 if __name__ == "__main__":
     kind = ToolCaller if sys.argv[1] == "native" else dspy.LM
-    dspy.configure(lm=kind("openai/policy", cache=False, num_retries=0))
+    dspy.configure(lm=kind(f"openai/{os.environ['OPENAI_MODEL']}", cache=False, num_retries=0))
     if sys.argv[1] == "native":
         dspy.configure(adapter=dspy.ChatAdapter(use_native_function_calling=True))
     agent = (ReActV2 if sys.argv[1] == "native" else dspy.ReAct)("question -> answer", tools=[add])

@@ -1,5 +1,6 @@
 """An agent on LangGraph with `langchain-openai`: `python langgraph_agent.py chat | streaming | responses`."""
 
+import os
 import sys
 
 from langchain_core.tools import tool
@@ -24,7 +25,9 @@ def multiply(a: int, b: int) -> int:
 
 
 model = ChatOpenAI(
-    model="policy", streaming=sys.argv[1] == "streaming", use_responses_api=sys.argv[1] == "responses"
+    model=os.environ["OPENAI_MODEL"],
+    streaming=sys.argv[1] == "streaming",
+    use_responses_api=sys.argv[1] == "responses",
 ).bind_tools([add, multiply])
 
 

@@ -1,11 +1,13 @@
 """An agent on LiteLLM: `python litellm_sdk.py plain | streaming`."""
 
 import json
+import os
 import sys
 from typing import Any
 
 import litellm
 
+MODEL = f"openai/{os.environ['OPENAI_MODEL']}"
 QUESTIONS = ("What is 17 + 25? Use the tool.", "Now double it, and add 1 to it, both at once.")
 FUNCTIONS = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
@@ -16,7 +18,7 @@ TOOLS: Any = [
 
 
 def ask(messages: list[Any], stream: bool) -> Any:
-    answer = litellm.completion(model="openai/policy", messages=messages, tools=TOOLS, stream=stream)
+    answer = litellm.completion(model=MODEL, messages=messages, tools=TOOLS, stream=stream)
     if stream:
         answer = litellm.stream_chunk_builder(list(answer), messages=messages)
     return answer.choices[0].message

@@ -1,6 +1,7 @@
 """An agent on OpenAI's Agents SDK: `python openai_agents.py responses | chat | streaming | handoff`."""
 
 import asyncio
+import os
 import sys
 
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, SQLiteSession, function_tool
@@ -43,6 +44,6 @@ async def handoff(model: object) -> str:
 
 if __name__ == "__main__":
     kind = OpenAIResponsesModel if sys.argv[1].startswith("responses") else OpenAIChatCompletionsModel
-    model = kind(model="policy", openai_client=AsyncOpenAI())
+    model = kind(model=os.environ["OPENAI_MODEL"], openai_client=AsyncOpenAI())
     work = handoff(model) if sys.argv[1] == "handoff" else converse(model, sys.argv[1].endswith("streaming"))
     print(asyncio.run(work))

@@ -1,12 +1,14 @@
 """An agent on OpenAI's SDK: `python openai_sdk.py chat | streaming | votes | structured | responses | ...`."""
 
 import json
+import os
 import sys
 from typing import Any
 
 from openai import OpenAI
 from pydantic import BaseModel
 
+MODEL = os.environ["OPENAI_MODEL"]
 QUESTIONS = ("What is 17 + 25? Use the tool.", "Now double it, and add 1 to it, both at once.")
 FUNCTIONS = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b}
 SCHEMA = {
@@ -32,11 +34,11 @@ STRICT_TOOLS: Any = [{**tool, "function": {**tool["function"], "strict": True}} 
 
 
 def complete(messages: list[Any]) -> Any:
-    return client.chat.completions.create(model="policy", messages=messages, tools=CHAT_TOOLS).choices[0].message
+    return client.chat.completions.create(model=MODEL, messages=messages, tools=CHAT_TOOLS).choices[0].message
 
 
 def complete_streaming(messages: list[Any]) -> Any:
-    with client.chat.completions.stream(model="policy", messages=messages, tools=CHAT_TOOLS) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=messages, tools=CHAT_TOOLS) as stream:
         return stream.get_final_completion().choices[0].message
 
 
@@ -56,7 +58,7 @@ def chat(ask: Any) -> str:
 def votes() -> str:
     """Two choices of one question, each of which goes on by itself."""
     messages: list[Any] = [{"role": "user", "content": QUESTIONS[0]}]
-    both = client.chat.completions.create(model="policy", messages=messages, tools=CHAT_TOOLS, n=2)
+    both = client.chat.completions.create(model=MODEL, messages=messages, tools=CHAT_TOOLS, n=2)
     answers = []
     for choice in both.choices:
         [call] = choice.message.tool_calls
@@ -73,15 +75,15 @@ class Sum(BaseModel):
 def structured() -> str:
     """`response_format` with a JSON schema, after a tool was used, and once more in a stream."""
     messages: list[Any] = [{"role": "user", "content": QUESTIONS[0]}]
-    message = client.chat.completions.create(model="policy", messages=messages, tools=STRICT_TOOLS).choices[0].message
+    message = client.chat.completions.create(model=MODEL, messages=messages, tools=STRICT_TOOLS).choices[0].message
     [call] = message.tool_calls
     content = result(call.function.name, call.function.arguments)
     messages += [message, {"role": "tool", "tool_call_id": call.id, "content": content}]
-    parsed = client.chat.completions.parse(model="policy", messages=messages, tools=STRICT_TOOLS, response_format=Sum)
+    parsed = client.chat.completions.parse(model=MODEL, messages=messages, tools=STRICT_TOOLS, response_format=Sum)
     first = parsed.choices[0].message
     messages += [first, {"role": "user", "content": QUESTIONS[1]}]
     with client.chat.completions.stream(
-        model="policy", messages=messages, tools=STRICT_TOOLS, response_format=Sum
+        model=MODEL, messages=messages, tools=STRICT_TOOLS, response_format=Sum
     ) as stream:
         second = stream.get_final_completion().choices[0].message
     return f"{first.parsed.total} {second.parsed.total}"
@@ -94,7 +96,7 @@ def completions() -> str:
     """Reason and act in plain text, as agents did before there were tools."""
     prompt = f"Question: {QUESTIONS[0]}\n"
     while True:
-        answer = client.completions.create(model="policy", prompt=prompt, stop=["Observation:"]).choices[0].text
+        answer = client.completions.create(model=MODEL, prompt=prompt, stop=["Observation:"]).choices[0].text
         if "Answer: " in answer:
             return answer.partition("Answer: ")[2]
         name, numbers = answer.partition("Action: ")[2].strip(" )\n").split("(")
@@ -111,11 +113,11 @@ RESPONSES_TOOLS: Any = [
 
 
 def respond(items: list[Any]) -> Any:
-    return client.responses.create(model="policy", input=items, tools=RESPONSES_TOOLS, store=False)
+    return client.responses.create(model=MODEL, input=items, tools=RESPONSES_TOOLS, store=False)
 
 
 def respond_streaming(items: list[Any]) -> Any:
-    with client.responses.stream(model="policy", input=items, tools=RESPONSES_TOOLS, store=False) as stream:
+    with client.responses.stream(model=MODEL, input=items, tools=RESPONSES_TOOLS, store=False) as stream:
         return stream.get_final_response()
 
 

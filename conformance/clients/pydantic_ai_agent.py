@@ -1,6 +1,7 @@
 """An agent on Pydantic AI: `python pydantic_ai_agent.py chat | streaming | responses | typed`."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterable
 
@@ -52,5 +53,5 @@ async def typed(model: object) -> str:
 
 if __name__ == "__main__":
     kind = OpenAIResponsesModel if sys.argv[1] == "responses" else OpenAIChatModel
-    model = kind("policy")
+    model = kind(os.environ["OPENAI_MODEL"])
     print(asyncio.run(typed(model) if sys.argv[1] == "typed" else converse(model, sys.argv[1] == "streaming")))

@@ -31,7 +31,9 @@ def multiply(a: int, b: int) -> int:
 
 
 if __name__ == "__main__":
-    model = OpenAIModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+    model = OpenAIModel(
+        os.environ["OPENAI_MODEL"], api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+    )
     kind = {"tools": ToolCallingAgent, "code": CodeAgent}[sys.argv[1]]
     agent = kind(tools=[add, multiply], model=model, verbosity_level=LogLevel.OFF, max_steps=4)
     for number, question in enumerate(QUESTIONS):

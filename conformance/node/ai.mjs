@@ -12,7 +12,8 @@ const tools = {
 };
 const provider = createOpenAI();
 const way = process.argv[2];
-const model = ["responses", "references"].includes(way) ? provider.responses("policy") : provider.chat("policy");
+const name = process.env.OPENAI_MODEL;
+const model = ["responses", "references"].includes(way) ? provider.responses(name) : provider.chat(name);
 const settings = { model, tools, stopWhen: stepCountIs(5) };
 // Unless told that nothing is stored, the SDK sends references to what was said instead of the items.
 if (way === "responses") settings.providerOptions = { openai: { store: false } };

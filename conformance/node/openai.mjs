@@ -19,7 +19,7 @@ async function chat() {
   for (const question of QUESTIONS) {
     messages.push({ role: "user", content: question });
     do {
-      ({ message } = (await client.chat.completions.create({ model: "policy", messages, tools })).choices[0]);
+      ({ message } = (await client.chat.completions.create({ model: process.env.OPENAI_MODEL, messages, tools })).choices[0]);
       messages.push(message);
       for (const call of message.tool_calls ?? []) {
         const content = FUNCTIONS[call.function.name](JSON.parse(call.function.arguments));
@@ -40,7 +40,7 @@ async function runner() {
   }));
   for (const content of QUESTIONS) {
     messages.push({ role: "user", content });
-    const run = client.chat.completions.runTools({ model: "policy", messages, tools, stream: true });
+    const run = client.chat.completions.runTools({ model: process.env.OPENAI_MODEL, messages, tools, stream: true });
     answer = await run.finalContent();
     messages = [...run.messages];
   }
@@ -55,7 +55,7 @@ async function responses() {
     input.push({ role: "user", content: question });
     let calls;
     do {
-      response = await client.responses.create({ model: "policy", input, tools, store: false });
+      response = await client.responses.create({ model: process.env.OPENAI_MODEL, input, tools, store: false });
       input.push(...response.output);
       calls = response.output.filter((item) => item.type === "function_call");
       for (const call of calls) {

@@ -3,8 +3,9 @@
 1. an agent on OpenAI's SDK, as a process, is green, whether it streams or not;
 2. every kind of loss makes it red, by the words that name it: in what the client heard, in the prompts, in the record,
    in the forest;
-3. a client that asks too often, or reaches for another machine, is told on;
-4. the page says what was found.
+3. a role in the model's name is a role of the episode, trained by that role's reward;
+4. a client that asks too often, or reaches for another machine, is told on;
+5. the page says what was found.
 """
 
 from __future__ import annotations
@@ -59,6 +60,15 @@ def test_its_other_ways_are_green(way: str, num_timelines: int, tmp_path: Path) 
     assert found.num_timelines == num_timelines
 
 
+def test_a_role_in_the_models_name_is_trained_by_its_own_reward(tmp_path: Path) -> None:
+    exercise = next(one for one in EXERCISES if one.role)
+    found = played(exercise, tmp_path, "chat")
+    assert problems(exercise, found) == []
+    lost = problems(replace(exercise, role=""), found)
+    assert "call 4 is of role 'reckoner', not ''" in lost
+    assert any("by the reward" in problem for problem in lost)
+
+
 def test_an_answer_against_the_grammar_is_seen(tmp_path: Path) -> None:
     exercise = next(one for one in EXERCISES if one.command == ("openai_sdk.py", "structured"))
     loose = replace(exercise, turns=(CHAT.turns[0], *exercise.turns[1:]))
@@ -70,7 +80,7 @@ def test_an_answer_against_the_grammar_is_seen(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node here")
 def test_the_guard_of_node(tmp_path: Path) -> None:
     program = "fetch('http://203.0.113.7/').catch((error) => { console.error(error.cause.message); process.exit(1); })"
-    episode = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k"}
+    episode = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k", "model": "policy"}
     guard = str(HERE / "node" / "guard.cjs")
     ended = asyncio.run(run(["node", "--require", guard, "-e", program], episode, tmp_path))
     assert ended.code == 1 and "203.0.113.7 is not this machine" in ended.errors
@@ -136,6 +146,7 @@ LOSSES: dict[str, tuple[Callable[[Evidence], Evidence], str]] = {
     "context is masked in": (of_call(3, lambda call: first_changed(call["mask"])), "mask does not cover"),
     "a sampled token is masked out": (of_call(1, lambda call: call["mask"].__setitem__(-1, 0)), "mask does not"),
     "a false fork": (of_call(1, lambda call: call.update(fork="edit")), "counted as 'edit'"),
+    "another role": (of_call(1, lambda call: call.update(role="critic")), "call 2 is of role 'critic', not ''"),
     "a false retry": (of_call(1, lambda call: call.update(retry_of="x")), "retry or an orphan"),
     "a token trained in another context": (of_forest(tokens=first_changed), "not trained in their context"),
     "a token trained elsewhere": (of_forest(node=first_changed), "nobody sampled"),
@@ -162,7 +173,7 @@ def test_a_client_that_asks_too_often_is_red(tmp_path: Path) -> None:
 
 def test_the_guard_refuses_other_machines_and_tells(tmp_path: Path) -> None:
     program = "import socket; socket.create_connection(('203.0.113.7', 80), 1)"
-    episode = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k"}
+    episode = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k", "model": "policy"}
     ended = asyncio.run(run([sys.executable, "-c", program], episode, tmp_path))
     assert ended.code == 1 and "is not this machine" in ended.errors
     assert set(ended.reached) == {"203.0.113.7"}
