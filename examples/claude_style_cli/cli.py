@@ -1,15 +1,17 @@
 """A coding assistant for the command line, written with Anthropic's SDK: a folder, three tools, a loop.
 
-It knows nothing of AgentJet. With ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY set:
+It knows nothing of AgentJet. With ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL set:
 
     python examples/claude_style_cli/cli.py FOLDER "The function in add.py is wrong. Repair it."
 
-FOLDER holds the files to work on; its `tests.py` is what `run_tests` runs. Python that a model wrote is executed, in a
-process with limits and without an environment: that is no sandbox. Give it a container of its own.
+FOLDER holds the files to work on; its `tests.py` is what `run_tests` runs. Each tool used is printed, and at the end
+whether the tests pass. Python that a model wrote is executed, in a process with limits and without an environment: that
+is no sandbox. Give it a container of its own.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import sys
@@ -160,14 +162,14 @@ def use_tools(workspace: Workspace, answer: Message) -> Iterator[tuple[str, Tool
         yield block.name, {"type": "tool_result", "tool_use_id": block.id, "content": content, "is_error": failed}
 
 
-def main(folder: str, instruction: str) -> int:
-    """Work in a folder; 0 when its tests pass in the end."""
+def main(folder: str, instruction: str) -> None:
+    """Work in a folder."""
     workspace = Workspace(Path(folder), Path(folder, "tests.py").read_text(encoding="utf-8"))
     with anthropic.Anthropic() as llm:
-        for name, error in work(llm, "policy", workspace, instruction):
+        for name, error in work(llm, os.environ["ANTHROPIC_MODEL"], workspace, instruction):
             print(f"{name}: {error or 'ok'}")
-    return 0 if workspace.passes() else 1
+    print("the tests pass" if workspace.passes() else "the tests fail")
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from agentjet import Task
 
@@ -36,3 +38,14 @@ TASKS = [
     repair("area", "width, height", "width + height", "area(3, 4) == 12"),
     repair("largest", "items", "min(items)", "largest([1, 5, 2]) == 5"),
 ]
+
+
+def row(task: Task) -> dict[str, Any]:
+    """A task as a line of `tasks.jsonl`, for `agentjet run`."""
+    files = {f"{task.id}.py": task.payload.code, "tests.py": task.payload.tests}
+    return {"id": task.id, "task_set": task.task_set, "files": files}
+
+
+if __name__ == "__main__":
+    for task in TASKS:
+        print(json.dumps(row(task)))

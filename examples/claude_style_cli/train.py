@@ -21,10 +21,9 @@ from agentjet.client.signals import signals_unwind
 from agentjet.config import load_config
 from examples.claude_style_cli.cli import Workspace, work
 from examples.claude_style_cli.repairs import TASKS, Repair
+from examples.claude_style_cli.reward import worth
 
 SETTINGS = Path(__file__).with_name("job.toml")
-PARTLY = 0.1
-"""What each kind of tool is worth that was used without an error, in an episode whose tests fail in the end."""
 
 # A copy of a client for another episode costs nothing. The server is on this machine: no proxy is asked.
 ANTHROPIC = anthropic.Anthropic(
@@ -43,8 +42,7 @@ def agent(task: Task, episode: Episode) -> Reward:
         workspace = Workspace(Path(folder), job.tests)
         used = list(work(llm, episode.model, workspace, f"The function in {task.id}.py is wrong. Repair it."))
         solved = workspace.passes()
-    well = {name for name, error in used if not error}
-    return Reward(1.0 if solved else PARTLY * len(well), metrics={"solved": float(solved), "tools": float(len(used))})
+    return worth(solved, used)
 
 
 def share_solved(swarm: Swarm, repeats: int) -> float:

@@ -1,28 +1,36 @@
 """1. The tasks are broken as they stand. 2. The tools keep to their folder, the tests cannot be talked into passing.
 3. Against a real server: the model's tool uses are trained, with exact context and on one timeline; the example and
-what the tools said are not. 4. The program alone, with nothing but Anthropic's variables. 5. The run shortened, on a
-tiny model.
+what the tools said are not. 4. The program alone, with nothing but Anthropic's variables. 5. The program as it is,
+trained by `agentjet run`, in a fresh folder each time. 6. The run shortened, on a tiny model.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import anthropic
 import pytest
+from typer.testing import CliRunner
 
 from agentjet import Swarm
+from agentjet.cli.main import app
+from agentjet.client import Result
 from agentjet.config import load_config
 from examples.claude_style_cli import cli, train
 from examples.claude_style_cli.cli import EXAMPLE, ToolError, Workspace
-from examples.claude_style_cli.repairs import TASKS
+from examples.claude_style_cli.repairs import TASKS, row
+from examples.claude_style_cli.reward import PARTLY, score
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 from tests.tiny import make_card, make_model, set_options
 
+EXAMPLE_FOLDER = Path(cli.__file__).parent
 ADD = TASKS[0]
 FIXED = "def add(a, b):\n    return a + b\n"
 
@@ -137,7 +145,9 @@ def test_no_tool_is_the_end_of_it(served: Served) -> None:
         assert len(swarm.episode_tree(episode.id).calls) == 1
 
 
-def test_the_program_alone(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_alone(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "add.py").write_text(ADD.payload.code)
@@ -145,9 +155,54 @@ def test_the_program_alone(served: Served, tmp_path: Path, monkeypatch: pytest.M
     with Swarm(served.url, TOKEN) as swarm, swarm.episode(ADD.id) as episode:
         monkeypatch.setenv("ANTHROPIC_BASE_URL", episode.anthropic_base_url)
         monkeypatch.setenv("ANTHROPIC_API_KEY", episode.api_key)
+        monkeypatch.setenv("ANTHROPIC_MODEL", episode.model)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        assert cli.main(str(folder), "The function in add.py is wrong. Repair it.") == 0
+        cli.main(str(folder), "The function in add.py is wrong. Repair it.")
     assert (folder / "add.py").read_text() == FIXED
+    assert capsys.readouterr().out.splitlines() == [
+        "read_file: ok",
+        "run_tests: the tests failed: AssertionError: add(2, 3) == 5",
+        "write_file: ok",
+        "run_tests: ok",
+        "the tests pass",
+    ]
+
+
+@pytest.mark.e2e
+def test_the_program_as_it_is_is_trained(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command of its README, for one task."""
+    place = tmp_path / "example"
+    shutil.copytree(EXAMPLE_FOLDER, place, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.chdir(place)
+    program = re.sub("^MAX_TOKENS = .*", "MAX_TOKENS = 512", Path("cli.py").read_text(), flags=re.MULTILINE)
+    Path("cli.py").write_text(program)
+    Path("one.jsonl").write_text(json.dumps(row(ADD)))
+    options = ["--url", served.url, "--token", TOKEN, "--task-file", "one.jsonl", "--reward", "reward.py:score"]
+    command = [sys.executable, "with_files.py", sys.executable, "cli.py", "."]
+    command += ["The function in {task.id}.py is wrong. Repair it."]
+    arguments = ["run", *options, "--steps", "1", "--concurrency", "2", "--json", "--", *command]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert (report["steps"], report["aborted"], report["mean_reward"]) == (1, 0, 1.0), report
+    trained = [e for e in served.run.gateway.swarm.recent_episodes(100) if e.trained_in == 0]
+    assert [(e.num_calls, e.metrics) for e in trained] == [(len(CALLS), {"solved": 1.0, "tools": 4.0})] * 2
+    assert not Path("add.py").exists()
+
+
+def test_what_it_prints_is_worth_what_its_agent_gets() -> None:
+    def printed(*lines: str) -> float:
+        return score(row(ADD), Result("\n".join(lines), "", 0, 1.0, Path())).value
+
+    assert printed("run_tests: ok", "the tests pass") == 1.0
+    assert printed("read_file: ok", "read_file: ok", "write_file: ok", "the tests fail") == 2 * PARTLY
+    assert printed("run_tests: the tests failed: read_file: ok", "the tests fail") == 0.0
+    assert printed("the tests fail") == 0.0
+
+
+def test_its_task_file_holds_its_tasks() -> None:
+    lines = (EXAMPLE_FOLDER / "tasks.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [row(task) for task in TASKS]
 
 
 def test_the_example_uses_the_tools_as_they_are(tmp_path: Path) -> None:

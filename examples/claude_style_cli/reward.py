@@ -1,0 +1,25 @@
+"""What an attempt is worth, of the agent in `train.py` and of `cli.py` run as a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentjet import Reward
+from agentjet.client import Result
+
+PARTLY = 0.1
+"""What each kind of tool is worth that was used without an error, in an episode whose tests fail in the end."""
+
+
+def worth(solved: bool, used: Sequence[tuple[str, str]]) -> Reward:
+    """1 when the tests pass in the end; `used` are the tools, and what went wrong."""
+    well = {name for name, error in used if not error}
+    return Reward(1.0 if solved else PARTLY * len(well), metrics={"solved": float(solved), "tools": float(len(used))})
+
+
+def score(task: Mapping[str, Any], result: Result) -> Reward:
+    """The same, told from what the program printed."""
+    *tools, verdict = result.stdout.splitlines()
+    used = [(name, "" if said == "ok" else said) for name, _, said in (line.partition(": ") for line in tools)]
+    return worth(verdict == "the tests pass", used)
