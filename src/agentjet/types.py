@@ -212,7 +212,7 @@ class Call:
     finish_reason: FinishReason
     response: Message
     prompt_key: str
-    """Identity by meaning of the conversation asked (hex digest), from `timeline.conversation_key`."""
+    """Identity by meaning of the conversation asked (hex digest), from `timeline.identity`."""
     created: float
     ask: Ask = Ask()
     fork: Fork = ""

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from agentjet.timeline import ConversationTree, Match, conversation_key
+from agentjet.timeline import ConversationTree, Match
+from agentjet.timeline.identity import Identities
 from agentjet.types import Call, Conversation, Message, ToolCall
 
 CONTROL = ord("|")
@@ -155,7 +156,7 @@ class TestRecognise:
     ASKED = Conversation((Message("user", "q"),))
 
     def answered(self, tree: ConversationTree, id: str, response: Message) -> Call:
-        made = call(id, None, 0, "|q|", id, response=response, prompt_key=conversation_key(self.ASKED))
+        made = call(id, None, 0, "|q|", id, response=response, prompt_key=Identities().of(self.ASKED).key)
         grow(tree, made)
         return made
 
@@ -179,7 +180,9 @@ class TestRecognise:
     def test_later_turns_need_the_earlier_ones(self, tree: ConversationTree) -> None:
         first = self.answered(tree, "1", Message("assistant", "a"))
         longer = self.with_answer(Message("assistant", "a"), Message("user", "r"))
-        second = call("2", None, 0, "|r|", "B", response=Message("assistant", "b"), prompt_key=conversation_key(longer))
+        second = call(
+            "2", None, 0, "|r|", "B", response=Message("assistant", "b"), prompt_key=Identities().of(longer).key
+        )
         grow(tree, second)
         whole = Conversation((*longer.messages, Message("assistant", "b"), Message("user", "s")))
         assert recognised(tree, whole) == {1: first, 3: second}

@@ -40,7 +40,7 @@ SPARE = ("surplus:", "stale:")
 _CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
 _MEND = "mend the agent; swarm.evaluate(agent, tasks[:1]) tries it once"
 ATTEMPTS = 3
-"""Times a failed episode is begun anew in its group."""
+"""How often a slot is tried, when its episodes fail."""
 FULL_SECONDS = 1.0
 """Before a worker asks again that has found no task set with room."""
 

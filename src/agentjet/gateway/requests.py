@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from agentjet.config import JobConfig
 from agentjet.errors import InvalidRequest
 from agentjet.swarm import Episode
-from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, FinishReason, SamplingParams
+from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, SamplingParams
 
 MAX_CHOICES = 64
 PIECE_TOKENS = 64
@@ -74,10 +74,6 @@ class CallChunk:
     num_prompt_tokens: int = 0
     stop: str = ""
     """The stop string that ended the choice, on its last chunk."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return None if self.call is None else self.call.finish_reason
 
 
 def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> SamplingParams:

@@ -6,7 +6,6 @@ token-in-context is there once.
 """
 
 from agentjet.timeline.forest import Forest, Row, build_forest
-from agentjet.timeline.identity import conversation_key, message_key
 from agentjet.timeline.tree import ConversationTree, Match
 
-__all__ = ["ConversationTree", "Forest", "Match", "Row", "build_forest", "conversation_key", "message_key"]
+__all__ = ["ConversationTree", "Forest", "Match", "Row", "build_forest"]

@@ -35,7 +35,7 @@ class Identity:
 
     @property
     def key(self) -> str:
-        """What `conversation_key` gives."""
+        """Hex digest of the conversation's meaning, its tools included."""
         return self.prefixes[-1]
 
     @property
@@ -70,11 +70,6 @@ class Identities:
         return found
 
 
-def message_key(message: Message) -> str:
-    """Hex digest of a message's meaning."""
-    return _digest([answer_key(message), message.name, message.reasoning])
-
-
 def answer_key(message: Message) -> str:
     """Hex digest of a message's meaning without what an answer loses or gains on its way back: its reasoning, which
     most agents drop, and the name that some give it.
@@ -82,11 +77,6 @@ def answer_key(message: Message) -> str:
     calls = [[call.id, call.name, _arguments(call.arguments)] for call in message.tool_calls]
     name = "" if message.role == "assistant" else message.name
     return _digest([message.role, message.content, calls, message.tool_call_id, name])
-
-
-def conversation_key(conversation: Conversation) -> str:
-    """Hex digest of a conversation's meaning, its tools included."""
-    return Identities().of(conversation).key
 
 
 def raw_key(prompt: str | Sequence[int]) -> str:
