@@ -170,11 +170,10 @@ class Gateway:
         counts = self.swarm.status_counts()
         if counts["live"] + counts["prepared"] < most:  # Cheap, and nearly always so.
             return
-        if idempotency_key and self._journal.recall(f"begin/{request.client_id}", idempotency_key):
+        if self.swarm.begun(request, idempotency_key) is not None:
             return
         self.swarm.reap()
-        held = [e for e in self._journal.unsettled_episodes() if e.ended is None]
-        if sum(episode.client_id == request.client_id for episode in held) >= most:
+        if self.swarm.num_undecided(request.client_id) >= most:
             raise too_many_episodes(request.client_id, most)
 
     async def heartbeat(self, episode_id: str) -> Episode:

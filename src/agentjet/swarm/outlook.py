@@ -135,6 +135,10 @@ class Outlook:
         """How many live episodes each client holds."""
         return dict(Counter(episode.client_id for episode in self._ledger.live()))
 
+    def num_undecided(self, client_id: str) -> int:
+        """How many live and prepared episodes a client has."""
+        return sum(episode.client_id == client_id for episode in self._ledger.undecided())
+
     def waiting_for(self) -> str:
         """In words: what training waits for."""
         if self.pending is not None:

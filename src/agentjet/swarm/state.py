@@ -56,10 +56,9 @@ class Swarm(Learning):
         for its task set (`task_set_unknown`), or none just now for one `unless_full` (`task_set_full`), or the version
         it is pinned to is not the present one (`version_gone`).
         """
-        scope = f"begin/{request.client_id}"
-        known = self._ledger.recall(scope, idempotency_key, request)
+        known = self.begun(request, idempotency_key)
         if known is not None:
-            return self.episode(known)
+            return known
         self.reap()
         self._close_outdated(request)
         now = self._clock()
@@ -91,10 +90,15 @@ class Swarm(Learning):
             self._journal.add_episode(episode)
             self._ledger.put(episode)
             self._announce_code(episode)
-            self._ledger.remember(scope, idempotency_key, request, episode.id)
+            self._ledger.remember(_begin_scope(request), idempotency_key, request, episode.id)
             announce(self._ledger, episode)
         self._leases.touch(episode)
         return episode
+
+    def begun(self, request: BeginRequest, idempotency_key: str | None) -> Episode | None:
+        """The episode that this very request began before, if it did. Raises `Conflict` for the key of another."""
+        known = self._ledger.recall(_begin_scope(request), idempotency_key, request)
+        return None if known is None else self.episode(known)
 
     def heartbeat(self, episode_id: str) -> Episode:
         """Renew the lease; one that is prepared has none. Raises `Conflict` when the episode has ended: its code tells
@@ -343,6 +347,11 @@ class Swarm(Learning):
         how = f"finished with reward {episode.reward}" if episode.status == "finished" else episode.status
         reason = f" ({episode.reason})" if episode.reason else ""
         raise Conflict(f"Episode {episode_id} has ended: {how}{reason}.", code=f"episode_{episode.status}")
+
+
+def _begin_scope(request: BeginRequest) -> str:
+    """Of idempotency keys: every client has its own."""
+    return f"begin/{request.client_id}"
 
 
 def _scored(episode: Episode, request: FinishRequest, *, status: EpisodeStatus, ended: float | None = None) -> Episode:
