@@ -35,13 +35,16 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> None:
-    world = World(tmp_path)
+    world = World(tmp_path, batch_size=1)
+    world.play("learned", 0, 1)
+    batch = world.swarm.compose()
+    world.swarm.learned(batch, {})
     episode = world.begin(task_set="algebra")
     call = world.call(episode, 7)
     world.close()
-    newer = {"episodes": "temperature"}
+    newer = {"episodes": "temperature"} if version < 4 else {}
     dropped = []
     if version < 3:
         newer = {"calls": "allowed", "episodes": "code_version team at_version temperature"}
@@ -56,8 +59,10 @@ def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> Non
         for table, columns in newer.items():
             for column in columns.split():
                 db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        db.execute("ALTER TABLE batches ADD COLUMN seed INTEGER NOT NULL DEFAULT 0")
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
     world.open()
+    assert world.swarm.batches_from(0) == [batch]
     assert world.swarm.groups[0].task_set == episode.task_set == "algebra"
     assert world.swarm.tree(episode.id, "").calls == (call,)
     world.call(episode, 8, parent=call, kept=3)

@@ -262,9 +262,7 @@ class Journal(JournalFile):
         return {str(reason): int(count) for reason, count in rows}
 
     def add_batch(self, batch: Batch, group_ids: Sequence[int]) -> None:
-        self._insert(
-            "batches", (batch.id, batch.seed, batch.job.model_dump_json(), batch.composed, to_json(batch.carry))
-        )
+        self._insert("batches", (batch.id, batch.job.model_dump_json(), batch.composed, to_json(batch.carry)))
         for g, (group_id, members) in enumerate(zip(group_ids, batch.groups, strict=True)):
             self._insert("batch_groups", (group_id, batch.id, g))
             for position, episode_id in enumerate(members):
@@ -278,16 +276,15 @@ class Journal(JournalFile):
     def batches(self, policy_version: int) -> list[Batch]:
         """Batches from `policy_version` on, in order, learned or not."""
         rows = self._db.execute(
-            "SELECT id, seed, job, composed, carry FROM batches WHERE id >= ? ORDER BY id", (policy_version,)
+            "SELECT id, job, composed, carry FROM batches WHERE id >= ? ORDER BY id", (policy_version,)
         ).fetchall()
         return [
             Batch(
                 id=row[0],
                 groups=self._batch_groups(row[0]),
-                seed=row[1],
-                job=JobConfig.model_validate_json(row[2]),
-                composed=row[3],
-                carry=json.loads(row[4]),
+                job=JobConfig.model_validate_json(row[1]),
+                composed=row[2],
+                carry=json.loads(row[3]),
             )
             for row in rows
         ]

@@ -5,7 +5,6 @@ A batch is in the journal, whole, before it is learned; learning one again chang
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -28,13 +27,12 @@ class Learning(Outlook):
         self._forest_metrics: dict[int, dict[str, float]] = {}
 
     def compose(self) -> Batch:
-        """Commit the next batch, its members, their order, its seed and its settings, before any of it is learned."""
+        """Commit the next batch, its members, their order and its settings, before any of it is learned."""
         chosen = self._mixing.chosen(self.job)
         assert self.ready() and chosen is not None, "compose() pairs with ready()"
         batch = Batch(
             id=self.policy_version,
             groups=tuple(group.members for group in chosen),
-            seed=_batch_seed(self.job.seed, self.policy_version),
             job=self.job,
             composed=self._clock(),
             carry=self._mixing.carry(self.job, chosen),
@@ -146,7 +144,3 @@ class Learning(Outlook):
                 f"The journal cannot replay from policy version {policy_version}: batches before {durable} were "
                 f"pruned: the checkpoint of version {durable} covers them. Restore that one or a newer one."
             )
-
-
-def _batch_seed(job_seed: int, batch_id: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{job_seed}/{batch_id}".encode()).digest()[:4], "big") >> 1

@@ -127,7 +127,6 @@ class Batch:
     id: int
     groups: tuple[tuple[str, ...], ...]
     """The episodes of each group, in training order."""
-    seed: int
     job: JobConfig
     composed: float
     carry: Mapping[str, float] = field(default_factory=dict)

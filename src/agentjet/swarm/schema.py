@@ -8,7 +8,7 @@ completion's tokens, joined, with the length of each in `piece_lengths` (int32).
 A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -107,7 +107,6 @@ CREATE INDEX aborts_for_batch ON aborts (for_batch);
 
 CREATE TABLE batches (
     id INTEGER PRIMARY KEY,
-    seed INTEGER NOT NULL,
     job TEXT NOT NULL,
     composed REAL NOT NULL,
     carry TEXT NOT NULL DEFAULT '{}'
@@ -177,6 +176,9 @@ MIGRATIONS = {
     """,
     3: """
     ALTER TABLE episodes ADD COLUMN temperature REAL;
+    """,
+    4: """
+    ALTER TABLE batches DROP COLUMN seed;
     """,
 }
 """From each older version to the next."""
