@@ -1,9 +1,8 @@
 """What the policy says in an exercise, and what its prompts must have brought.
 
 The policy has SmolLM2's template, or Qwen3's where it thinks, with a tiny tokenizer; both write tool calls in Hermes
-form. An agent that sends its
-history back faithfully adds exactly `asked(...)` or `told(...)` to what the policy knows already; one that rewrites it
-begins a timeline, for a reason that the exercise names.
+form. An agent that sends its history back faithfully adds exactly `asked(...)` or `told(...)` to what the policy knows
+already; one that rewrites it begins a timeline, for a reason that the exercise names.
 """
 
 from __future__ import annotations

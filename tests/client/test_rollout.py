@@ -20,8 +20,8 @@ import pytest
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
 from agentjet.client.following import QUIET_SECONDS
 from agentjet.client.progress import Lines
+from agentjet.client.slots import Slot, Slots
 from agentjet.client.threads import LoopThread
-from agentjet.client.turns import Slot, Turns
 from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
@@ -308,18 +308,18 @@ def test_sync_methods_inside_an_async_agent_are_refused_instead_of_hanging() -> 
             swarm.evaluate(agent, TASKS[:1], progress=False)
 
 
-def first(number: int, turns: Turns) -> list[Slot]:
-    return [slot for _ in range(number) if (slot := turns.next()) is not None]
+def first(number: int, slots: Slots) -> list[Slot]:
+    return [slot for _ in range(number) if (slot := slots.next()) is not None]
 
 
 def test_tasks_are_visited_in_an_order_the_seed_determines() -> None:
     def visits(seed: int) -> list[str]:
-        return [slot.task.id for slot in first(20, Turns.training(TASKS, 2, seed))]
+        return [slot.task.id for slot in first(20, Slots.training(TASKS, 2, seed))]
 
     assert visits(1) == visits(1)
     assert visits(1) != visits(2)
     assert sorted(visits(1)[:10:2]) == sorted(task.id for task in TASKS)
-    groups = [slot.group for slot in first(4, Turns.training(TASKS[:1], 2, 0))]
+    groups = [slot.group for slot in first(4, Slots.training(TASKS[:1], 2, 0))]
     assert groups[0] == groups[1] != groups[2] == groups[3]
 
 
@@ -329,13 +329,13 @@ def test_a_task_set_without_room_is_passed_over_and_misses_nothing() -> None:
     def order_of(task_set: str, slots: list[Slot]) -> list[str]:
         return [slot.task.id for slot in slots if slot.task.task_set == task_set]
 
-    undisturbed = first(200, Turns.training(tasks, 2, seed=3))
-    turns, begun, full = Turns.training(tasks, 2, seed=3), list[Slot](), set[str]()
+    undisturbed = first(200, Slots.training(tasks, 2, seed=3))
+    slots, begun, full = Slots.training(tasks, 2, seed=3), list[Slot](), set[str]()
     for number in range(150):
-        slot = turns.next(full)
+        slot = slots.next(full)
         assert slot is not None and slot.task.task_set not in full
         if number % 3 == 0:
-            turns.put_back(slot)
+            slots.put_back(slot)
             full = {slot.task.task_set}
         else:
             begun.append(slot)

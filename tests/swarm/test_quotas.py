@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentjet.swarm.quotas import MAX_CARRY, carried, needs, quotas, turns
+from agentjet.swarm.quotas import MAX_CARRY, carried, deal, needs, quotas
 
 SETS = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.05, 20), min_size=1)
 
@@ -40,7 +40,7 @@ def test_many_batches_are_shared_as_the_weights_say(weights: dict[str, float], s
 def test_what_is_begun_ahead_is_what_the_batch_needs(weights: dict[str, float], size: int, more: int) -> None:
     limits = quotas(weights, {}, {}, size + more)
     needed = needs(weights, {}, limits, size)
-    assert needed is not None and Counter(needed) == Counter(islice(turns(weights, {}), size))
+    assert needed is not None and Counter(needed) == Counter(islice(deal(weights, {}), size))
     assert all(needed[name] <= limits[name] for name in weights)
 
 
@@ -54,7 +54,7 @@ def test_places_that_are_taken_are_not_given_back(weights: dict[str, float], hel
 
 
 def test_small_weights_get_their_turn() -> None:
-    dealt = list(islice(turns({"big": 9, "small": 1}, {}), 20))
+    dealt = list(islice(deal({"big": 9, "small": 1}, {}), 20))
     assert (dealt.count("big"), dealt.count("small")) == (18, 2) and dealt[:10].count("small") == 1
 
 

@@ -26,10 +26,7 @@ def grpo(rewards_G: FloatArray) -> FloatArray:
 
 
 def dr_grpo(rewards_G: FloatArray) -> FloatArray:
-    """`r - mean`: GRPO without the division, which favours very easy and very hard tasks (Dr.
-
-    GRPO, arXiv 2503.20783).
-    """
+    """`r - mean`: GRPO without the division, which favours very easy and very hard tasks (Dr. GRPO, 2503.20783)."""
     rewards_G = np.asarray(rewards_G, np.float64)
     if np.all(rewards_G == rewards_G[0]):
         return np.zeros_like(rewards_G)  # exactly 0: a rounded mean, divided by a rounded std, is neither small nor 0

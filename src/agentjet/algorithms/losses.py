@@ -1,8 +1,7 @@
 """Policy losses per token, on sampled tokens only. Pure functions of log-probabilities; formulas with their sources.
 
 Shapes: M targets. `logp` is the policy's, with gradient; `old` the log-probability the token was sampled with; both
-under the
-temperature of the sampling. How token losses become one number is `weights`.
+under the temperature of the sampling. How token losses become one number is `weights`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, Begun
 from agentjet.client.settings import load_settings
+from agentjet.client.slots import Slot
 from agentjet.client.training import Training
-from agentjet.client.turns import Slot
 from agentjet.errors import AgentJetError
 from agentjet.protocol import (
     AbortRequest,

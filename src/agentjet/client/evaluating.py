@@ -15,7 +15,7 @@ from agentjet.client.following import status_of
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, EvalReport
 from agentjet.client.rollout import Begin, Runner, keep_alive
-from agentjet.client.turns import Slot, Turns
+from agentjet.client.slots import Slot, Slots
 from agentjet.errors import AgentJetError, Conflict
 from agentjet.protocol import BeginRequest
 from agentjet.types import Task
@@ -69,6 +69,6 @@ async def evaluated(
             if last:
                 results[slot.index] = result
 
-        await Runner(begin_slot, note).run(Turns.once(repeated), min(concurrency, len(repeated)))
+        await Runner(begin_slot, note).run(Slots.once(repeated), min(concurrency, len(repeated)))
     ordered = tuple(results[index] for index in sorted(results))
     return EvalReport(results=ordered, seconds=time.monotonic() - started)

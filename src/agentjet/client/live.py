@@ -18,8 +18,8 @@ from agentjet.client.code import Code, Stamp, Version
 from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
 from agentjet.client.rollout import Agent
+from agentjet.client.slots import Slot
 from agentjet.client.threads import in_thread
-from agentjet.client.turns import Slot
 from agentjet.errors import AgentJetError
 
 Ask = Callable[[str], Coroutine[Any, Any, AsyncEpisode]]

@@ -23,8 +23,8 @@ from agentjet.client.episode import (
     abort_reason,
 )
 from agentjet.client.report import EpisodeResult, Outcome
+from agentjet.client.slots import Slot, Slots
 from agentjet.client.threads import in_thread
-from agentjet.client.turns import Slot, Turns
 from agentjet.errors import AgentJetError, Conflict, RequestError, Unreachable
 from agentjet.types import EpisodeStatus, Reward, Task
 
@@ -117,7 +117,7 @@ class Runner:
         self._num_beginning = 0
         self._none_beginning = asyncio.Event()
 
-    async def run(self, turns: Turns, concurrency: int) -> None:
+    async def run(self, slots: Slots, concurrency: int) -> None:
         """Attempt every slot, `concurrency` at a time; one that fails is tried again, `ATTEMPTS` times in all. While a
         task set has no room (`Conflict`, `task_set_full`) others have their turn.
 
@@ -134,7 +134,7 @@ class Runner:
             # workers could be waiting for room for new groups while this one lacks a member.
             nonlocal failures, succeeded, silent, called
             full: set[str] = set()
-            while (slot := turns.next(full)) is not None:
+            while (slot := slots.next(full)) is not None:
                 if slot.group and slot.group in unwanted:
                     continue
                 attempts_left = ATTEMPTS
@@ -143,9 +143,9 @@ class Runner:
                         result = await self.attempt(slot)
                     except Conflict as refusal:
                         if refusal.code == "task_set_full":
-                            turns.put_back(slot)
+                            slots.put_back(slot)
                             full.add(slot.task.task_set)
-                            if full == turns.task_sets:
+                            if full == slots.task_sets:
                                 await asyncio.sleep(FULL_SECONDS)
                                 full.clear()
                         elif not (slot.spare and refusal.code == "group_closed"):

@@ -15,11 +15,11 @@ from agentjet.client.endpoint import Endpoint
 from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
 from agentjet.client.report import EvalReport, TeamReport
 from agentjet.client.rollout import Agent, Begun
+from agentjet.client.slots import Slot
 from agentjet.client.team_beginning import begin_on_all
 from agentjet.client.team_episode import AsyncTeamEpisode
 from agentjet.client.team_recovery import recover
 from agentjet.client.team_training import TeamTraining
-from agentjet.client.turns import Slot
 from agentjet.errors import AgentJetError
 from agentjet.protocol import BeginRequest
 from agentjet.types import Mode, Task

@@ -15,8 +15,8 @@ from agentjet.client.following import Server, say_what_it_waits_for, status_of
 from agentjet.client.progress import Progress, progress_for
 from agentjet.client.report import EpisodeResult, TeamReport
 from agentjet.client.rollout import Begun, Runner, all_to_end, first_to_end
+from agentjet.client.slots import Slot, Slots
 from agentjet.client.team_beginning import begin_on_all
-from agentjet.client.turns import Slot, Turns
 from agentjet.errors import AgentJetError, InvalidRequest
 from agentjet.protocol import BeginRequest
 from agentjet.types import Task
@@ -45,7 +45,7 @@ class TeamTraining:
         await self.recover()
         reached = await asyncio.gather(*[Server.reach(swarm.connection, steps) for swarm in self.swarms.values()])
         servers = dict(zip(self.swarms, reached, strict=True))
-        turns = self._turns(servers, seed)
+        slots = self._slots(servers, seed)
         with progress_for("training", steps, wanted=progress) as shown:
 
             def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
@@ -55,7 +55,7 @@ class TeamTraining:
             async def begun(slot: Slot) -> Begun:
                 episode = await begin_on_all(
                     self.swarms,
-                    lambda member: self._asking(member, slot, unless_full=len(turns.task_sets) > 1),
+                    lambda member: self._asking(member, slot, unless_full=len(slots.task_sets) > 1),
                     wait=math.inf,
                     deciding=self.deciding,
                     refused=lambda member: self._look_whether_over(member, shown),
@@ -70,7 +70,7 @@ class TeamTraining:
                 runner.has_enough = True
 
             waiting = say_what_it_waits_for([swarm.connection for swarm in self.swarms.values()], runner, shown)
-            await first_to_end([runner.run(turns, concurrency), follow(), waiting, self._recover_now_and_then()])
+            await first_to_end([runner.run(slots, concurrency), follow(), waiting, self._recover_now_and_then()])
         with suppress(AgentJetError):
             await self.recover()
         return TeamReport(
@@ -79,7 +79,7 @@ class TeamTraining:
             seconds=time.monotonic() - started,
         )
 
-    def _turns(self, servers: Mapping[str, Server], seed: int) -> Turns:
+    def _slots(self, servers: Mapping[str, Server], seed: int) -> Slots:
         sizes = {member: server.status.group_size for member, server in servers.items()}
         if len(set(sizes.values())) > 1:
             raise InvalidRequest(
@@ -87,7 +87,7 @@ class TeamTraining:
                 param="group_size",
             )
         spare = min(server.status.spare_episodes for server in servers.values())
-        return Turns.training(self.tasks, next(iter(sizes.values())), seed, spare)
+        return Slots.training(self.tasks, next(iter(sizes.values())), seed, spare)
 
     def _asking(self, member: str, slot: Slot, *, unless_full: bool) -> BeginRequest:
         task, code, swarm = slot.task, self.version.code_version, self.swarms[member]

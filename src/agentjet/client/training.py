@@ -22,7 +22,7 @@ from agentjet.client.live import LiveCode
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, TrainReport
 from agentjet.client.rollout import Begun, Runner, first_to_end, not_needed
-from agentjet.client.turns import Slot, Turns
+from agentjet.client.slots import Slot, Slots
 from agentjet.types import Task
 
 
@@ -43,7 +43,7 @@ class Training:
         started = time.monotonic()
         server = await Server.reach(self.connection, steps)
         status = server.status
-        turns = Turns.training(self.tasks, status.group_size, seed, status.spare_episodes)
+        slots = Slots.training(self.tasks, status.group_size, seed, status.spare_episodes)
         with progress_for("training", steps, wanted=progress) as shown:
             live = LiveCode(
                 self.version,
@@ -69,7 +69,7 @@ class Training:
                         group=slot.group,
                         client_id=self.client_id,
                         join_only=slot.spare,
-                        unless_full=len(turns.task_sets) > 1,
+                        unless_full=len(slots.task_sets) > 1,
                         code_version=code_version,
                     )
                     return begin(self.connection, request, wait=math.inf, given_back=give_back)
@@ -83,7 +83,7 @@ class Training:
                 await server.follow(shown.step)
                 runner.has_enough = True
 
-            running = runner.run(turns, concurrency)
+            running = runner.run(slots, concurrency)
             beside = [follow(), say_what_it_waits_for([self.connection], runner, shown)]
             await first_to_end([running, *beside, *([live.watch()] if self.code is not None else [])])
         return TrainReport(

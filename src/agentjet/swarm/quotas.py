@@ -2,7 +2,7 @@
 
 Groups are dealt in turns: with each, every set is owed its share of a group, and the one that is owed the most gets it.
 What is owed after a batch is carried over to the next, so that small batches and small weights come out right, too.
-Dealing is monotone: the first `n` turns of a longer deal are the deal of `n`, so that what is begun ahead of a batch is
+Dealing is monotone: the first `n` of a longer deal are the deal of `n`, so that what is begun ahead of a batch is
 what the batch will need.
 """
 
@@ -16,7 +16,7 @@ leave in the middle of a batch is not made up for at length.
 """
 
 
-def turns(weights: Mapping[str, float], carry: Mapping[str, float]) -> Iterator[str]:
+def deal(weights: Mapping[str, float], carry: Mapping[str, float]) -> Iterator[str]:
     """Whose group is next, without end. Equal claims go by name. `weights` has at least one set."""
     total = sum(weights.values())
     owed = {name: carry.get(name, 0.0) for name in sorted(weights)}
@@ -37,7 +37,7 @@ def quotas(
     """
     due = dict.fromkeys(weights, 0)
     taken = sum(held.values())
-    dealer = turns(weights, carry) if weights else iter(())
+    dealer = deal(weights, carry) if weights else iter(())
     while taken < places and (name := next(dealer, None)) is not None:
         due[name] += 1
         taken += due[name] > held.get(name, 0)
@@ -51,7 +51,7 @@ def needs(
     if sum(limits.values()) < size:
         return None
     needed = dict.fromkeys(weights, 0)
-    dealer = turns(weights, carry) if weights else iter(())
+    dealer = deal(weights, carry) if weights else iter(())
     while sum(needed.values()) < size and (name := next(dealer, None)) is not None:
         needed[name] += needed[name] < limits[name]
     return needed

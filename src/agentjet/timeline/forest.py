@@ -2,10 +2,8 @@
 
 Nodes stand in depth-first order, so a node's descendants are the contiguous interval `i < j < end[i]`, and node i may
 attend to node j exactly when `j <= i < end[j]`: one integer per node is the whole attention mask, `depth` the
-position id.
-A target says "the policy sampled this node"; several targets may point at one node (two repeats that sampled the same
-token in the same context), so
-nothing is computed twice and nothing is lost.
+position id. A target says "the policy sampled this node"; several targets may point at one node (two repeats that
+sampled the same token in the same context), so nothing is computed twice and nothing is lost.
 
 NumPy only. Shapes: N nodes, M targets.
 """
@@ -86,7 +84,7 @@ class Forest:
         return np.append(np.flatnonzero(self.end[1:] != self.end[:-1]) + 1, self.num_nodes)
 
     def to_wire(self) -> dict[str, Any]:
-        """A dict of plain numbers and little-endian byte strings, for the worker's pipe and the journal."""
+        """A dict of plain numbers and little-endian byte strings, for the worker's pipe."""
         wire: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -205,8 +203,7 @@ def split(forest: Forest, max_nodes: int) -> list[tuple[Forest, NDArray[np.int64
     Where one root-to-leaf path alone is longer, its piece exceeds the budget by that path.
 
     The depth-first order is cut into intervals; a piece repeats only the path to its first node. Each cut looks back
-    over a
-    quarter of the budget for the shallowest node to cut at, so that little is repeated.
+    over a quarter of the budget for the shallowest node to cut at, so that little is repeated.
     """
     pieces: list[tuple[Forest, NDArray[np.int64]]] = []
     start = 0

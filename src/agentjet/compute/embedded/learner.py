@@ -4,8 +4,8 @@ Float32 masters and moments stand behind bfloat16 weights. The vocabulary is onl
 that predict a sampled token, and only a chunk of them at a time. Where a token was chosen among a set (a grammar,
 `top_p`, `top_k`), every distribution of it is the one restricted to that set: of the policy as it learns, of the old
 one, of the reference; so are entropy and KL terms. A token that had no alternative has log-probability 0 and no
-gradient, and counts. Deterministic: the same weights, optimiser state and
-batch give the same weights, bit by bit, for a fixed number of threads.
+gradient, and counts. Deterministic: the same weights, optimiser state and batch give the same weights, bit by bit, for
+a fixed number of threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Turns`: which episode of a run is next, and which instead while the server has no room for a task set."""
+"""`Slots`: which episode of a run is next, and which instead while the server has no room for a task set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slot:
     """Common to a group's slots, set when one of them has begun. A spare one joins a group, and so waits for it."""
 
 
-class Turns:
+class Slots:
     """The slots of a run, in order. One that found no room is put back, and is the next of its task set."""
 
     def __init__(self, slots: Mapping[str, Iterator[Slot]], order: Iterator[str]) -> None:
@@ -37,7 +37,7 @@ class Turns:
         self.task_sets = frozenset(slots)
 
     @classmethod
-    def training(cls, tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0) -> Turns:
+    def training(cls, tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0) -> Slots:
         """Tasks for ever, in an order that `seed` determines, anew each epoch; `group_size` slots a visit, and `spare`.
 
         Every task set has an order of its own, so that one that is passed over misses none of its tasks.
@@ -56,7 +56,7 @@ class Turns:
         return cls(by_set, (task.task_set for _, task in _epochs(tasks, seed) for _ in members))
 
     @classmethod
-    def once(cls, tasks: Sequence[Task]) -> Turns:
+    def once(cls, tasks: Sequence[Task]) -> Slots:
         """Each task once, in no group; room does not depend on the task set."""
         slots = (Slot(task, "", index) for index, task in enumerate(tasks))
         return cls({"": slots}, itertools.repeat(""))
