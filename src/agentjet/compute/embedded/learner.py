@@ -11,7 +11,6 @@ a fixed number of threads.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -64,7 +63,6 @@ class Learner:
         """One batch: `epochs` x `mini_batches` optimiser steps; returns metrics. `version` counts batches learned
         before it.
         """
-        started = time.perf_counter()
         algorithm = job.algorithm
         self._configure(job.optimizer, version)
         corrected: dict[str, float] = {}
@@ -82,7 +80,6 @@ class Learner:
             "forest/tokens_computed": float(totals.num_computed),
             "optim/lr": self._optimizer.param_groups[0]["lr"],
             "optim/steps": float(num_steps),
-            "time/learn": time.perf_counter() - started,
         }
 
     def _corrected(self, forest: Forest, job: JobConfig) -> tuple[Forest, dict[str, float]]:
