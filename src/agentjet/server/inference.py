@@ -26,7 +26,7 @@ from agentjet.gateway.requests import CallChunk
 from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages, responses
 from agentjet.server.dialects.chat_bodies import ChatBody
 from agentjet.server.dialects.completions_bodies import CompletionBody
-from agentjet.server.dialects.dialect import Answer, Asked, Event, Head, role_of
+from agentjet.server.dialects.dialect import MAX_ROLE, Answer, Asked, Event, Head, role_of
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.dialects.responses_bodies import ResponsesBody
@@ -55,7 +55,7 @@ async def _key(request: Request) -> str:
 
 Key = Annotated[str, Depends(_key)]
 """The episode's key, wherever the request has it; empty when there is none."""
-AgentRole = Annotated[str, Header(alias="X-AgentJet-Role", max_length=128)]
+AgentRole = Annotated[str, Header(alias="X-AgentJet-Role", max_length=MAX_ROLE)]
 
 
 class RouteOptions(TypedDict):

@@ -21,6 +21,8 @@ from agentjet.server.dialects.bodies import RequestBody
 from agentjet.types import Conversation, Message
 
 POLICY_ALIAS = "policy"
+MAX_ROLE = 128
+"""Characters of an agent role's name: it must fit where rewards are given by role."""
 
 Asked = TypeVar("Asked", bound=RequestBody)
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -91,6 +93,10 @@ def role_of(model: str, served: str, header: str, aliases: str = "") -> str:
             return header
         if model.startswith(name + "@"):
             role = model[len(name) + 1 :]
+            if len(role) > MAX_ROLE:
+                raise InvalidRequest(
+                    f"The model's name says a role of {len(role)} characters; it may have {MAX_ROLE}.", param="model"
+                )
             if header and header != role:
                 raise InvalidRequest(f"The model's name says role {role!r}, the header {header!r}.", param="model")
             return role
