@@ -9,12 +9,11 @@ from typing import Any, TypeGuard
 from pydantic import ValidationError
 
 from agentjet.errors import InvalidRequest
-from agentjet.protocol import BeginRequest
+from agentjet.protocol import HOTTEST, BeginRequest
 from agentjet.types import Task
 
 SHOWN = 60
 """Characters of a wrong value in a message."""
-HOTTEST = 10.0
 
 
 def begin_request(**fields: Any) -> BeginRequest:

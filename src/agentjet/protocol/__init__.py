@@ -3,6 +3,7 @@ requests.
 """
 
 from agentjet.protocol.bodies import (
+    HOTTEST,
     LARGEST,
     AbortRequest,
     BeginRequest,
@@ -28,6 +29,7 @@ from agentjet.protocol.bodies import (
 PROTOCOL_VERSION = "1"
 
 __all__ = [
+    "HOTTEST",
     "LARGEST",
     "PROTOCOL_VERSION",
     "AbortRequest",

@@ -11,6 +11,8 @@ from agentjet.types import EngineState, EpisodeStatus, FinishReason, Fork, Mode
 Name = Annotated[str, Field(max_length=256)]
 LARGEST = 1e12
 """Of a reward or a metric, whatever its sign: sums and squares of such numbers are numbers."""
+HOTTEST = 10.0
+"""Of a temperature that an eval episode is begun with."""
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
 MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
 
@@ -49,7 +51,7 @@ class BeginRequest(Request):
     """Only in eval mode: the policy version that must answer it, however long it takes. 409 `version_gone` when the
     server is at another one.
     """
-    temperature: float | None = Field(None, ge=0, le=10, allow_inf_nan=False)
+    temperature: float | None = Field(None, ge=0, le=HOTTEST, allow_inf_nan=False)
     """Only in eval mode: of every call of the episode, whatever the call asks for; 0 is greedy."""
     team: Name = ""
     """Common to the episodes on several servers that begin and end as one; also the name to look it up by."""
