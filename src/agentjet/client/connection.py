@@ -32,9 +32,8 @@ from agentjet.errors import (
     Unauthorized,
     Unreachable,
 )
-from agentjet.protocol import Event, Problem
+from agentjet.protocol import PREFIX, Event, Problem
 
-PREFIX = "/swarm/v1"
 LEASE_HEADER = "AgentJet-Lease"
 ERRORS: dict[int, type[RequestError]] = {
     401: Unauthorized,

@@ -1,6 +1,4 @@
-"""Bodies of the control API under `/swarm/v1/`, shared by server and client. Versioned; unknown keys are refused in
-requests.
-"""
+"""Bodies of the control API, shared by server and client. Unknown keys are refused in requests."""
 
 from agentjet.protocol.bodies import (
     HOTTEST,
@@ -26,12 +24,13 @@ from agentjet.protocol.bodies import (
     TaskSetStatus,
 )
 
-PROTOCOL_VERSION = "1"
+PREFIX = "/swarm/v1"
+"""Of its paths, with the version."""
 
 __all__ = [
     "HOTTEST",
     "LARGEST",
-    "PROTOCOL_VERSION",
+    "PREFIX",
     "AbortRequest",
     "BeginRequest",
     "BeginResponse",

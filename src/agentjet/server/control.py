@@ -12,6 +12,7 @@ from starlette.responses import StreamingResponse
 from agentjet.errors import CheckpointError, RequestError
 from agentjet.gateway.inspection import view
 from agentjet.protocol import (
+    PREFIX,
     AbortRequest,
     BeginRequest,
     BeginResponse,
@@ -51,7 +52,7 @@ def problems_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {**_PROBLEM, **({"headers": _RETRY_AFTER} if status in later else {})} for status in statuses}
 
 
-router = APIRouter(prefix="/swarm/v1", tags=["control"], responses=problems_of(400, 401, 403, 413, 422, 500))
+router = APIRouter(prefix=PREFIX, tags=["control"], responses=problems_of(400, 401, 403, 413, 422, 500))
 viewer = [Depends(require_viewer)]
 client = [Depends(require_client)]
 admin = [Depends(require_admin)]

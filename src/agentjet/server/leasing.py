@@ -6,11 +6,11 @@ from fastapi import APIRouter
 
 from agentjet.config import parse_job
 from agentjet.errors import ConfigError, Conflict, InvalidRequest
-from agentjet.protocol import LeaseRequest, LeaseView, RunRequest, StatusResponse
+from agentjet.protocol import PREFIX, LeaseRequest, LeaseView, RunRequest, StatusResponse
 from agentjet.server.control import admin, problems_of, viewer
 from agentjet.server.wiring import LeaseEpoch, Wired, Wiring
 
-router = APIRouter(prefix="/swarm/v1", tags=["lease"], responses=problems_of(400, 401, 403, 413, 422, 500))
+router = APIRouter(prefix=PREFIX, tags=["lease"], responses=problems_of(400, 401, 403, 413, 422, 500))
 
 
 @router.get("/lease", dependencies=viewer)
