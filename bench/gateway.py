@@ -5,7 +5,8 @@ agents that each send a growing history, every second call streamed, all episode
 
 * **capacity**: every agent sends its next call as soon as it is answered; the requests per second that come out;
 * **overhead**: the same calls at a share of that rate, completions taking half a second; the time from a request's
-  first byte to its answer's last, less that half second. Once as served, once without waiting for the disk;
+  first byte to its answer's last, less that half second. Once as served, once without waiting for the disk, once with
+  cores that are kept from falling asleep between two calls;
 * **the peer**: LiteLLM's proxy, one worker, over a scripted backend, under the load of `capacity` with fewer episodes.
   It authenticates and forwards; it has one HTTP hop more (its backend), and neither tokens nor a journal.
 
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gatewaying import peer
-from bench.gatewaying.processes import DidNotStart, module, started
+from bench.gatewaying.processes import DidNotStart, awake, module, started
 from bench.gatewaying.report import Load, Outcome
 from bench.gatewaying.scripted import MODEL
 
@@ -79,7 +80,9 @@ def litellm(plan: Plan, folder: Path) -> Outcome | str:
         return str(error)
 
 
-def summarise(capacity: Outcome, served: Outcome, unsynced: Outcome, peers: Outcome | str) -> dict[str, Any]:
+def summarise(
+    capacity: Outcome, served: Outcome, unsynced: Outcome, awoken: Outcome, peers: Outcome | str
+) -> dict[str, Any]:
     """The verdict: capacity, overhead and memory, and the ratio to the peer where there was one."""
     known = peers if isinstance(peers, Outcome) else None
     return {
@@ -88,9 +91,11 @@ def summarise(capacity: Outcome, served: Outcome, unsynced: Outcome, peers: Outc
         "p99_ms": round(served.p99_ms, 2),
         "p50_ms_without_fsync": round(unsynced.p50_ms, 2),
         "p99_ms_without_fsync": round(unsynced.p99_ms, 2),
+        "p50_ms_awake": round(awoken.p50_ms, 2),
+        "p99_ms_awake": round(awoken.p99_ms, 2),
         "commit_p50_ms": round(served.commit_p50_ms, 2),
         "commit_p99_ms": round(served.commit_p99_ms, 2),
-        "errors": capacity.errors + served.errors + unsynced.errors + (known.errors if known else 0),
+        "errors": sum(o.errors for o in (capacity, served, unsynced, awoken, *([known] if known else []))),
         "rss_mb": round(served.rss_mb, 1),
         "kb_per_episode": round(served.kb_per_episode, 1),
         "litellm_rps": round(known.rps, 1) if known else None,
@@ -117,15 +122,18 @@ def run(plan: Plan, folder: Path, console: Console) -> dict[str, Any]:
     served = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS)
     console.print("the same without waiting for the disk ...")
     unsynced = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS, wait=False)
+    console.print("the same with cores kept awake ...")
+    with awake():
+        awoken = ours(plan, folder, rate=rate, seconds=COMPLETION_SECONDS)
     console.print("measuring the peer ...")
     peers = litellm(plan, folder)
-    outcomes = {"capacity": capacity, "overhead": served, "without fsync": unsynced}
+    outcomes = {"capacity": capacity, "overhead": served, "without fsync": unsynced, "kept awake": awoken}
     if isinstance(peers, Outcome):
         outcomes["LiteLLM's capacity"] = peers
     else:
         console.print(f"no peer: {peers}")
     Console(width=120).print(table(outcomes))
-    verdict = summarise(capacity, served, unsynced, peers)
+    verdict = summarise(capacity, served, unsynced, awoken, peers)
     for name, outcome in outcomes.items():
         if outcome.first_error:
             console.print(f"first error of {name}: {outcome.first_error}")

@@ -117,10 +117,10 @@ def test_the_scripts_own_time_is_no_overhead() -> None:
 
 
 def test_the_ratio_is_to_a_peer_that_ran() -> None:
-    ours = (outcome(rps=300.0, errors=1), outcome(p50_ms=4.0, errors=1), outcome(p50_ms=3.0))
+    ours = (outcome(rps=300.0, errors=1), outcome(p50_ms=4.0, errors=1), outcome(p50_ms=3.0), outcome(p50_ms=2.0))
     verdict = summarise(*ours, outcome(rps=60.0, errors=2))
     assert (verdict["ratio"], verdict["litellm_rps"], verdict["errors"]) == (5.0, 60.0, 4)
-    assert (verdict["p50_ms"], verdict["p50_ms_without_fsync"]) == (4.0, 3.0)
+    assert (verdict["p50_ms"], verdict["p50_ms_without_fsync"], verdict["p50_ms_awake"]) == (4.0, 3.0, 2.0)
     alone = summarise(*ours, "not installed")
     assert (alone["ratio"], alone["without_peer"], alone["errors"]) == (None, "not installed", 2)
 
