@@ -31,7 +31,7 @@ class RecordedJournal:
 
 def build_batch(record: Record, episode_ids: Collection[str]) -> tuple[Forest, dict[str, float]]:
     """The forest and its metrics, as the swarm makes them of one group."""
-    batch = Batch(0, (tuple(episode_ids),), 0, JobConfig(), 0.0)
+    batch = Batch(0, (tuple(episode_ids),), JobConfig(), 0.0)
     episodes = {
         id: Episode(id, i, "c", "t", "", "g", 1, "train", 0, 0.0, status="finished", reward=float(i))
         for i, id in enumerate(episode_ids)
