@@ -15,7 +15,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,9 @@ import anthropic
 from anthropic.types import Message, MessageParam, ToolParam, ToolResultBlockParam
 
 SYSTEM = "You are a coding assistant. Read files, write them and run the tests until they pass."
-MAX_TURNS = 5
+MAX_TURNS = 3
 MAX_TOKENS = 64
+TESTS = "tests.py"
 SECONDS = 10
 """That the tests may take."""
 LIMITS = """
@@ -37,7 +38,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {"read_file": ("path",), "write_file": 
 """Of each tool: texts, all required."""
 DESCRIPTIONS = {
     "read_file": "Read a file.",
-    "write_file": "Write a file, replacing what it held.",
+    "write_file": "Replace what a file holds.",
     "run_tests": "Run the tests.",
 }
 
@@ -59,15 +60,25 @@ def said(call_id: str, content: str) -> MessageParam:
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": content}]}
 
 
+def asked(instruction: str, files: Mapping[str, str]) -> MessageParam:
+    """What a user wants, and the files there are."""
+    shown = "".join(f"\n\n{name}:\n{text}" for name, text in files.items())
+    return {"role": "user", "content": instruction + shown}
+
+
 TOOLS = [tool(name) for name in PARAMETERS]
 EXAMPLE: Sequence[MessageParam] = (
-    {"role": "user", "content": "The function in half.py is wrong. Repair it."},
-    use("example_0", "read_file", path="half.py"),
-    said("example_0", "def half(x):\n    return x * 2\n"),
-    use("example_1", "write_file", path="half.py", content="def half(x):\n    return x / 2\n"),
-    said("example_1", "wrote half.py"),
-    use("example_2", "run_tests"),
-    said("example_2", "the tests passed"),
+    asked("The function in half.py is wrong. Repair it.", {"half.py": "def half(x):\n    return x * 2\n"}),
+    use("example_0", "write_file", path="half.py", content="def half(x):\n    return x / 2\n"),
+    said("example_0", "wrote half.py"),
+    use("example_1", "run_tests"),
+    said("example_1", "the tests passed"),
+    {"role": "assistant", "content": "The function is repaired."},
+    asked("The function in least.py is wrong. Repair it.", {"least.py": "def least(items):\n    return max(items)\n"}),
+    use("example_2", "write_file", path="least.py", content="def least(items):\n    return min(items)\n"),
+    said("example_2", "wrote least.py"),
+    use("example_3", "run_tests"),
+    said("example_3", "the tests passed"),
     {"role": "assistant", "content": "The function is repaired."},
 )
 """Opens every conversation: a small model would not find out by itself what is wanted."""
@@ -96,12 +107,25 @@ class Workspace:
         path = texts["path"]
         if Path(path).name != path or len(path) > 100 or "\0" in path:
             raise ToolError(f"{path!r} is not the name of a file in this folder")
-        if name == "write_file":
-            (self.folder / path).write_text(texts["content"], encoding="utf-8")
-            return f"wrote {path}"
-        if not (self.folder / path).is_file():
+        file = self.folder / path
+        if not file.is_file():
             raise ToolError(f"there is no file {path!r}")
-        return (self.folder / path).read_text(encoding="utf-8")
+        held = file.read_text(encoding="utf-8")
+        if name == "read_file":
+            return held
+        try:
+            compile(texts["content"], path, "exec")
+        except (SyntaxError, ValueError) as error:
+            raise ToolError(f"that is no Python: {error}") from None
+        if texts["content"] == held:
+            raise ToolError(f"{path} holds that already")
+        file.write_text(texts["content"], encoding="utf-8")
+        return f"wrote {path}"
+
+    def files(self) -> dict[str, str]:
+        """What the model is shown: every file but the tests."""
+        found = sorted(path for path in self.folder.iterdir() if path.is_file() and path.name != TESTS)
+        return {path.name: path.read_text(encoding="utf-8") for path in found}
 
     def run_tests(self) -> str:
         """Raises `ToolError` when they fail. Ending the process early passes nothing: the last line must be printed."""
@@ -131,7 +155,7 @@ def work(llm: anthropic.Anthropic, model: str, workspace: Workspace, instruction
 
     Yields each tool used, and what went wrong. An answer that was cut short uses none, and ends the work.
     """
-    messages: list[MessageParam] = [*EXAMPLE, {"role": "user", "content": instruction}]
+    messages: list[MessageParam] = [*EXAMPLE, asked(instruction, workspace.files())]
     for _ in range(MAX_TURNS):
         answer = llm.messages.create(
             model=model,
@@ -164,7 +188,7 @@ def use_tools(workspace: Workspace, answer: Message) -> Iterator[tuple[str, Tool
 
 def main(folder: str, instruction: str) -> None:
     """Work in a folder."""
-    workspace = Workspace(Path(folder), Path(folder, "tests.py").read_text(encoding="utf-8"))
+    workspace = Workspace(Path(folder), Path(folder, TESTS).read_text(encoding="utf-8"))
     with anthropic.Anthropic() as llm:
         for name, error in work(llm, os.environ["ANTHROPIC_MODEL"], workspace, instruction):
             print(f"{name}: {error or 'ok'}")

@@ -9,13 +9,13 @@ from agentjet import Reward
 from agentjet.client import Result
 
 PARTLY = 0.1
-"""What each kind of tool is worth that was used without an error, in an episode whose tests fail in the end."""
+"""What an attempt is worth whose file was rewritten, when its tests fail in the end."""
 
 
 def worth(solved: bool, used: Sequence[tuple[str, str]]) -> Reward:
     """1 when the tests pass in the end; `used` are the tools, and what went wrong."""
-    well = {name for name, error in used if not error}
-    return Reward(1.0 if solved else PARTLY * len(well), metrics={"solved": float(solved), "tools": float(len(used))})
+    wrote = ("write_file", "") in used
+    return Reward(1.0 if solved else PARTLY * wrote, metrics={"solved": float(solved), "wrote": float(wrote)})
 
 
 def score(task: Mapping[str, Any], result: Result) -> Reward:

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from agentjet.cli.main import app
 from agentjet.client import Result
 from agentjet.config import load_config
 from examples.claude_style_cli import cli, train
-from examples.claude_style_cli.cli import EXAMPLE, ToolError, Workspace
+from examples.claude_style_cli.cli import EXAMPLE, ToolError, Workspace, asked
 from examples.claude_style_cli.repairs import TASKS, row
 from examples.claude_style_cli.reward import PARTLY, score
 from tests.fakes import saying
@@ -97,7 +98,6 @@ def call(name: str, **arguments: str) -> str:
 
 
 CALLS = [
-    call("read_file", path="add.py"),
     call("run_tests"),
     call("write_file", path="add.py", content=FIXED),
     call("run_tests"),
@@ -106,14 +106,13 @@ CALLS = [
 
 def has_learned(prompt: str) -> str:
     """A model that has learned it: its next call is the one after as many as it has made here."""
-    asked = prompt.rindex("The function in add.py")
-    return CALLS[prompt.count("</tool_response>", asked)]
+    return CALLS[prompt.count("</tool_response>", prompt.rindex("The function in add.py"))]
 
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(cli, "MAX_TOKENS", 512)  # the tiny vocabulary spells everything out
-    card = make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes")
+    card = replace(make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes"), context_length=4096)
     job = {"batch_size": 1, "group_size": 2}
     with in_thread(serving(tmp_path / "data", saying(has_learned), card=card, job=job)) as (served, _):
         yield served
@@ -124,17 +123,17 @@ def test_what_the_model_said_is_trained_on_one_timeline(served: Served) -> None:
         with swarm.episode(ADD.id) as episode:
             reward = train.agent(ADD, episode)
             episode.finish(reward)
-        assert (reward.value, reward.metrics) == (1.0, {"solved": 1.0, "tools": 4.0})
+        assert (reward.value, reward.metrics) == (1.0, {"solved": 1.0, "wrote": 1.0})
         calls = swarm.episode_tree(episode.id).calls
     assert len(calls) == len(CALLS)
-    for expected, one, asked in zip(CALLS, calls, served.run.compute.asked, strict=True):
+    for expected, one, sampled in zip(CALLS, calls, served.run.compute.asked, strict=True):
         said = "".join(text for text, mask in zip(one.texts, one.mask, strict=True) if mask)
         assert said == expected + "<|im_end|>"
-        assert asked.params.grammar, "tool_choice binds the answer"
+        assert sampled.params.grammar, "tool_choice binds the answer"
         assert one.orphan == one.fork == ""
     for before, one in pairwise(calls):
         assert one.parent == before.call_id and one.kept == before.kept + len(before.tokens)
-    heard = "".join(text for text, mask in zip(calls[2].texts, calls[2].mask, strict=True) if not mask)
+    heard = "".join(text for text, mask in zip(calls[1].texts, calls[1].mask, strict=True) if not mask)
     assert "Error: the tests failed: AssertionError: add(2, 3) == 5" in heard and "half.py" not in heard
 
 
@@ -160,7 +159,6 @@ def test_the_program_alone(
         cli.main(str(folder), "The function in add.py is wrong. Repair it.")
     assert (folder / "add.py").read_text() == FIXED
     assert capsys.readouterr().out.splitlines() == [
-        "read_file: ok",
         "run_tests: the tests failed: AssertionError: add(2, 3) == 5",
         "write_file: ok",
         "run_tests: ok",
@@ -186,7 +184,7 @@ def test_the_program_as_it_is_is_trained(served: Served, tmp_path: Path, monkeyp
     report = json.loads(result.output)
     assert (report["steps"], report["aborted"], report["mean_reward"]) == (1, 0, 1.0), report
     trained = [e for e in served.run.gateway.swarm.recent_episodes(100) if e.trained_in == 0]
-    assert [(e.num_calls, e.metrics) for e in trained] == [(len(CALLS), {"solved": 1.0, "tools": 4.0})] * 2
+    assert [(e.num_calls, e.metrics) for e in trained] == [(len(CALLS), {"solved": 1.0, "wrote": 1.0})] * 2
     assert not Path("add.py").exists()
 
 
@@ -195,8 +193,9 @@ def test_what_it_prints_is_worth_what_its_agent_gets() -> None:
         return score(row(ADD), Result("\n".join(lines), "", 0, 1.0, Path())).value
 
     assert printed("run_tests: ok", "the tests pass") == 1.0
-    assert printed("read_file: ok", "read_file: ok", "write_file: ok", "the tests fail") == 2 * PARTLY
-    assert printed("run_tests: the tests failed: read_file: ok", "the tests fail") == 0.0
+    assert printed("read_file: ok", "write_file: ok", "write_file: ok", "the tests fail") == PARTLY
+    assert printed("read_file: ok", "write_file: there is no file 'x'", "the tests fail") == 0.0
+    assert printed("run_tests: the tests failed: write_file: ok", "the tests fail") == 0.0
     assert printed("the tests fail") == 0.0
 
 
@@ -207,11 +206,37 @@ def test_its_task_file_holds_its_tasks() -> None:
 
 def test_the_example_uses_the_tools_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text("def half(x):\n    return x * 2\n")
-    workspace = Workspace(tmp_path, "from half import half\nassert half(4) == 2")
-    contents = [message["content"] for message in EXAMPLE[1:-1]]
-    for used, result in zip(contents[::2], contents[1::2], strict=True):
-        [block], [answer] = list(used), list(result)  # type: ignore[var-annotated]
-        assert workspace.call(block["name"], block["input"]) == answer["content"]
+    (tmp_path / "least.py").write_text("def least(items):\n    return max(items)\n")
+    tests = ["from half import half", "assert half(4) == 2", "from least import least", "assert least([2, 1]) == 1"]
+    files = Workspace(tmp_path, "").files()
+    for start, name in ((0, "half.py"), (6, "least.py")):
+        opening, *uses = EXAMPLE[start : start + 5]
+        assert opening == asked(f"The function in {name} is wrong. Repair it.", {name: files[name]})
+        workspace = Workspace(tmp_path, "\n".join(tests[: 2 + start]))
+        for used, result in zip(uses[::2], uses[1::2], strict=True):
+            [block], [answer] = list(used["content"]), list(result["content"])  # type: ignore[var-annotated]
+            assert workspace.call(block["name"], block["input"]) == answer["content"]
+
+
+@pytest.mark.parametrize(
+    "path, content, said",
+    [
+        ("sub.py", FIXED, "no file 'sub.py'"),
+        ("add.py", "def add(a, b:\n", "no Python"),
+        ("add.py", ADD.payload.code, "holds that already"),
+    ],
+)
+def test_a_file_is_only_rewritten(tmp_path: Path, path: str, content: str, said: str) -> None:
+    (tmp_path / "add.py").write_text(ADD.payload.code)
+    with pytest.raises(ToolError, match=said):
+        Workspace(tmp_path, "").call("write_file", {"path": path, "content": content})
+    assert (tmp_path / "add.py").read_text() == ADD.payload.code
+
+
+def test_the_tests_are_not_shown(tmp_path: Path) -> None:
+    for name, text in row(ADD)["files"].items():
+        (tmp_path / name).write_text(text)
+    assert Workspace(tmp_path, "").files() == {"add.py": ADD.payload.code}
 
 
 def test_the_shipped_settings_load() -> None:
