@@ -115,6 +115,8 @@ def test_verbs_refusals_and_idempotent_learning(tiny_folder: Path, tmp_path: Pat
     async def scenario() -> None:
         compute = Overheard(config(tiny_folder, tmp_path))
         assert (await compute.start()).num_parameters > 0
+        if sys.platform == "linux":
+            assert b"OMP_WAIT_POLICY=PASSIVE" in Path(f"/proc/{compute.pid}/environ").read_bytes().split(b"\0")
         with pytest.raises(OutOfCache):
             await completion(compute, tokens(0, 5), SamplingParams(max_tokens=10**6))
         with pytest.raises(ComputeError, match="token ids between 0 and"):

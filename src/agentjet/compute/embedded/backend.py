@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -24,6 +25,10 @@ _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable)
 }
 CLOSE_SECONDS = 10.0
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads of the worker that wait for each other sleep. By default they burn their cores, and where agents, a second
+worker or anybody else needs those, that makes everything several times slower. What the user's environment says wins.
+"""
 
 
 class EmbeddedCompute:
@@ -58,6 +63,7 @@ class EmbeddedCompute:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                env=PATIENT | os.environ,
             )
         self._reader = asyncio.create_task(self._read_frames(self._process))
         card = await self._ask("start", config=self._config.model_dump(mode="json"))
