@@ -24,6 +24,7 @@ import torch
 
 from agentjet.compute.embedded import checkpoint, frames
 from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.memory import give_back
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.plain_sampler import PlainSampler
 from agentjet.compute.embedded.policy import Policy
@@ -184,6 +185,7 @@ class Worker:
         metrics = self.learner.learn(Forest.from_wire(forest), JobConfig.model_validate(job), self._version)
         self._metrics = {batch_id: metrics}
         self._change_version(batch_id + 1)
+        give_back()
         return metrics
 
     def _save(self, path: str) -> None:
