@@ -82,7 +82,7 @@ def subject(tmp_path: Path) -> Subject:
         evaluations=STEPS,
         concurrency=4,
     )
-    return replace(named, code=named.code_now())
+    return named.hashed()
 
 
 def study_of(subject: Subject) -> Study:

@@ -96,7 +96,7 @@ def test_one_writer(tmp_path: Path) -> None:
 def test_a_study_and_its_decisions_are_fixed(tmp_path: Path) -> None:
     written(tmp_path / "j")
     with Journal(tmp_path / "j") as journal:
-        with pytest.raises(ConfigError, match="fixed before its data"):
+        with pytest.raises(ConfigError, match=r"they differ in sesoi\. A study is fixed before its data"):
             journal.open_study(replace(STUDY, sesoi=0.1))
         with pytest.raises(ConfigError, match="'rungs' was"):
             journal.decide("rungs", [0.5, 1.0])

@@ -92,7 +92,7 @@ def plan(
 def with_agents(subject: Subject, agents: Mapping[str, str]) -> Subject:
     """The subject with agents of some arms' own; if its code was hashed, theirs is too."""
     subject = replace(subject, agents={**subject.agents, **agents})
-    return replace(subject, code=subject.code_now()) if subject.code else subject
+    return subject.hashed() if subject.code else subject
 
 
 def hypothesis(claim: Claim) -> Hypothesis:
