@@ -125,7 +125,7 @@ def test_settings_named_in_prose_exist(page: Path) -> None:
 
 
 def test_every_metric_of_a_step_is_explained() -> None:
-    kinds = "reward|code|agent|episodes?|completion|batch|groups|forest|policy|optim|time|perf"
+    kinds = "reward|code|agent|episodes?|completion|batch|groups|forest|policy|optim|weights|time|perf"
     literal = re.compile(rf'"((?:{kinds})/[\w/{{}}.-]*[\w}}])"')
     rooms = [ROOT / "src" / "agentjet" / room for room in ("swarm", "gateway", "compute")]
     sources = [path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py")]
