@@ -189,5 +189,16 @@ def test_what_is_told_is_for_people(tmp_path: Path) -> None:
         conduct(STUDY, told, Formula(lost={1}))
         trial = list(told.trials)[1]
         told.append("diagnosis", Diagnosis(trial, "collapse", "entropy fell").to_json())
-    assert lines[-1] == "diagnosed: trial 2: collapse: entropy fell"
+        told.decide(f"regrade of {trial}", None)
+        told.decide("regrade of another", None)
+        told.decide(f"held_out of {trial}", {"before": 0.1, "after": 0.2, "error": 0.1})
+    assert lines[-3] == "diagnosed: trial 2: collapse: entropy fell"
+    assert lines[-2].splitlines() == [
+        "could not be asked: what the grader of today says of the first samples; open for that: drifting judge",
+        "could not be asked: what the held-out evaluator says of the samples that were paid; open for that: length "
+        "explosion, reward hacking",
+    ]
+    assert lines[-1] == (
+        "could not be asked: what several tries at a task found before and after; open for that: entropy collapse"
+    )
     assert not [line for line in lines if "{" in line] and any(line.startswith("decided: frozen: ") for line in lines)

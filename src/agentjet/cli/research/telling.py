@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentjet.research.diagnosis.diagnose import needing
+from agentjet.research.diagnosis.probing import NEEDS, missing
 from agentjet.research.journal import Journal, Kind
 from agentjet.research.models import Finding, Outcome
 from agentjet.research.notes import in_a_line
@@ -20,6 +22,8 @@ class Told(Journal):
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
         super().__init__(path)
         self._tell = tell
+        self._told = {need for name, answer in self.decisions.items() for need in missing(name, answer)}
+        """What nobody could answer, and was said so."""
 
     def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
         super().append(kind, body)
@@ -35,6 +39,8 @@ class Told(Journal):
                 return self._outcome(Outcome.from_json(body))
             case "decision" if body["name"].startswith(SHOWN):
                 return f"decided: {body['name']}: {plain(body['content'])}"
+            case "decision":
+                return self._unanswered(body["name"], body["content"])
             case "finding":
                 return self._finding(Finding.from_json(body["content"]))
             case "diagnosis":
@@ -55,6 +61,12 @@ class Told(Journal):
         score = "no score" if outcome.score is None else f"score {outcome.score:.4g}"
         note = f" ({in_a_line(outcome.note)})" if outcome.note else ""
         return f"trial {number}: {trial.phase} {trial.arm!r}, seed {trial.seed}: {outcome.end}, {score}{note}"
+
+    def _unanswered(self, name: str, answer: object) -> str:
+        """What the runner could not tell of a trial, the first time for all trials."""
+        new = [need for need in missing(name, answer) if need not in self._told]
+        self._told |= set(new)
+        return "\n".join(f"could not be asked: {NEEDS[need]}; open for that: {needing(need)}" for need in new)
 
     def _number(self, trial: str) -> int:
         """Trials are counted from 1, in the order they were meant to be launched."""
