@@ -3,22 +3,26 @@
 1. `new` writes a plan a person can read, and refuses what cannot be studied.
 2. `steer` asks; what is no request is refused there and then.
 3. `status` and `report` read a journal at any stage, also while another process writes it.
+4. A server of others is asked first, given back where nothing begins, and waited for aloud.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 from typer.testing import CliRunner
 
+from agentjet import Swarm
 from agentjet.cli.main import app
 from agentjet.cli.research.telling import Told
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import Journal
-from agentjet.research.leased import LeasedPlace
+from agentjet.research.leased import LeasedPlace, Lost
 from agentjet.research.models import Diagnosis
 from agentjet.research.planner.actions import Pause
 from agentjet.research.scheduler import conduct
@@ -167,7 +171,34 @@ def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) ->
         with pytest.raises(ConfigError, match=f"--server {url}: .*({said}).*; nothing was begun"):
             research("run", "study", "--server", url, "--admin-token-file", "token")
     assert not (here / "study" / "launches").exists()
-    LeasedPlace(served.url, ADMIN, "a study").check()
+
+
+def test_a_study_that_cannot_begin_leaves_the_server_to_others(here: Path, served: Served) -> None:
+    new("does a kl penalty help?")
+    (here / "token").write_text(ADMIN)
+    (here / "beside.py").write_text("")
+    with pytest.raises(ConfigError, match=r"subject\.code = .* beside\.py is new"):
+        research("run", "study", "--server", served.url, "--admin-token-file", "token")
+    with Swarm(served.url, ADMIN) as other:
+        assert other.take_lease("another study", 60).holder == "another study"
+
+
+def test_a_study_says_for_whom_it_waits(tmp_path: Path, served: Served) -> None:
+    stopping, lines = Event(), list[str]()
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        stopping.set()
+
+    LeasedPlace(served.url, ADMIN, "study 1", print).check()
+    place = LeasedPlace(served.url, ADMIN, "study 2", tell)
+    place.check()  # that somebody else has it is no reason not to begin
+    with pytest.raises(Lost, match="while it waited"), place.serving(tmp_path, {"model.name": "m"}, stopping):
+        raise AssertionError("the server is leased")
+    assert re.fullmatch(
+        rf"waiting for {served.url}: The server is leased to 'study 1' for another \d+ s\. Wait.*", lines[0]
+    )
+    assert len(lines) == 1
 
 
 def test_an_adviser_that_gives_nothing_says_why(here: Path) -> None:

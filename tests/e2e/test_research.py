@@ -210,7 +210,7 @@ def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path:
     with Server(Path(subject.model), tmp_path / "server", "--set", "job.checkpoint_every=0") as server:
         server.batch()
         admin = (server.data_dir / "admin-token").read_text().strip()
-        with SwarmRunner(subject, tmp_path, [LeasedPlace(server.url, admin, "a study")]) as runner:
+        with SwarmRunner(subject, tmp_path, [LeasedPlace(server.url, admin, "a study", print)]) as runner:
             runner.launch("0", trials[0])
             server.until(lambda: server.get("/lease")["run"].startswith(name_of_run(trials[0])))
             stranger = server.http.post("/episodes", json={"task_id": "t"})

@@ -62,6 +62,8 @@ class LeasedPlace:
     url: str
     token: str
     holder: str
+    tell: Callable[[str], None]
+    """Hears for whom the study waits."""
     _epoch: int | None = None
 
     @property
@@ -115,6 +117,7 @@ class LeasedPlace:
 
     def _taken(self, swarm: Swarm, stopping: Event) -> int:
         """The epoch of the lease that is held from now on."""
+        told = False
         while True:
             give_up(stopping)
             try:
@@ -123,6 +126,9 @@ class LeasedPlace:
                 if conflict.code not in ("leased", "lease_over"):
                     raise
                 if self._epoch is None:
+                    if not told:
+                        self.tell(f"waiting for {self.url}: {conflict}")
+                    told = True
                     stopping.wait(POLL_SECONDS)
                 self._epoch = None
 

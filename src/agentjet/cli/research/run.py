@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,9 +44,11 @@ def run(
 
     leased = leased_places(server or [], admin_token_file or [], folder)
     voice = voice_of(llm, llm_model, llm_key_file)
-    for place in leased:
-        place.check()
-    carry_out(folder, leased or local_places(local), voice)
+    with ExitStack() as leases:
+        for place in leased:
+            leases.callback(place.close)
+            place.check()
+        carry_out(folder, leased or local_places(local), voice)
 
 
 def leased_places(urls: list[str], token_files: list[Path], folder: Path) -> list[LeasedPlace]:
@@ -62,7 +65,7 @@ def leased_places(urls: list[str], token_files: list[Path], folder: Path) -> lis
     except OSError as error:
         raise ConfigError(f"--admin-token-file {error.filename}: {error.strerror}") from None
     holder = f"study {study.id}: {study.topic}"[:256]
-    return [LeasedPlace(url, token, holder) for url, token in zip(urls, tokens, strict=True)]
+    return [LeasedPlace(url, token, holder, typer.echo) for url, token in zip(urls, tokens, strict=True)]
 
 
 def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None) -> list[Chapter]:
