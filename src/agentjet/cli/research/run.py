@@ -71,6 +71,7 @@ def leased_places(urls: list[str], token_files: list[Path], folder: Path) -> lis
 def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None) -> list[Chapter]:
     """Everything from the plan to the report; `voice` may add to it in the end. Raises `ConfigError`."""
     from agentjet.cli.research.telling import Told
+    from agentjet.cli.research.words import requested
     from agentjet.client.signals import signals_unwind
     from agentjet.errors import ConfigError
     from agentjet.research.folder import StudyFolder
@@ -97,7 +98,7 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
         typer.echo(f"interrupted; go on with: agentjet research run {folder}", err=True)
         raise typer.Exit(130) from None
     for line in Steering(files.steering).unread([chapter.book for chapter in chapters]):
-        typer.echo(f"asked too late, and not done: {line}")
+        typer.echo(f"asked too late, and not done: {requested(line)}")
     report = build(chapters[0].book, folder)
     for number, chapter in enumerate(chapters[1:], 1):
         build(chapter.book, folder / f"annex-{number}")

@@ -11,7 +11,7 @@ from typing import Any
 from agentjet.research.diagnosis.diagnose import needing
 from agentjet.research.diagnosis.probing import NEEDS, asked_by, missing
 from agentjet.research.models import Diagnosis, Finding, Hypothesis
-from agentjet.research.report.facts import NOTHING, Fact, Facts, Group, count, quote, setting_text
+from agentjet.research.report.facts import NOTHING, Fact, Facts, Group, count, quote, setting_text, written
 from agentjet.research.report.proceedings import Proceedings
 
 UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
@@ -125,6 +125,8 @@ def asked_text(asked: Mapping[str, Any]) -> str:
     """An action as `kind (field: value, ...)`; what was none, as it was said."""
     if "kind" not in asked:
         return str(asked.get("text", ""))
-    said = {name: setting_text(value).text if isinstance(value, dict) else str(value) for name, value in asked.items()}
+    said = {
+        name: setting_text(value).text if isinstance(value, dict) else written(value) for name, value in asked.items()
+    }
     rest = ", ".join(f"{name}: {said[name]}" for name, value in asked.items() if name != "kind" and value)
     return said["kind"].replace("_", " ") + (f" ({rest})" if rest else "")
