@@ -67,7 +67,7 @@ def test_a_torn_line_is_cut_off_wherever_it_tore(tmp_path: Path) -> None:
         assert (tmp_path / "j").read_bytes() == whole
 
 
-@pytest.mark.parametrize("line", [0, 1, 3])
+@pytest.mark.parametrize("line", [0, 1, 3, 4])
 def test_a_changed_line_is_refused(tmp_path: Path, line: int) -> None:
     written(tmp_path / "j")
     lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)

@@ -217,7 +217,7 @@ def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines):
         fields = parsed(line)
-        if fields is None and number == len(lines) - 1:
+        if fields is None and number == len(lines) - 1 and not line.endswith(b"\n"):
             return
         if fields is None or fields["seq"] != number or fields["prev"] != previous:
             raise ConfigError(
