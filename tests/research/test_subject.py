@@ -2,7 +2,7 @@
    changed is named.
 2. What every trial would fail with is refused by name before the first.
 3. A run's record is on disk after every piece, and gives curves and signals up to a step.
-4. A leased server gets the whole job, and nothing that only whoever starts a server can set.
+4. A leased server gets the whole job, and nothing that only whoever starts a server can set; arms do not differ in it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import Journal
-from agentjet.research.leased import job_of
-from agentjet.research.models import Study, Subject
+from agentjet.research.leased import check_arms, job_of
+from agentjet.research.models import Arm, Knob, Study, Subject
 from agentjet.research.record import RunRecord, Scoring
 from tests.research.world import STUDY
 
@@ -143,6 +143,15 @@ def test_a_record_is_taken_up(tmp_path: Path) -> None:
     assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))
     assert again.signals(3) == {"loss": (None, None, None), "reward/mean": (0.5, None, 0.75)}
     assert again.signals(1)["reward/mean"] == (0.5,)
+
+
+@pytest.mark.parametrize(
+    "arm", [Arm("b", {"model.dtype": "float32"}), Arm("b", {}, (Knob("sampler.cache_tokens", (1, 2)),))]
+)
+def test_arms_that_differ_in_what_a_server_of_others_keeps(arm: Arm) -> None:
+    check_arms(replace(STUDY, arms=(Arm("a", {"job.optimizer.lr": 0.1}),), hypotheses=()))
+    with pytest.raises(ConfigError, match=r"arm 'b': (model\.dtype|sampler\.cache_tokens) .* leave --server out"):
+        check_arms(replace(STUDY, arms=(Arm("a"), arm), hypotheses=()))
 
 
 def test_what_a_server_of_others_is_given() -> None:

@@ -55,11 +55,13 @@ def leased_places(urls: list[str], token_files: list[Path], folder: Path) -> lis
     """Raises `ConfigError`."""
     from agentjet.errors import ConfigError
     from agentjet.research.folder import StudyFolder
-    from agentjet.research.leased import LeasedPlace
+    from agentjet.research.leased import LeasedPlace, check_arms
 
     if len(urls) != len(token_files):
         raise ConfigError(f"{len(urls)} --server and {len(token_files)} --admin-token-file: give one for each")
     study = StudyFolder(folder).study()
+    if urls:
+        check_arms(study)
     try:
         tokens = [file.read_text(encoding="utf-8").strip() for file in token_files]
     except OSError as error:
