@@ -1,6 +1,7 @@
 """What the documents say is true.
 
-1. Every `agentjet ...` command in them parses, with its options; every `make ...` target exists.
+1. Every `agentjet ...` command in them parses, with its options; every `make ...` target exists; the folders that
+   commands write to are ignored.
 2. Python snippets compile, what they import exists, and what they call on a swarm or episode takes those arguments.
 3. `docs/settings.md` is what `make docs` would write; every setting has a meaning; settings named in prose exist.
 4. Every metric of a step that the program names has its line in `docs/operations.md`.
@@ -16,6 +17,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from tests.tiny import make_model
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 PAGES += sorted((ROOT / "examples").glob("*/*.md"))  # no deeper: npm's packages may lie there
+PAGES.append(ROOT / "docs" / "studies" / "README.md")
 README = ROOT / "README.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -116,6 +119,14 @@ def test_every_setting_has_a_meaning() -> None:
         assert [name for name, field in settings(section) if not field.description] == [], prefix
 
 
+def test_folders_that_commands_write_to_are_ignored() -> None:
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    named = {name for page in PAGES for name in re.findall(r"--out[ =]([\w$./-]+)", page.read_text(encoding="utf-8"))}
+    tops = {f"/{name.split('/')[0]}/" for name in named if not name.startswith(("/", "$"))}
+    assert len(tops) > 5
+    assert [top for top in sorted(tops) if not any(fnmatch(top, pattern) for pattern in ignored)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_named_in_prose_exist(page: Path) -> None:
     known = {*setting_names(), *(name for name, _ in sections())}
@@ -125,7 +136,7 @@ def test_settings_named_in_prose_exist(page: Path) -> None:
 
 
 def test_every_metric_of_a_step_is_explained() -> None:
-    kinds = "reward|code|agent|episodes?|completion|batch|groups|forest|policy|optim|time|perf"
+    kinds = "reward|code|agent|episodes?|completion|batch|groups|forest|policy|optim|weights|time|perf"
     literal = re.compile(rf'"((?:{kinds})/[\w/{{}}.-]*[\w}}])"')
     rooms = [ROOT / "src" / "agentjet" / room for room in ("swarm", "gateway", "compute")]
     sources = [path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py")]

@@ -3,25 +3,29 @@
 1. `new` writes a plan a person can read, and refuses what cannot be studied.
 2. `steer` asks; what is no request is refused there and then.
 3. `status` and `report` read a journal at any stage, also while another process writes it.
+4. A server of others is asked first, given back where nothing begins, and waited for aloud.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from threading import Event
 
 import pytest
 from typer.testing import CliRunner
 
+from agentjet import Swarm
 from agentjet.cli.main import app
 from agentjet.cli.research.telling import Told
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import Journal
-from agentjet.research.leased import LeasedPlace
+from agentjet.research.leased import LeasedPlace, Lost
 from agentjet.research.models import Diagnosis
-from agentjet.research.planner.actions import Pause
-from agentjet.research.scheduler import conduct
+from agentjet.research.planner.actions import AddArm, AddHypothesis, Cap, Pause
+from agentjet.research.scheduler import conduct, see_through
 from agentjet.research.steering import Steering
 from tests.research.world import STUDY, Formula
 from tests.server.serving import ADMIN, Served
@@ -154,6 +158,8 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
         research("report", str(folder.path))
     report = folder.path / "report.md"
     assert "says what the journal does" in research("report", str(folder.path), "--check", str(report))
+    with pytest.raises(ConfigError, match=r"no\.md: No such file or directory; name a report that is there"):
+        research("report", str(folder.path), "--check", str(folder.path / "no.md"))
     report.write_text(report.read_text().replace("supported", "proven", 1))
     with pytest.raises(ConfigError, match="is not what the journal says"):
         research("report", str(folder.path), "--check", str(report))
@@ -167,7 +173,34 @@ def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) ->
         with pytest.raises(ConfigError, match=f"--server {url}: .*({said}).*; nothing was begun"):
             research("run", "study", "--server", url, "--admin-token-file", "token")
     assert not (here / "study" / "launches").exists()
-    LeasedPlace(served.url, ADMIN, "a study").check()
+
+
+def test_a_study_that_cannot_begin_leaves_the_server_to_others(here: Path, served: Served) -> None:
+    new("does a kl penalty help?")
+    (here / "token").write_text(ADMIN)
+    (here / "beside.py").write_text("")
+    with pytest.raises(ConfigError, match=r"subject\.code = .* beside\.py is new"):
+        research("run", "study", "--server", served.url, "--admin-token-file", "token")
+    with Swarm(served.url, ADMIN) as other:
+        assert other.take_lease("another study", 60).holder == "another study"
+
+
+def test_a_study_says_for_whom_it_waits(tmp_path: Path, served: Served) -> None:
+    stopping, lines = Event(), list[str]()
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        stopping.set()
+
+    LeasedPlace(served.url, ADMIN, "study 1", print).check()
+    place = LeasedPlace(served.url, ADMIN, "study 2", tell)
+    place.check()  # that somebody else has it is no reason not to begin
+    with pytest.raises(Lost, match="while it waited"), place.serving(tmp_path, {"model.name": "m"}, stopping):
+        raise AssertionError("the server is leased")
+    assert re.fullmatch(
+        rf"waiting for {served.url}: The server is leased to 'study 1' for another \d+ s\. Wait.*", lines[0]
+    )
+    assert len(lines) == 1
 
 
 def test_an_adviser_that_gives_nothing_says_why(here: Path) -> None:
@@ -188,6 +221,39 @@ def test_what_is_told_is_for_people(tmp_path: Path) -> None:
     with Told(tmp_path / "journal.jsonl", lines.append) as told:
         conduct(STUDY, told, Formula(lost={1}))
         trial = list(told.trials)[1]
-        told.append("diagnosis", Diagnosis(trial, "collapse", "entropy fell").to_json())
-    assert lines[-1] == "diagnosed: trial 2: collapse: entropy fell"
-    assert not [line for line in lines if "{" in line] and any(line.startswith("decided: frozen: ") for line in lines)
+        told.append("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())
+        told.decide(f"regrade of {trial}", None)
+        told.decide("regrade of another", None)
+        told.decide(f"held_out of {trial}", {"before": 0.1, "after": 0.2, "error": 0.1})
+    assert re.fullmatch(r"diagnosed: trial 2, explore 'a', seed \d+: too hard: all earn the same", lines[-3])
+    assert lines[-2].splitlines() == [
+        "could not be asked: what the grader of today says of the first samples; open for that: drifting judge",
+        "could not be asked: what the held-out evaluator says of the samples that were paid; open for that: length "
+        "explosion, reward hacking",
+    ]
+    assert lines[-1] == (
+        "could not be asked: what several tries at a task found before and after; open for that: entropy collapse"
+    )
+    assert not [line for line in lines if "{" in line or "_" in line]
+    assert "decided: frozen: a: gain = 0, lr = 16; b: gain = 3, lr = 16" in lines
+
+
+def test_what_was_asked_is_told_as_it_is_meant(here: Path) -> None:
+    lines: list[str] = []
+    steering = Steering(here / "steer.jsonl")
+    steering.append(Cap(runs=50))
+    steering.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
+    steering.append(AddHypothesis(arm="z", against="b"))
+    with Told(here / "journal.jsonl", lines.append) as told:
+        chapters = see_through(STUDY, told, Formula(), steering)
+    assert lines[1:4] == [
+        "granted: cap (runs: 50)",
+        "granted: add arm (arm: z, against: a, changes: gain = 2, lr = 4)",
+        "granted: add hypothesis (arm: z, against: b)",
+    ]
+    assert len(chapters) == 2 and any(line.startswith("z scores higher than b: ") for line in lines), (
+        "an annex is told, too"
+    )
+    new("does a kl penalty help?")
+    research("steer", "study", "cap", "40")
+    assert "not read yet cap (runs: 40)" in research("status", "study")

@@ -3,7 +3,8 @@
 1. Whatever is killed in the middle of a study, the researcher with all it started, or a server alone: the study ends,
    nothing was launched twice or lost, the ledger says what an undisturbed study's would, and no process is left.
 2. A longer trial goes on from where the shorter one ended.
-3. A server of somebody else is leased: strangers are refused meanwhile, and find their own run as they left it.
+3. A server of somebody else is leased: strangers are refused meanwhile, and find their own run as they left it. A
+   study uses several side by side, and another waits for them, told by whom they are held.
 4. Ctrl-C ends a study that can be gone on with, and leaves no process.
 5. A run whose environment is dead, or whose tasks cannot be played, has no score; code that changed stops the study.
 """
@@ -22,12 +23,13 @@ from pathlib import Path
 
 import pytest
 
+from agentjet import Swarm
 from agentjet.cli.research.local import LocalPlace, local_places
-from agentjet.errors import ConfigError
+from agentjet.errors import ConfigError, Conflict
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import read_book
 from agentjet.research.leased import LeasedPlace
-from agentjet.research.models import Arm, Hypothesis, Study, Subject, Trial
+from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
 from agentjet.research.swarm_runner import SwarmRunner, name_of_run
 from tests.e2e.server import PATIENCE, Server, environment, is_running
 from tests.tiny import make_model
@@ -82,7 +84,7 @@ def subject(tmp_path: Path) -> Subject:
         evaluations=STEPS,
         concurrency=4,
     )
-    return replace(named, code=named.code_now())
+    return named.hashed()
 
 
 def study_of(subject: Subject) -> Study:
@@ -101,11 +103,12 @@ def study_of(subject: Subject) -> Study:
 class Researcher:
     """`agentjet research run` as a process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        with (folder.parent / "run.log").open("ab") as log:
+        self.log_file = folder.with_suffix(".log")
+        with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "agentjet.cli", "research", "run", str(folder)],
+                [sys.executable, "-m", "agentjet.cli", "research", "run", str(folder), *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment(),
@@ -113,7 +116,7 @@ class Researcher:
 
     @property
     def log(self) -> str:
-        return (self.folder.parent / "run.log").read_text(encoding="utf-8", errors="replace")
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     def until(self, predicate: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONG
@@ -209,8 +212,7 @@ def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path:
     trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", fidelity) for seed, fidelity in LINES]
     with Server(Path(subject.model), tmp_path / "server", "--set", "job.checkpoint_every=0") as server:
         server.batch()
-        admin = (server.data_dir / "admin-token").read_text().strip()
-        with SwarmRunner(subject, tmp_path, [LeasedPlace(server.url, admin, "a study")]) as runner:
+        with SwarmRunner(subject, tmp_path, [LeasedPlace(server.url, admin_of(server), "a study", print)]) as runner:
             runner.launch("0", trials[0])
             server.until(lambda: server.get("/lease")["run"].startswith(name_of_run(trials[0])))
             stranger = server.http.post("/episodes", json={"task_id": "t"})
@@ -227,6 +229,67 @@ def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path:
         assert server.get("/lease")["run"] == ""
         assert server.get("/status")["policy_version"] == 1
         server.batch()
+
+
+def test_a_study_on_two_servers_of_others_that_another_has_to_wait_for(subject: Subject, tmp_path: Path) -> None:
+    study, other = tuning_of(subject, "which rate?"), tuning_of(subject, "which rate, again?")
+    model = Path(subject.model)
+    with Server(model, tmp_path / "one") as one, Server(model, tmp_path / "two") as two:
+        options = [option for server in (one, two) for option in server_options(server)]
+        for folder, planned in (("study", study), ("other", other)):
+            StudyFolder(tmp_path / folder).write(planned, "")
+        first = Researcher(tmp_path / "study", *options)
+        first.until(lambda: all(server.get("/lease")["run"] for server in (one, two)))
+        held = rf"leased to 'study {study.id}: which rate\?' for another \d+ s"
+        with Swarm(one.url, admin_of(one)) as person, pytest.raises(Conflict, match=held):
+            person.take_lease("somebody", 60)
+        second = Researcher(tmp_path / "other", *options)
+        waiting = [f"waiting for {server.url}: The server is leased to 'study {study.id}" for server in (one, two)]
+        second.until(lambda: all(line in second.log for line in waiting))
+        assert first.process.wait(LONG) == 0, first.log
+        second.until(
+            lambda: all(server.get("/lease")["holder"] == f"study {other.id}: {other.topic}" for server in (one, two))
+        )
+        second.process.send_signal(signal.SIGINT)
+        assert second.process.wait(LONG) == 130, second.log
+        assert [server.get("/lease")["run"] for server in (one, two)] == ["", ""]
+        assert [server.get("/status")["policy_version"] for server in (one, two)] == [0, 0]
+        runs = [{path.name for path in (server.data_dir / "runs").iterdir()} for server in (one, two)]
+
+    book = read_book(tmp_path / "study" / "journal.jsonl")
+    assert len(book.trials) == 4 and {book.outcomes[name][0].end for name in book.trials} == {"completed"}
+    names = {name_of_run(trial) for trial in book.trials.values()}
+    placed = [{name.partition("-")[0] for name in there} & names for there in runs]
+    assert all(placed) and placed[0] | placed[1] == names and not placed[0] & placed[1]
+    with SwarmRunner(subject, tmp_path / "study", []) as runner:
+        for name in book.trials:
+            assert runner.ask(f"{name}-1", "weights") == {"steps": STEPS, "learner": STEPS, "sampler": STEPS}
+            assert runner.ask(f"{name}-1", "regrade") is None
+    assert (tmp_path / "study" / "report.html").exists()
+    assert "could not be asked: what several tries at a task found before and after" in first.log
+
+
+def tuning_of(subject: Subject, topic: str) -> Study:
+    """A study that can pay for tuning one arm and for no seed that confirms: four runs."""
+    return Study(
+        topic=topic,
+        metric="length of the answer modulo 5",
+        sesoi=0.5,
+        arms=(Arm("tuned", {}, (Knob("job.optimizer.lr", (1e-3, 1e-2)),)), Arm("fixed", {"job.optimizer.lr": 1e-5})),
+        hypotheses=(Hypothesis("tuning helps", "tuned", "fixed"),),
+        budget=6.7,
+        looks=(4,),
+        rungs=(1.0,),
+        subject=subject,
+    )
+
+
+def admin_of(server: Server) -> str:
+    return (server.data_dir / "admin-token").read_text().strip()
+
+
+def server_options(server: Server) -> tuple[str, ...]:
+    return "--server", server.url, "--admin-token-file", str(server.data_dir / "admin-token")
 
 
 LINES = ((5, 1 / 3), (6, 1.0), (5, 1.0))

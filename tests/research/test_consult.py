@@ -217,7 +217,7 @@ def plan_with_files(tmp_path: Path) -> Plan:
         evaluator=f"{tmp_path / 'judge.py'}:judge",
     )
     arms = (Arm("a"), Arm("b", {"job.algorithm.loss": "gspo"}))
-    return planned(replace(PLAIN, arms=arms, subject=replace(subject, code=subject.code_now())))
+    return planned(replace(PLAIN, arms=arms, subject=subject.hashed()))
 
 
 def shell(script: str) -> Workshop:

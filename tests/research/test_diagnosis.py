@@ -1,6 +1,6 @@
 """1. Every planted failure is called by its cause, and nothing is said of its healthy twin.
 2. A dead environment is no result: the run is repeated with its seed. A ruined policy is one, and keeps its score.
-3. A runner that cannot be asked gets no diagnosis that needs an answer.
+3. A runner that cannot be asked gets no diagnosis that needs an answer, and the report says which are open for that.
 4. Probes are paid from what is left, and their answers are in the book: nothing is asked or written twice.
 5. Killed at every entry, a study is diagnosed as an undisturbed one.
 6. Rules read names that servers report, and the page names every cause.
@@ -13,22 +13,25 @@ import os
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from agentjet.research.diagnosis.diagnose import RULES
+from agentjet.research.desk import Desk
+from agentjet.research.diagnosis.case import Rule
+from agentjet.research.diagnosis.diagnose import RULES, diagnose
 from agentjet.research.diagnosis.infrastructure import DEAD, SERVER, checked
 from agentjet.research.diagnosis.pairs import twins
-from agentjet.research.diagnosis.probing import Answer, Question
+from agentjet.research.diagnosis.probing import NEEDS, Answer, Question
 from agentjet.research.diagnosis.signs import change, holds_since
 from agentjet.research.journal import Book, Journal
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
+from agentjet.research.report import facts_of
 from agentjet.research.scheduler import conduct
 from bench.researching.failing import STEPS, Plant
 from bench.researching.kills import Doomed
-from bench.researching.planted import HEALTHY, KINDS, FailingRunner, Side, said, single
+from bench.researching.planted import HEALTHY, KINDS, FailingRunner, Kind, Side, said, single
 
 ROOT = Path(__file__).parents[2]
 STUDY = Study(
@@ -161,6 +164,49 @@ def test_what_needs_an_answer_is_not_said_without(plant: Plant) -> None:
         Silent(FailingRunner(plant)),
     )
     assert book.diagnoses == {}
+
+
+class Ignorant(FailingRunner):
+    """Has no answer to a question; no pass@k in it where that is what counts."""
+
+    def __init__(self, plant: Plant, question: Question, name: str) -> None:
+        super().__init__(plant)
+        self._question, self._name = question, name
+
+    def ask(self, key: str, question: Question) -> Answer | None:
+        answer = super().ask(key, question)
+        if question != self._question or answer is None:
+            return answer
+        known = {name: value for name, value in answer.items() if not name.startswith("pass_")}
+        return known if self._name == "pass_after" else None
+
+
+ASKING = [(kind, rule) for kind in KINDS for rule in RULES if rule.asks and rule.cause == kind.cause]
+
+
+@pytest.mark.parametrize(("kind", "rule"), ASKING, ids=[kind.name for kind, _ in ASKING])
+def test_a_cause_whose_question_has_no_answer_is_said_to_be_open(kind: Kind, rule: Rule) -> None:
+    assert rule.asks
+    arms = tuple(Arm(f"arm {number}", setting) for number, setting in enumerate(kind.ill.settings))
+    desk = Desk(
+        replace(STUDY, arms=arms, hypotheses=()), Book(), Ignorant(replace(kind.ill.plant, world=2), *rule.asks)
+    )
+    desk.run([Trial(desk.study.id, arm.name, arm.changes, 1, "confirm") for arm in arms])
+    diagnose(desk)
+    assert rule.cause not in {diagnosis.cause for every in desk.book.diagnoses.values() for diagnosis in every}
+    unanswered = {group["asked"].text: group for group in facts_of(desk.book).groups["unanswered"]}
+    open_ = unanswered[NEEDS[rule.asks]]
+    assert rule.cause.replace("_", " ") in open_["causes"].text.split(", ")
+    assert int(open_["num"].text) == int(open_["of"].text) > 0
+
+
+def test_what_has_an_answer_is_not_said_to_be_open() -> None:
+    assert facts_of(said("healthy", single(), 0)[1]).groups["unanswered"] == []
+
+
+def test_every_question_has_words_and_every_need_a_cause() -> None:
+    assert {rule.asks for rule in RULES if rule.asks} == NEEDS.keys()
+    assert {question for question, _ in NEEDS} == set(get_args(Question))
 
 
 class Counting(FailingRunner):

@@ -67,7 +67,7 @@ def test_a_torn_line_is_cut_off_wherever_it_tore(tmp_path: Path) -> None:
         assert (tmp_path / "j").read_bytes() == whole
 
 
-@pytest.mark.parametrize("line", [0, 1, 3])
+@pytest.mark.parametrize("line", [0, 1, 3, 4])
 def test_a_changed_line_is_refused(tmp_path: Path, line: int) -> None:
     written(tmp_path / "j")
     lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
@@ -96,7 +96,7 @@ def test_one_writer(tmp_path: Path) -> None:
 def test_a_study_and_its_decisions_are_fixed(tmp_path: Path) -> None:
     written(tmp_path / "j")
     with Journal(tmp_path / "j") as journal:
-        with pytest.raises(ConfigError, match="fixed before its data"):
+        with pytest.raises(ConfigError, match=r"they differ in sesoi\. A study is fixed before its data"):
             journal.open_study(replace(STUDY, sesoi=0.1))
         with pytest.raises(ConfigError, match="'rungs' was"):
             journal.decide("rungs", [0.5, 1.0])

@@ -178,7 +178,7 @@ def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
     ("old", "new", "named"),
     [
         ("sesoi = 0.05", "sesio = 0.05", "sesio: there is no such key; did you mean sesoi"),
-        ("sesoi = 0.05", "sesoi = 0", "sesoi = 0: it must be greater than 0"),
+        ("sesoi = 0.05", "sesoi = 0", "sesoi = 0: it must be above 0"),
         ("low = 1e-6", "low = 1", "is not below high"),
         ("low = 1e-6", "low = 0.0", "has no logarithm"),
         ("low = 1e-6", "values = [1.0]", "either values, or low and high"),
@@ -223,8 +223,30 @@ def test_budgets_that_say_nothing(budget: str, named: str) -> None:
 
 
 def test_what_cannot_be_paid_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the study takes 20\.2 where all is plain; .* or have less tuned"):
+    with pytest.raises(
+        ConfigError, match=r"takes 20\.2 where all is plain; give at least that, or have less tuned, in a"
+    ):
         plan("does a kl penalty help", budget="20")
+    with pytest.raises(ConfigError, match=r"or compare fewer than 5 arms or have less tuned, in a file: --space"):
+        plan("how does group size scale", budget="20")
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("", ""),
+        ("[arms.c]\n", ", or compare fewer than 3 arms, in the file"),
+        ("[knobs.lr]\nvalues = [1, 2]\n", ", or have less tuned, in the file"),
+    ],
+)
+def test_what_would_be_cheaper_can_be_done(tmp_path: Path, text: str, advice: str) -> None:
+    path = tmp_path / "space.toml"
+    path.write_text("[arms.a]\n[arms.b]\n" + text)
+    with pytest.raises(ConfigError, match=rf"give at least that{advice}$"):
+        plan("which?", budget="1", space=read_space(path))
+    path.write_text("looks = [6, 8]\n[arms.a]\n[arms.b]\n")
+    with pytest.raises(ConfigError, match=r"give at least that, or look before 6 seeds, in the file$"):
+        plan("which?", budget="1", space=read_space(path))
 
 
 def test_the_page_says_all_of_it() -> None:
@@ -254,7 +276,7 @@ def test_what_is_spoken_of_and_not_compared_stands_in_the_plan() -> None:
 def test_what_is_wrong_with_a_file_is_said_in_words(tmp_path: Path) -> None:
     for text, said in (
         ("[arms.a]\n[arms.b]\n[[hypotheses]]\narm = 'a'\n", r"hypotheses\.0\.against: it is not there"),
-        ("alpha = 'x'\n[arms.a]\n[arms.b]\n", "alpha = 'x': it must be a valid number"),
+        ("alpha = 'x'\n[arms.a]\n[arms.b]\n", "alpha = 'x': it must be a number$"),
         ("[arms.a]\n[arms.b]\n[knobs.lr]\nlow = 1\n", r"knobs\.lr: give either values, or low and high"),
     ):
         (tmp_path / "space.toml").write_text(text, encoding="utf-8")

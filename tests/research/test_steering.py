@@ -104,10 +104,10 @@ def test_lines_that_say_nothing_are_refused_and_the_next_is_read(tmp_path: Path)
     ("line", "reason"),
     [
         ('{"kind": "set_sesoi", "sesoi": 0.1}', "kinds"),
-        ('{"kind": "veto", "arm": "a", "alpha": 0.5}', "alpha: Extra"),
+        ('{"kind": "veto", "arm": "a", "alpha": 0.5}', "alpha: there is no such key"),
         ('{"kind": "veto", "arm": "z"}', "'z' is no arm"),
         ('{"kind": "cap", "runs": 90.0}', "above the budget of 80"),
-        ('{"kind": "cap", "runs": -1}', "greater than 0"),
+        ('{"kind": "cap", "runs": -1}', "it must be above 0"),
         ('{"kind": "add_arm", "arm": "b", "against": "a", "changes": {"gain": 1.0}}', "already"),
         ('{"kind": "add_arm", "arm": "d", "against": "a", "changes": {"gain": 0.0, "lr": 16.0}}', "under another name"),
         (

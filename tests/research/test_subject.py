@@ -1,7 +1,8 @@
-"""1. A subject says when it is scored; its code is what its files are, and all that lie beside them.
+"""1. A subject says when it is scored; its code is what its files are, and all that lie beside them; a file that
+   changed is named.
 2. What every trial would fail with is refused by name before the first.
 3. A run's record is on disk after every piece, and gives curves and signals up to a step.
-4. A leased server gets the whole job, and nothing that only whoever starts a server can set.
+4. A leased server gets the whole job, and nothing that only whoever starts a server can set; arms do not differ in it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import Journal
-from agentjet.research.leased import job_of
-from agentjet.research.models import Study, Subject
+from agentjet.research.leased import check_arms, job_of
+from agentjet.research.models import Arm, Knob, Study, Subject
 from agentjet.research.record import RunRecord, Scoring
 from tests.research.world import STUDY
 
@@ -56,18 +57,40 @@ def test_when_it_is_scored(subject: Subject) -> None:
 
 
 def test_code_is_the_files_and_what_lies_beside_them(subject: Subject, tmp_path: Path) -> None:
-    fixed = replace(subject, code=subject.code_now())
-    fixed.check_code()
-    (tmp_path / "beside.py").write_text("NAMES = ['a']\n")
-    with pytest.raises(ConfigError, match=r"subject\.code = .* restore"):
-        fixed.check_code()
-    (tmp_path / "beside.py").write_text("NAMES = ['a', 'b']\n")
-    fixed.check_code()
-    (tmp_path / "held.jsonl").write_text('{"id": "d"}\n')
-    with pytest.raises(ConfigError, match="restore"):
-        fixed.check_code()
-    named = replace(subject, agent="agentjet.cli.digits:agent")
-    assert named.code_now() not in ("", subject.code_now())
+    hashed = subject.hashed()
+    hashed.check_code()
+    assert {Path(file).name for file in hashed.files} == {"play.py", "beside.py", "held.jsonl"}
+    for file, content, said in (
+        ("beside.py", "NAMES = ['a']\n", "changed"),
+        ("held.jsonl", '{"id": "d"}\n', "changed"),
+        ("other.py", "", "is new"),
+        ("beside.py", None, "is gone"),
+    ):
+        path = tmp_path / file
+        before = path.read_text() if path.exists() else None
+        write(path, content)
+        with pytest.raises(ConfigError, match=rf"subject\.code = .* now: {path} {said}\. .* restore"):
+            hashed.check_code()
+        with pytest.raises(ConfigError, match=f"not noted when the study was planned; they are .*{tmp_path}/"):
+            replace(hashed, files={}).check_code()  # as older studies have it
+        write(path, before)
+        hashed.check_code()
+        replace(hashed, files={}).check_code()
+
+
+def write(path: Path, content: str | None) -> None:
+    """None: there is no such file."""
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+
+
+def test_files_of_a_package_are_called_by_the_package(subject: Subject) -> None:
+    hashed = replace(subject, agent="agentjet.cli.digits:agent", tasks="agentjet.cli:train").hashed()
+    assert hashed.code not in ("", subject.hashed().code)
+    assert {"agentjet/cli/digits/__init__.py", "agentjet/cli/main.py"} < hashed.files.keys()
+    assert not any(Path(file).is_absolute() for file in hashed.files if not file.endswith("held.jsonl"))
 
 
 def test_tasks_and_agents_by_name(subject: Subject) -> None:
@@ -84,7 +107,7 @@ def test_tasks_and_agents_by_name(subject: Subject) -> None:
         with pytest.raises(ConfigError, match=said):
             wrong.training_tasks() and wrong.held_out_tasks()
     with pytest.raises(ConfigError, match="there is no module 'no_such_module'"):
-        replace(subject, agent="no_such_module:agent").code_now()
+        replace(subject, agent="no_such_module:agent").hashed()
     with pytest.raises(ConfigError, match="or package"):
         replace(subject, agent="agent").player("any")
 
@@ -103,6 +126,13 @@ def test_a_study_keeps_its_subject(subject: Subject, tmp_path: Path) -> None:
         StudyFolder(tmp_path).study()
 
 
+def test_a_study_of_before_files_were_noted_is_the_same_study(subject: Subject) -> None:
+    study = replace(STUDY, subject=replace(subject, code="abc"))
+    assert "files" not in study.to_json()["subject"] and Study.from_json(study.to_json()) == study
+    noted = replace(STUDY, subject=subject.hashed())
+    assert Study.from_json(noted.to_json()) == noted and noted.to_json()["subject"]["files"]
+
+
 def test_a_record_is_taken_up(tmp_path: Path) -> None:
     record = RunRecord.open(tmp_path / "record.json")
     record.scored(0, Scoring(0.25, 0.1))
@@ -113,6 +143,15 @@ def test_a_record_is_taken_up(tmp_path: Path) -> None:
     assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))
     assert again.signals(3) == {"loss": (None, None, None), "reward/mean": (0.5, None, 0.75)}
     assert again.signals(1)["reward/mean"] == (0.5,)
+
+
+@pytest.mark.parametrize(
+    "arm", [Arm("b", {"model.dtype": "float32"}), Arm("b", {}, (Knob("sampler.cache_tokens", (1, 2)),))]
+)
+def test_arms_that_differ_in_what_a_server_of_others_keeps(arm: Arm) -> None:
+    check_arms(replace(STUDY, arms=(Arm("a", {"job.optimizer.lr": 0.1}),), hypotheses=()))
+    with pytest.raises(ConfigError, match=r"arm 'b': (model\.dtype|sampler\.cache_tokens) .* leave --server out"):
+        check_arms(replace(STUDY, arms=(Arm("a"), arm), hypotheses=()))
 
 
 def test_what_a_server_of_others_is_given() -> None:

@@ -5,6 +5,7 @@
 2. A launch is on disk when it returns; the next runner of the folder takes up what the last one left waiting.
 3. What is wrong with the study ends it where it waits.
 4. Trials share a run when they differ in fidelity alone.
+5. What a server reports of its weights answers whether the last steps changed them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from threading import Event
 import pytest
 
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research.diagnosis.signs import Signals
 from agentjet.research.models import Outcome, Subject, Trial
 from agentjet.research.records import Setting, canonical
 from agentjet.research.servers import Served
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, name_of_run
+from agentjet.research.work import weights_changed
 
 SUBJECT = Subject("m", "agentjet.cli.digits:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
@@ -90,6 +93,16 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         "job.seed": 7,
         "job.max_steps": 3,
     }
+
+
+def test_in_how_many_of_the_last_steps_the_weights_changed() -> None:
+    both = {"weights/learner": (0.0,) * 6 + (1.0, None, 1.0, 0.0), "weights/sampler": (1.0,) * 7 + (None, 0.0, 0.0)}
+    assert weights_changed(Signals({name: (0.0,) * 2 + values for name, values in both.items()})) == {
+        "steps": 3,
+        "learner": 2,
+        "sampler": 1,
+    }
+    assert weights_changed(Signals({"reward/mean": (1.0,) * 9})) == {}, "a server of another make does not look"
 
 
 def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:

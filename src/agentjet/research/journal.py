@@ -72,8 +72,9 @@ class Book:
             self.append("study", study.to_json())
         elif self.study.id != study.id:
             raise ConfigError(
-                f"this journal is of study {self.study.id} ({self.study.topic!r}), not of {study.id}: a study is fixed "
-                "before its data; start a new journal for a changed one"
+                f"this journal is of study {self.study.id} ({self.study.topic!r}), not of {study.id}: they differ in "
+                f"{', '.join(differing(self.study, study))}. A study is fixed before its data: restore study.json, or "
+                "plan the changed one in a new folder"
             )
 
     def decide(self, name: str, content: object, *, kind: Literal["decision", "finding"] = "decision") -> None:
@@ -127,6 +128,17 @@ class Book:
                 self.exchanges.append(Exchange.from_json(body))
             case _:
                 raise ConfigError(f"journal entry of kind {kind!r}: written by a newer AgentJet; use that one")
+
+
+def differing(study: Study, other: Study) -> list[str]:
+    """The fields that two studies do not share; of their subjects, by the whole name."""
+    fields, others = fields_of(study), fields_of(other)
+    return sorted(name for name in {*fields, *others} if fields.get(name) != others.get(name))
+
+
+def fields_of(study: Study) -> dict[str, Any]:
+    fields = study.to_json()
+    return fields | {f"subject.{name}": value for name, value in fields.pop("subject", {}).items()}
 
 
 class Journal(Book):
@@ -205,7 +217,7 @@ def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines):
         fields = parsed(line)
-        if fields is None and number == len(lines) - 1:
+        if fields is None and number == len(lines) - 1 and not line.endswith(b"\n"):
             return
         if fields is None or fields["seq"] != number or fields["prev"] != previous:
             raise ConfigError(

@@ -15,6 +15,7 @@ from agentjet.client import Swarm
 from agentjet.config import load_config
 from agentjet.errors import AgentJetError, ConfigError, Conflict
 from agentjet.research.files import write_whole
+from agentjet.research.models import Study
 from agentjet.research.records import Setting
 from agentjet.research.servers import Address
 
@@ -62,6 +63,8 @@ class LeasedPlace:
     url: str
     token: str
     holder: str
+    tell: Callable[[str], None]
+    """Hears for whom the study waits."""
     _epoch: int | None = None
 
     @property
@@ -115,6 +118,7 @@ class LeasedPlace:
 
     def _taken(self, swarm: Swarm, stopping: Event) -> int:
         """The epoch of the lease that is held from now on."""
+        told = False
         while True:
             give_up(stopping)
             try:
@@ -123,6 +127,9 @@ class LeasedPlace:
                 if conflict.code not in ("leased", "lease_over"):
                     raise
                 if self._epoch is None:
+                    if not told:
+                        self.tell(f"waiting for {self.url}: {conflict}")
+                    told = True
                     stopping.wait(POLL_SECONDS)
                 self._epoch = None
 
@@ -144,6 +151,17 @@ def name_there(run: Path) -> str:
     if not file.exists():
         write_whole(file, f"{run.name}-{uuid.uuid4().hex[:6]}")
     return file.read_text(encoding="utf-8")
+
+
+def check_arms(study: Study) -> None:
+    """Raises `ConfigError` for an arm that sets or tunes what such a server keeps: nothing would come of it."""
+    for arm in study.arms:
+        for name in (*arm.changes, *(knob.name for knob in arm.nuisance)):
+            if not name.startswith("job."):
+                raise ConfigError(
+                    f"arm {arm.name!r}: {name} is kept by a server that is running: leave --server out, and the study "
+                    "starts its own"
+                )
 
 
 def job_of(settings: Setting) -> dict[str, object]:

@@ -108,9 +108,8 @@ class Study(Record):
     def to_json(self) -> dict[str, Any]:
         """Without a subject that there is none of: its seeds, which come from its id, stay what they were."""
         content = super().to_json()
-        if self.subject is None:
-            del content["subject"]
-        return content
+        del content["subject"]
+        return content if self.subject is None else {**content, "subject": self.subject.to_json()}
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]

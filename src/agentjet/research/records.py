@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentjet.errors import ConfigError
+from agentjet.research.wording import sentence
 
 Value = bool | int | float | str
 Setting = Mapping[str, Value]
@@ -46,9 +47,7 @@ class Record:
         try:
             checked: Self = adapter(cls).validate_json(canonical(content), strict=True)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or cls.__name__
-            raise ConfigError(f"{cls.__name__}: {where} = {first['input']!r}: {first['msg']}") from None
+            raise ConfigError(f"{cls.__name__}: {sentence(error)}") from None
         return checked
 
 

@@ -7,8 +7,9 @@ Code and tasks are named, not held: `FILE.py:FUNCTION`, relative to the folder t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from agentjet.client.code import hash_of
 from agentjet.client.loading import load_function, source_of
@@ -51,6 +52,8 @@ class Subject(Record):
     """Seconds that the training between two scorings, or a scoring, may take before the run is given up as lost."""
     code: str = ""
     """Hash of the code and the tasks that are named here: what changed since is refused."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """By file, the hash of what `code` is made of: tells which of them changed. Older studies have none."""
 
     def __post_init__(self) -> None:
         refuse(self.steps < 1, f"subject.steps = {self.steps}: a run learns at least 1 batch")
@@ -76,22 +79,34 @@ class Subject(Record):
         spaced = {round(self.steps * number / self.evaluations) for number in range(self.evaluations + 1)}
         return sorted({mark for mark in spaced if mark < end} | {end})
 
-    def code_now(self) -> str:
-        """What `code` is by the files as they are. Raises `ConfigError` for what is not there."""
+    def to_json(self) -> dict[str, Any]:
+        """Without files that were not noted: the ids of older studies, and so their seeds, stay what they were."""
+        content = super().to_json()
+        if not self.files:
+            del content["files"]
+        return content
+
+    def hashed(self) -> Subject:
+        """With the hashes of code and tasks as the files are. Raises `ConfigError` for what is not there."""
         named = {self.agent, self.tasks, self.held_out, self.evaluator or self.agent, *self.agents.values()}
-        return digest_of(named)
+        sources = sources_of(named)
+        contents = {file: content for found in sources.values() for file, content in found.items()}
+        hashes = {file: hash_of({Path(file).name: content}) for file, content in sorted(contents.items())}
+        return replace(self, code=digest_of(sources), files=hashes)
 
     def evaluator_now(self) -> str:
         """The same of what computes the score alone."""
-        return digest_of({self.evaluator or self.agent, self.held_out})
+        return digest_of(sources_of({self.evaluator or self.agent, self.held_out}))
 
     def check_code(self) -> None:
         """Raises `ConfigError` when the code or the tasks are not what they were when the study was fixed."""
-        now = self.code_now()
-        if self.code and now != self.code:
+        if not self.code:
+            return
+        now = self.hashed()
+        if now.code != self.code:
             raise ConfigError(
-                f"subject.code = {self.code!r}: the files that are named are {now!r} now. A study is fixed before its "
-                f"data: restore {self.agent!r} and what belongs to it, or begin a new study"
+                f"subject.code = {self.code!r}, and the files are {now.code!r} now: {changes(self.files, now.files)}. "
+                "A study is fixed before its data: restore its files, or begin a new study"
             )
 
     def player(self, arm: str) -> Agent:
@@ -128,15 +143,47 @@ def load_tasks(named: str, *, option: str) -> list[Task]:
     return tasks
 
 
-def digest_of(named: set[str]) -> str:
-    """Over the file of each name and, of Python, all that lie beside it: any of them may be imported."""
-    contents: dict[str, bytes] = {}
+def sources_of(named: set[str]) -> dict[str, dict[str, bytes]]:
+    """By name, the content of its file and, of Python, of all that lie beside it: any of them may be imported.
+
+    Files are called by the folder they are named in, those of a package by the package, wherever it is installed.
+    """
+    sources: dict[str, dict[str, bytes]] = {}
     for name in named:
         file = Path(name) if name.endswith(".jsonl") else source_of(name, option="subject")
         beside = sorted(file.parent.glob("*.py")) if file.suffix == ".py" else []
+        folder = folder_of(name, file)
         try:
-            whole = {path.name: path.read_bytes() for path in {file, *beside}}
+            sources[name] = {str(folder / path.name): path.read_bytes() for path in {file, *beside}}
         except OSError as error:
             raise ConfigError(f"subject: {file}: {error.strerror or error}") from None
-        contents[name] = hash_of(whole).encode()
-    return hash_of(contents)
+    return sources
+
+
+def folder_of(name: str, file: Path) -> Path:
+    place = name.rpartition(":")[0]
+    if name.endswith(".jsonl") or place.endswith(".py"):
+        return file.parent
+    module = Path(*place.split("."))
+    return module if file.name == "__init__.py" else module.parent
+
+
+def digest_of(sources: Mapping[str, Mapping[str, bytes]]) -> str:
+    """Of what `sources_of` found, wherever it lies."""
+    return hash_of(
+        {
+            name: hash_of({Path(file).name: content for file, content in found.items()}).encode()
+            for name, found in sources.items()
+        }
+    )
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Which files differ, by their hashes."""
+    if not before:
+        return f"which of them changed was not noted when the study was planned; they are {', '.join(now)}"
+    return ", ".join(
+        f"{file} {'is new' if file not in before else 'is gone' if file not in now else 'changed'}"
+        for file in sorted({*before, *now})
+        if before.get(file) != now.get(file)
+    )

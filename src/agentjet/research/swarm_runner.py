@@ -81,7 +81,7 @@ class SwarmRunner:
 
     def ask(self, key: str, question: str) -> Mapping[str, Value] | None:
         """What is known of a launch that ended: its settings, as the server had them; how many held-out tasks are
-        trained on, too; the score before and after.
+        trained on, too; the score before and after; in how many of the last steps the weights changed.
         """
         path = self._launches / key / ANSWERS
         answers: dict[str, Mapping[str, Value]] = read(path) if path.exists() else {}

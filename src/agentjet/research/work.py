@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agentjet.client import AsyncSwarm
 from agentjet.client.lifeline import end_with_input
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research.diagnosis import signs
 from agentjet.research.files import write_whole
 from agentjet.research.models import End, Outcome, Trial
 from agentjet.research.notes import shortened
@@ -154,12 +157,25 @@ class Work:
         if {0, last} <= known.keys():
             error = math.hypot(known[0].error, known[last].error)
             found["held_out"] = {"before": known[0].mean, "after": known[last].mean, "error": error}
+        if weights := weights_changed(signs.Signals(self._record.signals(last))):
+            found["weights"] = weights
         return found
 
     def _is_broken(self) -> bool:
         """Whether the newest step changed nothing because its gradients were no numbers."""
         metrics = self._record.metrics
         return bool(metrics) and metrics[max(metrics)].get("optim/skipped_steps", 0.0) > 0
+
+
+def weights_changed(signals: signs.Signals) -> dict[str, Value]:
+    """In how many of the last steps each side's weights changed, as the server's worker saw it; empty where it did not
+    look.
+    """
+    sides = np.array([signs.last(signals["weights/learner"]), signs.last(signals["weights/sampler"])])
+    seen = sides[:, np.isfinite(sides).all(0)]
+    if not seen.size:
+        return {}
+    return {"steps": seen.shape[1], "learner": int(seen[0].sum()), "sampler": int(seen[1].sum())}
 
 
 def scoring(rewards_by_task: Sequence[Sequence[float]]) -> Scoring:

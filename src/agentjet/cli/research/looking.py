@@ -10,7 +10,7 @@ import typer
 
 from agentjet.cli.options import Json
 from agentjet.cli.research.run import Folder
-from agentjet.cli.research.telling import plain
+from agentjet.cli.research.words import plain, requested
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,8 +25,12 @@ def status(folder: Folder, as_json: Json = False) -> None:
     files = StudyFolder(folder)
     study, books = files.study(), files.books()
     found = summary(books[0])
-    if unread := Steering(files.steering).unread(books):
-        found["not read yet" if found["stage"] != "finished" else "never read"] = unread
+    unread, when = (
+        Steering(files.steering).unread(books),
+        "never read" if found["stage"] == "finished" else "not read yet",
+    )
+    if unread:
+        found[when] = unread if as_json else "; ".join(map(requested, unread))
     if as_json:
         typer.echo(json.dumps({"study": study.id, "topic": study.topic, **found}, indent=2))
         return
@@ -35,7 +39,7 @@ def status(folder: Folder, as_json: Json = False) -> None:
         if name != "findings":
             typer.echo(f"{name:12} {plain(value)}")
     for finding in found.get("findings", []):
-        typer.echo(f"{finding['verdict']:24} {finding['claim']}: {finding['reason']}")
+        typer.echo(f"{finding['verdict'].replace('_', ' '):24} {finding['claim']}: {finding['reason']}")
 
 
 def summary(book: Book) -> dict[str, Any]:

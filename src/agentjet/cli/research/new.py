@@ -91,8 +91,6 @@ def new(
 
 def fixed(subject: Subject) -> Subject:
     """With the hash of its code. Raises `ConfigError` for what every trial would fail with."""
-    from dataclasses import replace
-
     check_model(subject.model)
     shared = {task.id for task in subject.training_tasks()} & {task.id for task in subject.held_out_tasks()}
     if shared:
@@ -102,7 +100,7 @@ def fixed(subject: Subject) -> Subject:
         )
     subject.player("")
     subject.judge()
-    return replace(subject, code=subject.code_now())
+    return subject.hashed()
 
 
 def check_model(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,31 +44,36 @@ def run(
 
     leased = leased_places(server or [], admin_token_file or [], folder)
     voice = voice_of(llm, llm_model, llm_key_file)
-    for place in leased:
-        place.check()
-    carry_out(folder, leased or local_places(local), voice)
+    with ExitStack() as leases:
+        for place in leased:
+            leases.callback(place.close)
+            place.check()
+        carry_out(folder, leased or local_places(local), voice)
 
 
 def leased_places(urls: list[str], token_files: list[Path], folder: Path) -> list[LeasedPlace]:
     """Raises `ConfigError`."""
     from agentjet.errors import ConfigError
     from agentjet.research.folder import StudyFolder
-    from agentjet.research.leased import LeasedPlace
+    from agentjet.research.leased import LeasedPlace, check_arms
 
     if len(urls) != len(token_files):
         raise ConfigError(f"{len(urls)} --server and {len(token_files)} --admin-token-file: give one for each")
     study = StudyFolder(folder).study()
+    if urls:
+        check_arms(study)
     try:
         tokens = [file.read_text(encoding="utf-8").strip() for file in token_files]
     except OSError as error:
         raise ConfigError(f"--admin-token-file {error.filename}: {error.strerror}") from None
     holder = f"study {study.id}: {study.topic}"[:256]
-    return [LeasedPlace(url, token, holder) for url, token in zip(urls, tokens, strict=True)]
+    return [LeasedPlace(url, token, holder, typer.echo) for url, token in zip(urls, tokens, strict=True)]
 
 
 def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None) -> list[Chapter]:
     """Everything from the plan to the report; `voice` may add to it in the end. Raises `ConfigError`."""
     from agentjet.cli.research.telling import Told
+    from agentjet.cli.research.words import requested
     from agentjet.client.signals import signals_unwind
     from agentjet.errors import ConfigError
     from agentjet.research.folder import StudyFolder
@@ -94,7 +100,7 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
         typer.echo(f"interrupted; go on with: agentjet research run {folder}", err=True)
         raise typer.Exit(130) from None
     for line in Steering(files.steering).unread([chapter.book for chapter in chapters]):
-        typer.echo(f"asked too late, and not done: {line}")
+        typer.echo(f"asked too late, and not done: {requested(line)}")
     report = build(chapters[0].book, folder)
     for number, chapter in enumerate(chapters[1:], 1):
         build(chapter.book, folder / f"annex-{number}")

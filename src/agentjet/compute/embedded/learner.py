@@ -56,7 +56,7 @@ class Learner:
             name: p.detach().float().requires_grad_() if p.dtype == torch.bfloat16 else p
             for name, p in self._params.items()
         }
-        self._optimizer = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=True)
+        self._optimizer = torch.optim.AdamW(self.masters(), lr=0.0, fused=True)
         self._reference: dict[str, Tensor] | None = None
 
     def learn(self, forest: Forest, job: JobConfig, version: int) -> dict[str, float]:
@@ -238,7 +238,7 @@ class Learner:
         A norm that is not finite applies nothing: better a batch without effect, which the metrics show, than broken
         weights.
         """
-        masters = list(self._masters.values())
+        masters = self.masters()
         limit = optimizer.max_grad_norm or math.inf
         for master in masters:  # a batch without any signal still moves by its momentum, as if zeros had been computed
             if master.grad is None:
@@ -261,6 +261,10 @@ class Learner:
                 eps=optimizer.eps,
                 weight_decay=optimizer.weight_decay,
             )
+
+    def masters(self) -> list[Tensor]:
+        """What the optimiser steps: the weights themselves where they are float32."""
+        return list(self._masters.values())
 
     def state(self) -> dict[str, Any]:
         """Masters and moments as tensors: what `restore` needs for a bit-equal continuation."""

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from agentjet.compute.embedded import checkpoint, frames
+from agentjet.compute.embedded.fingerprint import Fingerprints
 from agentjet.compute.embedded.learner import Learner
 from agentjet.compute.embedded.memory import give_back
 from agentjet.compute.embedded.model import load_policy
@@ -65,6 +66,7 @@ class Worker:
         self.policy: Policy
         self.sampler: Sampler | PlainSampler
         self.learner: Learner
+        self.fingerprints: Fingerprints
 
     def read_forever(self, stream: BinaryIO) -> None:
         """The reader thread's work."""
@@ -129,6 +131,7 @@ class Worker:
         sampler = Sampler if self.policy.card.can_branch else PlainSampler
         self.sampler = sampler(self.policy, settings.sampler.max_concurrent, settings.sampler.cache_tokens)
         self.learner = Learner(self.policy)
+        self.fingerprints = Fingerprints(self.learner, self.sampler.policy)
         return dataclasses.asdict(self.policy.card)
 
     def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
@@ -183,6 +186,7 @@ class Worker:
                 f"batch {batch_id} was sent to a policy at version {self._version}: the batches between are missing"
             )
         metrics = self.learner.learn(Forest.from_wire(forest), JobConfig.model_validate(job), self._version)
+        metrics |= self.fingerprints.changed()
         self._metrics = {batch_id: metrics}
         self._change_version(batch_id + 1)
         give_back()
@@ -198,6 +202,7 @@ class Worker:
 
     def _load(self, path: str) -> int:
         state = checkpoint.load(Path(path), self.policy, self.learner)
+        self.fingerprints.look()
         self._change_version(int(state["policy_version"]))
         self._metrics = {self._version - 1: state["metrics"]}
         return self._version

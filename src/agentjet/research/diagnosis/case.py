@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from agentjet.research.diagnosis.probing import Answer, Probes, Question
+from agentjet.research.diagnosis.probing import Answer, Need, Probes, Question
 from agentjet.research.diagnosis.signs import Change, Floats, Signals, Told, change, opening
 from agentjet.research.models import Outcome, Trial
 
@@ -58,3 +58,5 @@ class Rule:
     probe: Callable[[Case, Told], Told | None]
     meaning: str
     """What it says about the study, and what to do."""
+    asks: Need | None = None
+    """What the cause is never said without."""

@@ -35,7 +35,7 @@ def shared_tasks(case: Case) -> Told | None:
 
 
 def compared_tasks(case: Case, sign: Told) -> Told:
-    return Told("the tasks of training and of evaluation were compared by their content")
+    return Told("the tasks of training and of evaluation were compared")
 
 
 def diverging_sampler(case: Case) -> Told | None:
@@ -63,16 +63,19 @@ IGNORED = Rule(
     not_taken_up,
     asked_server,
     "the run is not of the setting it stands for: whatever was compared, it was not this. Mend the name or the value",
+    asks=("settings", ""),
 )
 LEAK = Rule(
     "leak",
     shared_tasks,
     compared_tasks,
     "the score says how well tasks were remembered, not how well they are solved. Hold other tasks out",
+    asks=("tasks", "shared"),
 )
 STALE = Rule(
     "stale_weights",
     diverging_sampler,
     unchanged_sampler,
     "what is rewarded was said by a policy of long ago: the run measures the transport of weights, not the setting",
+    asks=("weights", "sampler"),
 )

@@ -10,7 +10,7 @@ from agentjet.research.desk import Desk
 from agentjet.research.diagnosis import configuration, infrastructure, learning, reward
 from agentjet.research.diagnosis.case import Case, Rule
 from agentjet.research.diagnosis.pairs import twins
-from agentjet.research.diagnosis.probing import Probes
+from agentjet.research.diagnosis.probing import Need, Probes
 from agentjet.research.models import Diagnosis
 
 RULES: tuple[Rule, ...] = (
@@ -28,6 +28,11 @@ RULES: tuple[Rule, ...] = (
     learning.WRONG_SIGN,
     learning.ENTROPY_COLLAPSE,
 )
+
+
+def needing(need: Need) -> str:
+    """The causes that are never said without this, for people."""
+    return ", ".join(rule.cause.replace("_", " ") for rule in RULES if rule.asks == need)
 
 
 def diagnose(desk: Desk) -> None:

@@ -215,16 +215,19 @@ STEP_TOO_LARGE = Rule(
     unlearned,
     sound_when_slower,
     "the steps broke the policy, not the setting: compare at a lower learning rate",
+    asks=("held_out", "after"),
 )
 WRONG_SIGN = Rule(
     "wrong_sign",
     unlearned,
     falls_when_slower,
     "the policy learns the opposite, at any rate: look at the sign of the reward and of the advantages",
+    asks=("held_out", "after"),
 )
 ENTROPY_COLLAPSE = Rule(
     "entropy_collapse",
     unlearned,
     certain_too_early,
     "the policy became certain of less than it could do. A higher clip_high or a KL term keeps variety",
+    asks=("held_out", "pass_after"),
 )

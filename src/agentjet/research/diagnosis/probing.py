@@ -28,6 +28,18 @@ Question = Literal["settings", "tasks", "weights", "held_out", "regrade"]
   held-out evaluator, `held_first` and `held_last`; the standard error of such a mean, `error`; and over the last ones
   the correlation of length with what was paid beyond the held-out grade, `length_last`, 0 where nothing was.
 """
+Need = tuple[Question, str]
+"""A question, and the name in its answer that counts; "" where any does."""
+NEEDS: dict[Need, str] = {
+    ("settings", ""): "which settings the server had in effect",
+    ("tasks", "shared"): "whether held-out tasks are trained on",
+    ("weights", "sampler"): "whether learner and sampler took the steps up",
+    ("regrade", "again_first"): "what the grader of today says of the first samples",
+    ("regrade", "held_last"): "what the held-out evaluator says of the samples that were paid",
+    ("held_out", "after"): "what it scored before and after",
+    ("held_out", "pass_after"): "what several tries at a task found before and after",
+}
+"""For people."""
 Answer = Mapping[str, Value]
 SLOWER = 1 / 8
 """Of the learning rate, in the trial that tells a step too large from everything else."""
@@ -41,6 +53,16 @@ class Prober(Protocol):
     def ask(self, key: str, question: Question) -> Answer | None:
         """About the run launched under the key, which has ended. None where it cannot be told. Values are finite."""
         ...
+
+
+def missing(decision: str, answer: object) -> list[Need]:
+    """What a decision of the book, if it is the answer to a question, does not tell."""
+    known = answer if isinstance(answer, dict) else {}
+    return [need for need in asked_by(decision) if need[1] not in known and (need[1] or not known)]
+
+
+def asked_by(decision: str) -> list[Need]:
+    return [need for need in NEEDS if decision.startswith(f"{need[0]} of ")]
 
 
 class Probes:

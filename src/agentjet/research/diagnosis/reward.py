@@ -82,16 +82,19 @@ DRIFTING_JUDGE = Rule(
     rewards_of_run,
     graded_otherwise,
     "rewards of different steps cannot be compared: part of the curve is the judge's. Pin its version and its prompt",
+    asks=("regrade", "again_first"),
 )
 LENGTH_EXPLOSION = Rule(
     "length_explosion",
     longer_answers,
     paid_for_length,
     "length itself is paid. Pay for the result only, or compare at equal length",
+    asks=("regrade", "held_last"),
 )
 REWARD_HACKING = Rule(
     "reward_hacking",
     risen_reward,
     paid_for_more,
     "the training reward is earned without what it stands for: its gains are no gains. Mend the grader",
+    asks=("regrade", "held_last"),
 )

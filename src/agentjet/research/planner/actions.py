@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from agentjet.errors import AgentJetError
 from agentjet.research.models import Value
+from agentjet.research.wording import ARM_NAME, HEXADECIMAL, SETTING_NAME, sentence
 
-ArmName = Annotated[str, Field(pattern=r"^[\w.+-][\w .+-]{0,39}$")]
-SettingName = Annotated[str, Field(pattern=r"^[a-z_0-9]+(\.[a-z_0-9]+)*$", max_length=60)]
+ArmName = Annotated[str, Field(pattern=ARM_NAME)]
+SettingName = Annotated[str, Field(pattern=SETTING_NAME, max_length=60)]
 Why = Annotated[str, Field(max_length=300)]
 LONGEST_TEXT = 2_000
 """Characters that are kept of what was said."""
@@ -38,7 +39,7 @@ class AddArm(Action):
     against: ArmName
     changes: Annotated[Mapping[SettingName, Value], Field(max_length=8)] = {}
     """What it changes of the base, not of `against`."""
-    code: Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=64)] = ""
+    code: Annotated[str, Field(pattern=HEXADECIMAL, max_length=64)] = ""
     """Hash of code that was taken into the study's keeping."""
     why: Why = ""
 
@@ -128,9 +129,8 @@ def parse(schema: TypeAdapter[A], fields: object) -> A:
     except RecursionError:
         raise Refused("this is nested too deeply for an action") from None
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "action"
-        raise Refused(f"{where}: {first['msg']}; actions have no other fields and kinds than their schema") from None
+        said = sentence(error)
+        raise Refused(f"{said}; actions have no other fields and kinds than their schema") from None
 
 
 def loads(text: str | bytes) -> object:

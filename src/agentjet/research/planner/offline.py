@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentjet.errors import ConfigError
+from agentjet.research.confirm import FEWEST
 from agentjet.research.models import Arm, Hypothesis, Setting, Study, Subject, canonical
 from agentjet.research.planner.plan import Plan
 from agentjet.research.planner.priors import base_value, check_job
@@ -70,11 +71,9 @@ def plan(
     )
     cost = rehearse(study)
     if cost.least > study.budget:
-        fewer = f"compare fewer than {len(study.arms)} arms"
-        less = fewer if len(study.arms) > 2 else "have less tuned or an earlier look, in a file: --space space.toml"
         raise ConfigError(
             f"budget = {budget}: {study.budget:g} full runs, and the study takes {cost.least:.1f} where all is plain; "
-            f"give at least that, or {less}"
+            f"give at least that{cheaper(study, 'in the file' if space else 'in a file: --space space.toml')}"
         )
     return Plan(
         study,
@@ -89,10 +88,20 @@ def plan(
     )
 
 
+def cheaper(study: Study, where: str) -> str:
+    """What would make a study cost less, of what this one leaves to change."""
+    ways = [
+        *([f"compare fewer than {len(study.arms)} arms"] if len(study.arms) > 2 else []),
+        *(["have less tuned"] if any(arm.nuisance for arm in study.arms) else []),
+        *([f"look before {study.looks[0]} seeds"] if study.looks[0] > FEWEST else []),
+    ]
+    return f", or {' or '.join(ways)}, {where}" if ways else ""
+
+
 def with_agents(subject: Subject, agents: Mapping[str, str]) -> Subject:
     """The subject with agents of some arms' own; if its code was hashed, theirs is too."""
     subject = replace(subject, agents={**subject.agents, **agents})
-    return replace(subject, code=subject.code_now()) if subject.code else subject
+    return subject.hashed() if subject.code else subject
 
 
 def hypothesis(claim: Claim) -> Hypothesis:
@@ -141,5 +150,7 @@ def runs_of(budget: str, run_seconds: float | None, servers: int) -> float:
     if unit in ("", "run"):
         return float(match[1])
     if run_seconds is None:
-        raise ConfigError(f"budget = {budget!r}: how long a run lasts is not known; give full runs, such as 60")
+        raise ConfigError(
+            f"budget = {budget!r}: how long a run lasts is not known; say it (--run-minutes), or give full runs"
+        )
     return float(match[1]) * SECONDS[unit] * servers / run_seconds

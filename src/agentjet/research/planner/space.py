@@ -19,7 +19,7 @@ import hashlib
 import math
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -28,6 +28,7 @@ from agentjet.research.models import Arm, Knob, Value
 from agentjet.research.planner.actions import ArmName
 from agentjet.research.planner.priors import Sign, rounded
 from agentjet.research.planner.templates import Claim, Sketch
+from agentjet.research.wording import sentence
 
 RANGE_VALUES = 25
 """Values that a range is cut into: finer than the noise of any run can tell apart."""
@@ -48,7 +49,7 @@ class SpaceKnob(Part):
     values: tuple[float, ...] = ()
     low: float | None = None
     high: float | None = None
-    scale: Annotated[str, Field(pattern="^(log|linear)$")] = "log"
+    scale: Literal["log", "linear"] = "log"
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -128,24 +129,18 @@ def read_space(path: Path) -> Space:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--space {str(path)!r} is not valid TOML: {error}") from None
     except ValidationError as error:
-        raise ConfigError(f"--space {str(path)!r}: {sentence(error)}") from None
+        raise ConfigError(f"--space {str(path)!r}: {misfit(error)}") from None
 
 
-def sentence(error: ValidationError) -> str:
-    first: Any = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    if first["type"] == "missing":
-        return f"{where}: it is not there, and has no default"
-    if first["type"] == "value_error":
-        return f"{where}: {first['ctx']['error']}"
+def misfit(error: ValidationError) -> str:
+    """The first thing that is wrong."""
+    first = error.errors(include_url=False)[0]
+    said = sentence(error)
     if first["type"] != "extra_forbidden":
-        wanted = str(first["msg"]).removeprefix("Input should be ")
-        return f"{where} = {first['input']!r}: it must be {wanted}"
+        return said
     known = sorted({name for part in (Space, SpaceArm, SpaceKnob, SpaceClaim) for name in part.model_fields})
     near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
-    return f"{where}: there is no such key; " + (
-        f"did you mean {near[0]}?" if near else f"those are {', '.join(known)}"
-    )
+    return f"{said}; " + (f"did you mean {near[0]}?" if near else f"those are {', '.join(known)}")
 
 
 def code_hash(folder: Path, agent: str) -> str:

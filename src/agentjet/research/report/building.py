@@ -52,7 +52,11 @@ def check(path: Path, book: Book) -> list[str]:
     """
     if path.suffix not in (".html", ".md"):
         raise ConfigError(f"{path}: a report is a .html or a .md file; name one of these")
-    report, found = render(book), path.read_text(encoding="utf-8")
+    try:
+        found = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a report that is there") from None
+    report = render(book)
     if path.suffix == ".html":
         return compare(report.html, found)
     problems = compare(report.markdown, found)

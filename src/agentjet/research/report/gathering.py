@@ -26,7 +26,13 @@ from agentjet.research.report.facts import (
     verbatim,
     written,
 )
-from agentjet.research.report.happenings import amendment_facts, cause_facts, diagnosis_facts, untested_facts
+from agentjet.research.report.happenings import (
+    amendment_facts,
+    cause_facts,
+    diagnosis_facts,
+    unanswered_facts,
+    untested_facts,
+)
 from agentjet.research.report.limits import gather_limits
 from agentjet.research.report.proceedings import Explored, Launched, Proceedings
 from agentjet.research.statistics import largest_unseen_rate
@@ -52,6 +58,7 @@ def gather(done: Proceedings) -> Facts:
         ledger=ledger_facts(facts, done),
         diagnoses=diagnosis_facts(facts, done, trials),
         causes=cause_facts(facts, done),
+        unanswered=unanswered_facts(facts, done),
     )
     facts.groups.update(
         limits=gather_limits(facts, done, rounding),

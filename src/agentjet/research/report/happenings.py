@@ -1,12 +1,17 @@
-"""Facts of what befell a study: diagnoses `D1`.. and their causes `C1`.., and what was asked of it later, `X1`..."""
+"""Facts of what befell a study: diagnoses `D1`.. and their causes `C1`.., questions without an answer `Q1`.., and what
+was asked of it later, `X1`...
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentjet.research.diagnosis.diagnose import needing
+from agentjet.research.diagnosis.probing import NEEDS, asked_by, missing
 from agentjet.research.models import Diagnosis, Finding, Hypothesis
-from agentjet.research.report.facts import NOTHING, Fact, Facts, Group, count, quote, setting_text
+from agentjet.research.report.facts import NOTHING, Fact, Facts, Group, count, quote, setting_text, written
 from agentjet.research.report.proceedings import Proceedings
 
 UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
@@ -52,6 +57,24 @@ def cause_facts(facts: Facts, done: Proceedings) -> list[Group]:
             },
         )
         for number, ((arm, cause), told) in enumerate(alike.items(), start=1)
+    ]
+
+
+def unanswered_facts(facts: Facts, done: Proceedings) -> list[Group]:
+    """What was asked of trials and the runner could not tell, `Q1`.., with the causes that need it."""
+    asked = Counter(need for name in done.decisions for need in asked_by(name))
+    silent = Counter(need for name, answer in done.decisions.items() for need in missing(name, answer))
+    return [
+        facts.group(
+            f"Q{number}",
+            {
+                "asked": quote(NEEDS[need]),
+                "num": count(silent[need]),
+                "of": count(asked[need]),
+                "causes": quote(needing(need)),
+            },
+        )
+        for number, need in enumerate((need for need in NEEDS if silent[need]), start=1)
     ]
 
 
@@ -102,6 +125,8 @@ def asked_text(asked: Mapping[str, Any]) -> str:
     """An action as `kind (field: value, ...)`; what was none, as it was said."""
     if "kind" not in asked:
         return str(asked.get("text", ""))
-    said = {name: setting_text(value).text if isinstance(value, dict) else str(value) for name, value in asked.items()}
+    said = {
+        name: setting_text(value).text if isinstance(value, dict) else written(value) for name, value in asked.items()
+    }
     rest = ", ".join(f"{name}: {said[name]}" for name, value in asked.items() if name != "kind" and value)
     return said["kind"].replace("_", " ") + (f" ({rest})" if rest else "")

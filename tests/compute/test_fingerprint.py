@@ -1,0 +1,105 @@
+"""Pins of the fingerprints:
+
+1. any bit that changes shows, wherever it is and whatever the other tensors are; the same bits are the same number;
+2. a step that learns changes both sides, one that does not changes neither, and loading is no step;
+3. a sampler whose weights are no longer those that learn is told apart; so are bfloat16 weights below a rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded.fingerprint import Fingerprints, fingerprint
+from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.policy import Policy
+from agentjet.config import JobConfig, OptimizerConfig
+from agentjet.timeline.forest import Forest, Row, build_forest
+from tests.compute.conftest import make_policy, sampled_rows
+
+BOTH, NEITHER = {"weights/learner": 1.0, "weights/sampler": 1.0}, {"weights/learner": 0.0, "weights/sampler": 0.0}
+
+
+def job(lr: float = 1e-3) -> JobConfig:
+    return JobConfig(optimizer=OptimizerConfig(lr=lr, weight_decay=0.0))
+
+
+def batch(policy: Policy, advantage: float | None = None) -> Forest:
+    rows = sampled_rows(policy)
+    if advantage is not None:
+        rows = [Row(row.tokens, row.logprobs, row.versions, advantage, 1.0, row.sequence) for row in rows]
+    return build_forest(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3,), (4, 6), (3, 5), (2, 3, 4)])
+def test_a_bit_that_changes_shows(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    other = torch.ones(7, 2)
+    weights = torch.randn(shape).to(dtype)
+    before = fingerprint([other, weights], {})
+    assert fingerprint([other.clone(), weights.clone()], {}) == before
+    if weights.dim() == 2:
+        assert fingerprint([weights.t()], {}) == fingerprint([weights.t().contiguous()], {}) != before
+    bits = weights.view({4: torch.int32, 2: torch.int16}[weights.element_size()]).reshape(-1)
+    for place in range(len(bits)):
+        for bit in (0, 7, 14):
+            bits[place] ^= 1 << bit
+            assert fingerprint([other, weights], {}) != before, (place, bit)
+            bits[place] ^= 1 << bit
+    assert fingerprint([other, weights], {}) == before
+
+
+def test_opposite_changes_of_two_rows_or_two_tensors_do_not_cancel() -> None:
+    one, two = torch.zeros(2, 4), torch.zeros(2, 4)
+    bits = [tensor.view(torch.int32) for tensor in (one, two)]
+    before = fingerprint([one, two], {})
+    bits[0][0, 0], bits[0][1, 0] = 5, -5
+    assert fingerprint([one, two], {}) != before
+    bits[0][1, 0], bits[1][0, 0] = 0, -5
+    assert fingerprint([one, two], {}) != before
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_step_changed(tiny_folder: Path, tmp_path: Path, dtype: str, rank: int) -> None:
+    policy = make_policy(tiny_folder, dtype=dtype, rank=rank)
+    learner = Learner(policy)
+    seen = Fingerprints(learner, policy)
+    assert seen.changed() == NEITHER
+    learner.learn(batch(policy, math.inf), job(), 0)
+    assert seen.changed() == NEITHER, "a gradient that is no number changes nothing"
+    learner.learn(batch(policy), job(), 1)
+    assert seen.changed() == BOTH
+    checkpoint.save(tmp_path / "step_000002", policy, learner, {"policy_version": 2})
+    learner.learn(batch(policy), job(), 2)
+    checkpoint.load(tmp_path / "step_000002", policy, learner)
+    seen.look()
+    assert seen.changed() == NEITHER
+
+
+def test_a_sampler_that_does_not_take_the_weights_up_is_told_apart(policy: Policy) -> None:
+    learner = Learner(policy)
+    for module in policy.model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(weight.detach().clone()))
+    seen = Fingerprints(learner, policy)
+    with torch.no_grad():
+        for master in learner.masters():
+            master.add_(1e-3)
+    assert seen.changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}
+
+
+def test_a_step_below_the_rounding_of_bfloat16(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder, dtype="bfloat16")
+    with torch.no_grad():
+        for weight in policy.trainable().values():
+            weight[weight.abs() < 1e-3] = 1e-3  # what is nearly 0 rounds finer
+    learner = Learner(policy)
+    seen = Fingerprints(learner, policy)
+    learner.learn(batch(policy), job(lr=1e-8), 0)
+    assert seen.changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}
