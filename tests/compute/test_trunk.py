@@ -2,11 +2,13 @@
 
 1. whatever the budget, gradient and log-probabilities are those of the forest in one piece, in float64;
 2. nothing but the last given node and short runs is computed twice;
-3. a walk without gradients leaves nothing behind for the next one.
+3. a walk without gradients leaves nothing behind for the next one;
+4. a walk with gradients leaves no tensor alive: what a batch computed is freed, whatever the collector can see.
 """
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +88,19 @@ def test_hardly_anything_is_computed_twice(double: Policy) -> None:
     computed = sum(way.num_computed(piece) for piece, _ in pieces)
     assert len(pieces) > 10
     assert forest.num_nodes <= computed <= forest.num_nodes + 3 * len(pieces)
+
+
+@pytest.mark.parametrize("budget", [WHOLE, 64])
+def test_no_tensor_outlives_its_walk(double: Policy, budget: int) -> None:
+    way, forest = TrunkPass(double), branching()
+
+    def alive() -> int:
+        walk(double, way, forest, budget)
+        gc.collect()
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+    alive()
+    assert alive() == alive()
 
 
 def test_a_walk_without_gradients_leaves_nothing_behind(double: Policy) -> None:

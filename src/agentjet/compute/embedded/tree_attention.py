@@ -136,27 +136,20 @@ KeyValues = dict[int, tuple[Tensor, Tensor]]
 """By layer, keys and values [P, K, D] of P nodes."""
 
 
-class ForestPlan:
-    """The attention plan of one forward pass over a forest, reused by every layer and by the backward pass."""
+class ForestParts:
+    """How the attention of a forest is cut: all that the backward pass needs of a plan.
 
-    def __init__(self, forest: Forest, device: torch.device, past: KeyValues | None = None) -> None:
-        """`past` are nodes computed before, all of which every node of the forest sees; gradients flow to them."""
+    It holds nothing that was computed. Each layer's gradient function holds it, and keys and values hold those of the
+    layers below: a plan in its place would be kept by its own keys, for ever, since no collector sees through autograd.
+    """
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
         blocks, crossings = cut(forest)
         self._forest = forest
         self._device = device
-        self._past = past or {}
-        self.computed: KeyValues = {}
-        """What the layers gave for the forest's own nodes."""
         self._masks: dict[torch.dtype, list[Tensor | None]] = {}
         self.blocks = blocks
         self.crossings = [(slice(c.start, c.stop), _keys(c.runs, device)) for c in crossings]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionPlan`."""
-        self.computed[layer] = key, value
-        past = self._past.get(layer, (None, None))
-        out: Tensor = _ForestAttention.apply(query, key, value, *past, scale, self)  # type: ignore[no-untyped-call]
-        return out
 
     def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
         """What is added to the scores of each block: [Q, Q] of 0 and -inf; None where causality says it all."""
@@ -170,6 +163,24 @@ class ForestPlan:
         visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < end[None, :])
         mask = torch.zeros(visible.shape, dtype=dtype)
         return mask.masked_fill_(~torch.from_numpy(visible), -torch.inf).to(self._device)
+
+
+class ForestPlan:
+    """The attention plan of one forward pass over a forest, reused by every layer."""
+
+    def __init__(self, forest: Forest, device: torch.device, past: KeyValues | None = None) -> None:
+        """`past` are nodes computed before, all of which every node of the forest sees; gradients flow to them."""
+        self._parts = ForestParts(forest, device)
+        self._past = past or {}
+        self.computed: KeyValues = {}
+        """What the layers gave for the forest's own nodes."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `AttentionPlan`."""
+        self.computed[layer] = key, value
+        past = self._past.get(layer, (None, None))
+        out: Tensor = _ForestAttention.apply(query, key, value, *past, scale, self._parts)  # type: ignore[no-untyped-call]
+        return out
 
 
 def _keys(runs: tuple[Interval, ...], device: torch.device) -> slice | Tensor:
@@ -191,22 +202,22 @@ class _ForestAttention(torch.autograd.Function):
         past_key: Tensor | None,
         past_value: Tensor | None,
         scale: float,
-        plan: ForestPlan,
+        parts: ForestParts,
     ) -> Tensor:
         keys, values = _expand(key, query), _expand(value, query)
         accurate = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
         out = query.new_empty((*query.shape[:2], value.shape[2]), dtype=accurate)
         lse = query.new_empty(query.shape[:2], dtype=accurate)
-        for block, mask in zip(plan.blocks, plan.masks(query.dtype), strict=True):
+        for block, mask in zip(parts.blocks, parts.masks(query.dtype), strict=True):
             own = slice(block.start, block.stop)
             out[own], lse[own] = attend_part(query[own], keys[own], values[own], scale, mask, causal=mask is None)
-        for own, seen in plan.crossings:
+        for own, seen in parts.crossings:
             _merge(out[own], lse[own], *attend_part(query[own], keys[seen], values[seen], scale))
         if past_key is not None and past_value is not None:
             _merge(out, lse, *attend_part(query, _expand(past_key, query), _expand(past_value, query), scale))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, past_key, past_value, out, lse)
-        ctx.scale, ctx.plan = scale, plan
+        ctx.scale, ctx.parts = scale, parts
         return out
 
     @staticmethod
@@ -221,10 +232,10 @@ class _ForestAttention(torch.autograd.Function):
                 grad_outputs[0][own], query[own], k, v, out[own], lse[own], ctx.scale, mask, causal=causal
             )
 
-        for block, mask in zip(ctx.plan.blocks, ctx.plan.masks(query.dtype), strict=True):
+        for block, mask in zip(ctx.parts.blocks, ctx.parts.masks(query.dtype), strict=True):
             own = slice(block.start, block.stop)
             grad_q[own], grad_k[own], grad_v[own] = part(own, keys[own], values[own], mask, mask is None)
-        for own, seen in ctx.plan.crossings:
+        for own, seen in ctx.parts.crossings:
             q, k, v = part(own, keys[seen], values[seen])
             grad_q[own] += q
             _add(grad_k, seen, k)
