@@ -6,7 +6,8 @@
 3. What is wrong with the study ends it where it waits.
 4. Trials share a run when they differ in fidelity alone.
 5. What a server reports of its weights answers whether the last steps changed them.
-6. A run that diverged and answers no more scores the floor, and never more than the least it was seen to earn.
+6. Leased servers serve the weights of the first one.
+7. A run that diverged and answers no more scores the floor, and never more than the least it was seen to earn.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import pytest
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.diagnosis.signs import Signals
+from agentjet.research.leased import check_weights
 from agentjet.research.models import Outcome, Subject, Trial
 from agentjet.research.record import RunRecord
 from agentjet.research.records import Setting, canonical
@@ -98,6 +100,16 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         "job.seed": 7,
         "job.max_steps": 3,
     }
+
+
+def test_all_servers_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:
+    """Whatever the model is called; a server that does not tell is believed."""
+    for url, found in (("first", ""), ("second", "0a"), ("third", "0a"), ("fourth", "")):
+        check_weights(tmp_path / "weights", url, found)
+    with pytest.raises(
+        ConfigError, match=r"^fifth serves .* 'ff', and the study began with '0a': serve the same model"
+    ):
+        check_weights(tmp_path / "weights", "fifth", "ff")
 
 
 def test_in_how_many_of_the_last_steps_the_weights_changed() -> None:
