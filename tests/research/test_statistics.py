@@ -77,18 +77,19 @@ def test_one_look_costs_nothing_and_uneven_looks_are_integrated() -> None:
     assert crossed.mean() == pytest.approx(0.05, abs=0.003)
 
 
-def test_lost_seeds_do_not_raise_the_error_of_the_looks() -> None:
+@pytest.mark.parametrize("alpha", [0.05, 0.10])
+def test_lost_seeds_do_not_raise_the_error_of_the_looks(alpha: float) -> None:
     """The declared level stays, and the looks come to lie where the scores are: as many as came of each, harmonically.
     An arm of fewer than 4 is not read.
     """
-    level = nominal_level(LOOKS, 0.05)
+    level = nominal_level(LOOKS, alpha)
     came = {
         tuple(a * b / (a + b) for a, b in zip(first, second, strict=True) if min(a, b) >= 4)
         for first, second in product(product(range(5), range(5), range(5)), repeat=2)
         for first, second in [(tuple(accumulate(first)), tuple(accumulate(second)))]
     }
     assert len(came) > 500
-    assert max(any_crossing(tuple(sorted(set(looks))), level) for looks in came if looks) <= 0.05 + 1e-9
+    assert max(any_crossing(tuple(sorted(set(looks))), level) for looks in came if looks) <= alpha + 1e-9
 
 
 def simulated(draws: int, effect: float, deviations: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
