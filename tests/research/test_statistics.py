@@ -156,6 +156,12 @@ def test_readings(a: list[float], b: list[float], verdict: str) -> None:
     assert read(a, b, sesoi=1.0, difference_level=0.02, equivalence_level=0.05).verdict == verdict
 
 
+@pytest.mark.parametrize(("a", "b"), [(0.1, 0.1), (0.5, 0.8), (0.2, 0.7), (0.0, 1.0)])
+def test_scores_that_are_the_same_have_no_spread_whatever_their_mean_rounds_to(a: float, b: float) -> None:
+    found = read([a] * 12, [b] * 12, sesoi=0.1, difference_level=0.05, equivalence_level=0.05)
+    assert (found.verdict, found.low, found.high) == ("inconclusive", found.estimate, found.estimate)
+
+
 def test_too_few_scores_are_refused() -> None:
     with pytest.raises(ValueError, match="two scores each"):
         welch([1.0], [1.0, 2.0])
