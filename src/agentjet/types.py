@@ -157,7 +157,8 @@ class ModelCard:
     """What the gateway must know of a model without loading it.
 
     `tokenizer_path` is a folder with `tokenizer.json`; `chat_template` is Jinja source; `end_tokens` end a
-    turn; `can_branch` tells whether a sequence's state may be shared by several continuations.
+    turn; `can_branch` tells whether a sequence's state may be shared by several continuations; `weights` is a
+    fingerprint of those at version 0, empty where the backend takes none.
     """
 
     name: str
@@ -172,6 +173,7 @@ class ModelCard:
     device: str = "cpu"
     dtype: str = "float32"
     tool_format: str = ""
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 1. any bit that changes shows, wherever it is and whatever the other tensors are; the same bits are the same number;
 2. a step that learns changes both sides, one that does not changes neither, and loading is no step;
-3. a sampler whose weights are no longer those that learn is told apart; so are bfloat16 weights below a rounding.
+3. a sampler whose weights are no longer those that learn is told apart; so are bfloat16 weights below a rounding;
+4. a model's card tells its weights from those of another, in whatever type and with whatever adapters they are loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, Row, build_forest
 from tests.compute.conftest import make_policy, sampled_rows
+from tests.tiny import make_model
 
 BOTH, NEITHER = {"weights/learner": 1.0, "weights/sampler": 1.0}, {"weights/learner": 0.0, "weights/sampler": 0.0}
 
@@ -103,3 +105,10 @@ def test_a_step_below_the_rounding_of_bfloat16(tiny_folder: Path) -> None:
     seen = Fingerprints(learner, policy)
     learner.learn(batch(policy), job(lr=1e-8), 0)
     assert seen.changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}
+
+
+def test_a_card_tells_the_weights_of_models_apart(tiny_folder: Path, tmp_path: Path) -> None:
+    loaded = [make_policy(tiny_folder), make_policy(tiny_folder, dtype="bfloat16"), make_policy(tiny_folder, rank=4)]
+    [known] = {policy.card.weights for policy in loaded}
+    other = make_policy(make_model(tmp_path / tiny_folder.name, seed=1)).card
+    assert (other.name == str(tmp_path / tiny_folder.name)) and other.weights and other.weights != known

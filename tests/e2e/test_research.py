@@ -4,7 +4,8 @@
    nothing was launched twice or lost, the ledger says what an undisturbed study's would, and no process is left.
 2. A longer trial goes on from where the shorter one ended.
 3. A server of somebody else is leased: strangers are refused meanwhile, and find their own run as they left it. A
-   study uses several side by side, and another waits for them, told by whom they are held.
+   study uses several side by side, and another waits for them, told by whom they are held. One that serves other
+   weights under the model's name is refused.
 4. Ctrl-C ends a study that can be gone on with, and leaves no process.
 5. A run whose environment is dead, or whose tasks cannot be played, has no score; code that changed stops the study.
 """
@@ -229,6 +230,19 @@ def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path:
         assert server.get("/lease")["run"] == ""
         assert server.get("/status")["policy_version"] == 1
         server.batch()
+
+
+def test_a_server_of_other_weights_is_refused_whatever_they_are_called(subject: Subject, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "elsewhere" / Path(subject.model).name, seed=1)
+    trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", 1 / 3) for seed in (5, 6)]
+    with Server(Path(subject.model), tmp_path / "one") as one, Server(other, tmp_path / "two") as two:
+        with SwarmRunner(subject, tmp_path, [LeasedPlace(one.url, admin_of(one), "a study", print)]) as runner:
+            runner.launch("0", trials[0])
+            assert runner.collect("0").end == "completed"
+        with SwarmRunner(subject, tmp_path, [LeasedPlace(two.url, admin_of(two), "a study", print)]) as runner:
+            runner.launch("1", trials[1])
+            with pytest.raises(ConfigError, match=f"{two.url} serves other weights"):
+                runner.collect("1")
 
 
 def test_a_study_on_two_servers_of_others_that_another_has_to_wait_for(subject: Subject, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """1. Each arm is tuned before it is judged, by fewer runs than all of them, and judged on seeds nobody tuned on.
 2. Halving is left out where it would have lost something that matters.
 3. The budget is kept, the reserve too; what cannot be paid ends as inconclusive, with the reason.
-4. Lost runs are repeated with their seed, diverged ones count.
+4. Lost runs are repeated with their seed, diverged ones count; the last look is read without what is lost for good.
 5. What the last look would hardly settle is given up before, and said.
 6. Holm over looks: shares are handed on by those that were called.
 """
@@ -19,6 +19,7 @@ from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger, OutOfBudget
 from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial
 from agentjet.research.scheduler import conduct
+from agentjet.research.seeds import seed_of
 from agentjet.research.statistics import nominal_level
 from tests.research.world import STUDY, Formula, hill, late
 
@@ -127,6 +128,57 @@ def test_an_infrastructure_that_loses_everything_proves_nothing() -> None:
     assert (finding.verdict, finding.seeds) == ("inconclusive", 0)
     assert ledger.total <= STUDY.budget
     assert max(book.attempts.values()) <= 3
+
+
+class Unlucky(Formula):
+    """Loses the first so many confirming seeds of each arm, however often they are repeated."""
+
+    def __init__(self, noise: float, **lost: int) -> None:
+        super().__init__(score=lambda setting, fidelity: 0.0, noise=noise)
+        self._lost = lost
+
+    def collect(self, key: str) -> Outcome:
+        trial = self.launched[key]
+        early = [seed_of(PLAIN, "confirm", number) for number in range(self._lost.get(trial.arm, 0))]
+        if trial.phase == "confirm" and trial.seed in early:
+            return Outcome(trial.id, "infra_failed", note="lost")
+        return super().collect(key)
+
+
+PLAIN = replace(STUDY, arms=(Arm("a"), Arm("b", {"gain": 0.0})))
+"""Nothing to tune, and no effect."""
+
+
+@pytest.mark.parametrize(
+    ("lost", "seeds", "said"),
+    [
+        ({}, 12, "look at 12 seeds"),
+        ({"a": 1}, 11, "look at 12 seeds; seeds lost for good: 1 of 'a'"),
+        ({"a": 1, "b": 1}, 11, "look at 12 seeds; seeds lost for good: 1 of 'b', 1 of 'a'"),
+        ({"a": 2, "b": 7}, 5, "look at 12 seeds; seeds lost for good: 7 of 'b', 2 of 'a'"),
+    ],
+)
+def test_the_last_look_is_read_without_what_is_lost_for_good(lost: dict[str, int], seeds: int, said: str) -> None:
+    finding, _, _ = conducted(PLAIN, Unlucky(0.3, **lost))
+    assert (finding.verdict, finding.seeds, finding.reason) == ("practically_equivalent", seeds, said)
+
+
+def test_too_few_seeds_that_came_back_are_said_not_to_have_left_it_open() -> None:
+    finding, _, _ = conducted(PLAIN, Unlucky(0.3, a=9))
+    assert (finding.verdict, finding.estimate) == ("inconclusive", None)
+    assert finding.reason == "3 seeds came back, and fewer than 4 prove nothing; seeds lost for good: 9 of 'a'"
+
+
+def test_seeds_that_all_score_the_same_are_said_to() -> None:
+    """Zeros against ones: whether the runs were twelve or one, run twelve times, no test of the scores can tell."""
+    ones = replace(PLAIN, arms=(Arm("a"), Arm("b", {"gain": 5.0})))
+
+    def gain(setting: Setting, fidelity: float) -> float:
+        return float(setting.get("gain", 0.0))
+
+    finding, _, _ = conducted(ones, Formula(gain, noise=0.0))
+    assert (finding.verdict, finding.seeds) == ("inconclusive", 12)
+    assert finding.reason.startswith("the last look left it open; within an arm all seeds scored the same")
 
 
 def test_a_diverged_run_counts() -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
@@ -77,6 +77,21 @@ def test_one_look_costs_nothing_and_uneven_looks_are_integrated() -> None:
     assert crossed.mean() == pytest.approx(0.05, abs=0.003)
 
 
+@pytest.mark.parametrize("alpha", [0.05, 0.10])
+def test_lost_seeds_do_not_raise_the_error_of_the_looks(alpha: float) -> None:
+    """The declared level stays, and the looks come to lie where the scores are: as many as came of each, harmonically.
+    An arm of fewer than 4 is not read.
+    """
+    level = nominal_level(LOOKS, alpha)
+    came = {
+        tuple(a * b / (a + b) for a, b in zip(first, second, strict=True) if min(a, b) >= 4)
+        for first, second in product(product(range(5), range(5), range(5)), repeat=2)
+        for first, second in [(tuple(accumulate(first)), tuple(accumulate(second)))]
+    }
+    assert len(came) > 500
+    assert max(any_crossing(tuple(sorted(set(looks))), level) for looks in came if looks) <= alpha + 1e-9
+
+
 def simulated(draws: int, effect: float, deviations: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(2)
     return rng.normal(effect, deviations[0], (draws, 12)), rng.normal(0, deviations[1], (draws, 12))
@@ -139,6 +154,12 @@ def test_equivalence_is_not_called_at_the_edge_of_interest() -> None:
 )
 def test_readings(a: list[float], b: list[float], verdict: str) -> None:
     assert read(a, b, sesoi=1.0, difference_level=0.02, equivalence_level=0.05).verdict == verdict
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.1, 0.1), (0.5, 0.8), (0.2, 0.7), (0.0, 1.0)])
+def test_scores_that_are_the_same_have_no_spread_whatever_their_mean_rounds_to(a: float, b: float) -> None:
+    found = read([a] * 12, [b] * 12, sesoi=0.1, difference_level=0.05, equivalence_level=0.05)
+    assert (found.verdict, found.low, found.high) == ("inconclusive", found.estimate, found.estimate)
 
 
 def test_too_few_scores_are_refused() -> None:

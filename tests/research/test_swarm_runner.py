@@ -6,25 +6,32 @@
 3. What is wrong with the study ends it where it waits.
 4. Trials share a run when they differ in fidelity alone.
 5. What a server reports of its weights answers whether the last steps changed them.
+6. Leased servers serve the weights of the first one.
+7. A run that diverged and answers no more scores the floor, and never more than the least it was seen to earn.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
+from typing import NoReturn, cast
 
 import pytest
 
+from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.diagnosis.signs import Signals
+from agentjet.research.leased import check_weights
 from agentjet.research.models import Outcome, Subject, Trial
+from agentjet.research.record import RunRecord
 from agentjet.research.records import Setting, canonical
-from agentjet.research.servers import Served
+from agentjet.research.servers import Address, Served
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, name_of_run
-from agentjet.research.work import weights_changed
+from agentjet.research.work import Order, Work, scoring, weights_changed
 
 SUBJECT = Subject("m", "agentjet.cli.digits:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
@@ -95,6 +102,16 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
     }
 
 
+def test_all_servers_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:
+    """Whatever the model is called; a server that does not tell is believed."""
+    for url, found in (("first", ""), ("second", "0a"), ("third", "0a"), ("fourth", "")):
+        check_weights(tmp_path / "weights", url, found)
+    with pytest.raises(
+        ConfigError, match=r"^fifth serves .* 'ff', and the study began with '0a': serve the same model"
+    ):
+        check_weights(tmp_path / "weights", "fifth", "ff")
+
+
 def test_in_how_many_of_the_last_steps_the_weights_changed() -> None:
     both = {"weights/learner": (0.0,) * 6 + (1.0, None, 1.0, 0.0), "weights/sampler": (1.0,) * 7 + (None, 0.0, 0.0)}
     assert weights_changed(Signals({name: (0.0,) * 2 + values for name, values in both.items()})) == {
@@ -103,6 +120,40 @@ def test_in_how_many_of_the_last_steps_the_weights_changed() -> None:
         "sampler": 1,
     }
     assert weights_changed(Signals({"reward/mean": (1.0,) * 9})) == {}, "a server of another make does not look"
+
+
+class Mute:
+    """A server whose policy answers no more."""
+
+    async def episodes(self, limit: int) -> NoReturn:
+        raise AgentJetError("the logits are no numbers")
+
+
+@pytest.mark.parametrize(
+    ("declared", "rewards", "score"),
+    [
+        (0.0, [[0.25, 1.0], [0.5]], 0.0),
+        (0.0, [[-5.0, -3.0], [1.0]], -5.0),
+        (-9.0, [[-5.0, -3.0], [1.0]], -9.0),
+    ],
+)
+def test_diverging_is_never_worth_more_than_what_was_earned(
+    tmp_path: Path, declared: float, rewards: list[list[float]], score: float
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"id": "t"}\n')
+    subject = replace(SUBJECT, tasks=str(tasks), held_out=str(tasks), floor=declared)
+    record = RunRecord(tmp_path / "record.json")
+    record.scored(0, scoring(rewards))
+    record.learned({1: {"optim/skipped_steps": 1.0}})
+    order = Order(TRIAL, subject, Address("http://127.0.0.1:1", "t"), str(tmp_path), str(tmp_path / "outcome.json"))
+    outcome = asyncio.run(Work(order, cast(AsyncSwarm, Mute())).done())
+    assert (outcome.end, outcome.score) == ("diverged", score)
+
+
+def test_a_record_of_before_the_least_was_kept(tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text('{"scorings": {"0": [-1.0, 0.5]}, "metrics": {}}')
+    assert RunRecord.open(tmp_path / "record.json").floor(0.0) == 0.0
 
 
 def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ class Gateway:
             if state in ("rolling", "learning")
             else self.engine.reason or _WORDS[state],
             model=self.model_name,
+            model_weights=self.engine.card.weights if self.engine.card else "",
             policy_version=swarm.policy_version,
             batch_size=job.batch_size,
             group_size=job.group_size,

@@ -254,6 +254,8 @@ class StatusResponse(Response):
     waiting_for: str
     """In words: what training waits for."""
     model: str
+    model_weights: str = ""
+    """Fingerprint of the weights that every run begins with; empty until they are loaded."""
     policy_version: int
     batch_size: int
     group_size: int

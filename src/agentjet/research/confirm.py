@@ -5,9 +5,10 @@ alpha, and a hypothesis that is called by its sign hands its share on. Equivalen
 of its own: a hypothesis has an effect or has none, so at most one of its two errors is possible.
 
 A difference may be called at any look, equivalence at the last one only: a few seeds that agree say little about
-the one in ten that fails, and a single test needs no correction for looks. Arms that both had nothing to learn from are
-not called equivalent (`idle`). A hypothesis that the last look is unlikely
-to settle is given up before it: that saves its seeds, and can call nothing wrongly.
+the one in ten that fails, and a single test needs no correction for looks. The last look is the one after which no
+more scores come; it is read from those that there are, whatever was lost. Arms that both had nothing to learn from are
+not called equivalent (`idle`). A hypothesis that the last look is unlikely to settle is given up before it: that saves
+its seeds, and can call nothing wrongly.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class Evidence:
         """Of every run that is a result: the diverged ones too."""
         return [outcome.score for outcome in self.outcomes.get(arm, []) if outcome.score is not None]
 
+    def launched(self, arm: str) -> int:
+        """Its seeds so far, those that were lost for good included."""
+        return len(self.outcomes.get(arm, []))
+
     def trials(self, *arms: str) -> tuple[str, ...]:
         return tuple(outcome.trial for arm in arms for outcome in self.outcomes.get(arm, []))
 
@@ -50,7 +55,7 @@ def confirm(study: Study, settings: Mapping[str, Setting], desk: Desk) -> list[F
     desk.book.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
     evidence = Evidence(settings)
     findings: dict[str, Finding] = {}
-    why = "the last look left it open"
+    why = ""
     for seeds in study.looks:
         usable = settings.keys() - desk.vetoed
         still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= usable]
@@ -95,7 +100,7 @@ def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds
     trials = [
         Trial(study.id, arm, evidence.settings[arm], seed_of(study, "confirm", number), "confirm")
         for arm in arms
-        for number in range(len(evidence.outcomes.get(arm, [])), seeds)
+        for number in range(evidence.launched(arm), seeds)
     ]
     for trial, outcome in zip(trials, desk.run(trials), strict=True):
         evidence.outcomes.setdefault(trial.arm, []).append(outcome)
@@ -160,26 +165,28 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
     trials = evidence.trials(hypothesis.arm, hypothesis.against)
     if min(len(a), len(b)) < FEWEST:
         reason = reason or f"{min(len(a), len(b))} seeds came back, and fewer than {FEWEST} prove nothing"
+        reason += losses(evidence, hypothesis)
         return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
     if not hypothesis.confirmatory:
         shares = Shares(study.alpha, study.alpha)
-    at_last_look = max(len(a), len(b)) >= study.looks[-1]
+    look = max(evidence.launched(hypothesis.arm), evidence.launched(hypothesis.against))
     untested = all(idle(evidence.outcomes[arm], study.sesoi) for arm in (hypothesis.arm, hypothesis.against))
     reading = read(
         a,
         b,
         sesoi=study.sesoi,
         difference_level=nominal_level(study.looks, 2 * shares.difference),  # one side of it can err
-        equivalence_level=shares.equivalence if at_last_look and not untested else None,
+        equivalence_level=shares.equivalence if look >= study.looks[-1] and not untested else None,
     )
-    if reason and not_nothing(reading):
-        reason += "; there is a difference, whether it matters is open"
-    if reason and untested:
-        reason += "; neither arm had anything to learn from, so that they agree says nothing"
+    if reading.verdict == "inconclusive":
+        reason = reason or "the last look left it open"
+        reason += remarks(reading, untested=untested)
+    else:
+        reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
     return Finding(
         hypothesis.id,
         reading.verdict,
-        reason or f"look at {max(len(a), len(b))} seeds" + ("" if hypothesis.confirmatory else ", exploratory"),
+        reason + losses(evidence, hypothesis),
         estimate=reading.estimate,
         low=reading.low,
         high=reading.high,
@@ -208,6 +215,21 @@ def idle(outcomes: list[Outcome], sesoi: float) -> bool:
     return 2 * len(still) > len(ended)
 
 
-def not_nothing(reading: Reading) -> bool:
-    """Whether the interval excludes 0."""
-    return reading.low > 0 or reading.high < 0
+def remarks(reading: Reading, *, untested: bool) -> str:
+    """What else is to be said of a look that left it open."""
+    said = ""
+    if reading.low == reading.high:
+        said += "; within an arm all seeds scored the same, which does not tell how far chance reaches"
+    elif reading.low > 0 or reading.high < 0:
+        said += "; there is a difference, whether it matters is open"
+    if untested:
+        said += "; neither arm had anything to learn from, so that they agree says nothing"
+    return said
+
+
+def losses(evidence: Evidence, hypothesis: Hypothesis) -> str:
+    """Which seeds the infrastructure lost for good."""
+    arms = (hypothesis.arm, hypothesis.against)
+    lost = {arm: evidence.launched(arm) - len(evidence.scores(arm)) for arm in arms}
+    counts = [f"{count} of {arm!r}" for arm, count in lost.items() if count]
+    return f"; seeds lost for good: {', '.join(counts)}" if counts else ""

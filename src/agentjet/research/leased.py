@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
 import uuid
@@ -24,6 +25,10 @@ SECONDS = 60.0
 POLL_SECONDS = 0.5
 OWN = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
 """Settings that are the server's own affair: how fast it is, not what is trained."""
+
+
+WEIGHTS = "weights"
+"""Beside the runs: the fingerprint of the model they begin with."""
 
 
 class Lost(AgentJetError):
@@ -103,6 +108,7 @@ class LeasedPlace:
                 give_up(stopping)
             if status.state == "failed":
                 raise Lost(f"{self.url} could not load the model: {status.waiting_for}")
+            check_weights(run.parent / WEIGHTS, self.url, status.model_weights)
             yield served
 
     def over(self, run: Path) -> None:
@@ -143,6 +149,23 @@ class LeasedPlace:
 def give_up(stopping: Event) -> None:
     if stopping.is_set():
         raise Lost("the study ended while it waited for the server")
+
+
+def check_weights(file: Path, url: str, found: str) -> None:
+    """Raises `ConfigError` when a server's model has other weights than that of the study's first server, which `file`
+    notes. What is called alike need not be alike.
+    """
+    with file.open("a+", encoding="utf-8") as noted:
+        fcntl.flock(noted, fcntl.LOCK_EX)  # against the other places of the study
+        noted.seek(0)
+        first = noted.read()
+        if not first:
+            noted.write(found)
+    if first and found and first != found:
+        raise ConfigError(
+            f"{url} serves other weights by the model's name: its model_weights are {found!r}, and the study began "
+            f"with {first!r}: serve the same model there, or leave that server out"
+        )
 
 
 def name_there(run: Path) -> str:

@@ -15,10 +15,12 @@ from agentjet.research.files import write_whole
 
 
 class Scoring(NamedTuple):
-    """The mean over the held-out tasks, and its standard error."""
+    """The mean over the held-out tasks, its standard error, and the least that an episode earned."""
 
     mean: float
     error: float
+    least: float = math.inf
+    """Older records have none."""
 
 
 @dataclass
@@ -50,6 +52,13 @@ class RunRecord:
     def curve(self, end: int) -> tuple[float, ...]:
         """The scores up to a step, in order."""
         return tuple(scoring.mean for step, scoring in sorted(self.scorings.items()) if step <= end)
+
+    def floor(self, declared: float) -> float:
+        """What the run scores once its policy answers no more: the least it was seen to earn, and at most `declared`.
+
+        A rule of before the data that rewards below 0 cannot make a prize for diverging.
+        """
+        return min([declared, *(scoring.least for scoring in self.scorings.values())])
 
     def signals(self, end: int) -> dict[str, tuple[float | None, ...]]:
         """By metric, its value at each step from the first to `end`; None where there is no number."""

@@ -51,13 +51,18 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Difference:
     """`a` minus `b`, of two or more scores each."""
     if min(len(a), len(b)) < 2:
         raise ValueError(f"a spread needs two scores each, not {len(a)} and {len(b)}")
-    parts = [float(np.var(x, ddof=1)) / len(x) for x in (a, b)]
+    parts = [variance(x) / len(x) for x in (a, b)]
     total = sum(parts)
     estimate = float(np.mean(a) - np.mean(b))
     if total == 0:
         return Difference(estimate, 0.0, float(len(a) + len(b) - 2))
     weights = sum(part**2 / (len(x) - 1) for part, x in zip(parts, (a, b), strict=True))
     return Difference(estimate, math.sqrt(total), total**2 / weights)
+
+
+def variance(scores: Sequence[float]) -> float:
+    """Unbiased; exactly 0 for scores that are all the same, whose mean may be rounded to another number."""
+    return 0.0 if min(scores) == max(scores) else float(np.var(scores, ddof=1))
 
 
 def permutation_p(a: Sequence[float], b: Sequence[float], *, seed: int = 0, draws: int = 9_999) -> float:

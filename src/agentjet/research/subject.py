@@ -6,6 +6,7 @@ Code and tasks are named, not held: `FILE.py:FUNCTION`, relative to the folder t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,7 +48,9 @@ class Subject(Record):
     concurrency: int = 32
     """Episodes at the same time."""
     floor: float = 0.0
-    """The score of a policy that can no longer answer: of a run that diverged."""
+    """The score of a policy that can no longer answer, of a run that diverged; less where one of the run's held-out
+    episodes earned less.
+    """
     patience: float = 1800.0
     """Seconds that the training between two scorings, or a scoring, may take before the run is given up as lost."""
     code: str = ""
@@ -61,6 +64,9 @@ class Subject(Record):
         refuse(not 1 <= self.evaluations <= self.steps, f"subject.evaluations = {self.evaluations}: {most} of them")
         refuse(self.repeats < 1, f"subject.repeats = {self.repeats}: each held-out task is played at least once")
         refuse(self.concurrency < 1, f"subject.concurrency = {self.concurrency}: give 1 or more")
+        refuse(
+            not math.isfinite(self.floor), f"subject.floor = {self.floor}: give the lowest score that a run may have"
+        )
         refuse(not self.patience > 0, f"subject.patience = {self.patience}: give seconds above 0")
 
     def agent_of(self, arm: str) -> str:

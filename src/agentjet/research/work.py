@@ -81,7 +81,7 @@ class Work:
         except (AgentJetError, TimeoutError) as error:
             why = str(error) or f"no end within subject.patience = {self._subject.patience:g} s"
             if self._is_broken():
-                return self._outcome("diverged", self._subject.floor, shortened(why))
+                return self._outcome("diverged", self._record.floor(self._subject.floor), shortened(why))
             return self._outcome("infra_failed", None, shortened(why))
         return self._outcome("diverged" if self._is_broken() else "completed", self._record.scorings[marks[-1]].mean)
 
@@ -182,7 +182,7 @@ def scoring(rewards_by_task: Sequence[Sequence[float]]) -> Scoring:
     """Every task has been played."""
     means = [statistics.fmean(rewards) for rewards in rewards_by_task]
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
-    return Scoring(statistics.fmean(means), error)
+    return Scoring(statistics.fmean(means), error, min(map(min, rewards_by_task)))
 
 
 def flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:

@@ -39,6 +39,9 @@ def new(
     sesoi: Annotated[
         float | None, typer.Option(min=0, help="Smallest difference of scores that matters; default 0.02.")
     ] = None,
+    floor: Annotated[
+        float, typer.Option(help="Lowest score there is: what a run that diverged gets once it answers no more.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Where all seeds of the study come from.")] = 0,
     llm: Llm = None,
     llm_model: LlmModel = "",
@@ -69,6 +72,7 @@ def new(
             evaluations=min(4, steps),
             repeats=repeats,
             concurrency=concurrency,
+            floor=floor,
         )
     )
     made = plan(

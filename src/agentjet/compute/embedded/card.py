@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
+from agentjet.compute.embedded.fingerprint import model_fingerprint
 from agentjet.compute.embedded.resolve import first_line
 from agentjet.config import ModelConfig
 from agentjet.config.paths import cache_dir
@@ -51,6 +52,7 @@ def make_card(config: ModelConfig, folder: str, model: PreTrainedModel) -> Model
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         tool_format=tool_format,
+        weights=model_fingerprint(model),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentjet.compute.embedded.learner import Learner
 from agentjet.compute.embedded.policy import Policy
@@ -57,6 +57,12 @@ def fingerprint(weights: Iterable[Tensor], known: dict[int, Tensor]) -> int:
             known[id(tensor)] = summed(tensor)
         sums.append(known[id(tensor)])
     return int(summed(torch.stack(sums)))
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Of a whole model, rounded to bfloat16: the same on every device, and in that type or in float32."""
+    sums = [summed(weights.detach().to(torch.bfloat16, copy=True)) for weights in model.parameters()]
+    return f"{int(summed(torch.stack(sums))) % 2**64:016x}"
 
 
 def summed(weights: Tensor) -> Tensor:

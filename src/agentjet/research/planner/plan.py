@@ -84,6 +84,11 @@ class Plan:
             "when it lies within at the last look, else inconclusive.",
             f"Evaluator: {evaluator}; it scores every arm.",
         ]
+        if study.subject is not None:
+            lines.append(
+                f"A run that diverged and answers no more scores {study.subject.floor:g}, or the least that one of its "
+                "held-out episodes earned where that is less."
+            )
         return "\n".join(f"* {line}" for line in lines)
 
     def _cost(self) -> str:
