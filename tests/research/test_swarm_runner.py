@@ -157,6 +157,13 @@ def test_what_is_wrong_with_the_study_ends_it(tmp_path: Path) -> None:
     assert not (tmp_path / "launches" / "k-1" / "outcome.json").exists()
 
 
+def test_a_setting_that_would_be_ignored_is_not_launched(tmp_path: Path) -> None:
+    with SwarmRunner(SUBJECT, tmp_path, []) as runner:
+        with pytest.raises(ConfigError, match=r"model\.name = 'other': --model is what all arms run"):
+            runner.launch("k-1", replace(TRIAL, setting={"model.name": "other"}))
+        assert not runner.has("k-1")
+
+
 def test_which_trials_share_a_run() -> None:
     assert name_of_run(replace(TRIAL, fidelity=1.0)) == name_of_run(TRIAL)
     others = [

@@ -28,7 +28,7 @@ from agentjet.research.files import write_whole
 from agentjet.research.models import Outcome, Setting, Trial
 from agentjet.research.notes import shortened
 from agentjet.research.records import Value, canonical
-from agentjet.research.servers import Place, Served
+from agentjet.research.servers import Place, Served, check_changes
 from agentjet.research.subject import Subject
 from agentjet.research.work import ANSWERS, WRONG_STUDY, Order
 
@@ -66,7 +66,8 @@ class SwarmRunner:
         return (self._launches / key / "trial.json").exists()
 
     def launch(self, key: str, trial: Trial) -> None:
-        """In a line for the next free place."""
+        """In a line for the next free place. Raises `ConfigError` for a setting that would be ignored."""
+        check_changes(trial.setting)
         (self._launches / key).mkdir(parents=True, exist_ok=True)
         write_whole(self._launches / key / "trial.json", canonical(trial.to_json()))
         self._waiting.put(key)
