@@ -129,6 +129,7 @@ class SwarmRunner:
         note, servings = "", 0
         while not draft.exists() and servings < MAX_SERVINGS:
             servings += 1
+            self._subject.check_code()  # Before a server loads the model: what it began with would be saved.
             try:
                 with place.serving(run, self._setting(trial), self._stopping) as served:
                     order = Order(trial, self._subject, served.address, str(run), str(draft))
