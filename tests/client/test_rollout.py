@@ -60,6 +60,7 @@ def test_train_learns_the_steps_asked_for(agent: Callable[..., float], concurren
     )
     assert not report.errors and f"{report.num_not_needed} not needed" in str(report)
     assert server.most_live <= concurrency
+    assert all(view.reason.startswith("not needed: ") for view in server.episodes.values() if view.reason)
 
 
 @pytest.mark.parametrize("agent", [sync_agent, async_agent])
@@ -93,7 +94,7 @@ def test_a_failing_agent_aborts_is_tried_again_and_never_scored() -> None:
     assert report.mean_reward == 1.0
     assert {view.reason for view in server.episodes.values() if view.reason} <= {
         "TimeoutError: the tool hung",
-        "the client stopped",
+        "not needed: nobody waits for it any more",
         "not needed: the client's run has its steps",
     }
 

@@ -121,6 +121,33 @@ def test_every_setting_of_the_priors_makes_a_plan(name: str) -> None:
         assert made.study.hypotheses and prior.says[0] in made.to_markdown()
 
 
+@pytest.mark.parametrize(
+    ("arm", "knobs", "said"),
+    [
+        (
+            'changes = { "model.name" = "owner/other" }',
+            "",
+            r"arm 'b': model\.name = 'owner/other': --model is what all",
+        ),
+        ('changes = { "model.path" = "other" }', "", r"arm 'b': model\.path = 'other': --model is what all arms run"),
+        ('changes = { "model.threads" = 2 }', "", r"arm 'b': model\.threads = 2 belongs to the server"),
+        ('changes = { "server.port" = 8401 }', "", r"arm 'b': server\.port = 8401 belongs to the server"),
+        ("", '[knobs."model.threads"]\nvalues = [1, 2]', r"arm 'a': model\.threads = 1.0 belongs to the server"),
+    ],
+)
+def test_what_arms_cannot_differ_in(tmp_path: Path, arm: str, knobs: str, said: str) -> None:
+    file = tmp_path / "space.toml"
+    file.write_text(f"[arms.a]\n[arms.b]\n{arm}\n{knobs}\n")
+    with pytest.raises(ConfigError, match=said):
+        plan("a or b", budget="100", subject=SUBJECT, space=read_space(file))
+
+
+def test_the_model_is_no_setting_of_the_base() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.name = 'other': --model is what all arms run"):
+        plan("does a kl penalty help?", budget="100", subject=replace(SUBJECT, settings={"model.name": "other"}))
+    check_job({"model.threads": 1, "server.port": 8401})
+
+
 def test_numbers_outside_their_range_are_refused() -> None:
     assert "from 1e-08 to 0.1" in str(priors()["job.optimizer.lr"].refusal("lr", 5.0))
     assert "whole" in str(priors()["job.group_size"].refusal("n", 2.5))

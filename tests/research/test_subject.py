@@ -1,5 +1,5 @@
-"""1. A subject says when it is scored; its code is what its files are, and all that lie beside them; a file that
-   changed is named.
+"""1. A subject says when it is scored; its code is what its files are, and all that lie beside and below them; a file
+   that changed is named. So is one of the model's folder.
 2. What every trial would fail with is refused by name before the first.
 3. A run's record is on disk after every piece, and gives curves and signals up to a step.
 4. A leased server gets the whole job, and nothing that only whoever starts a server can set; arms do not differ in it.
@@ -76,6 +76,42 @@ def test_code_is_the_files_and_what_lies_beside_them(subject: Subject, tmp_path:
         write(path, before)
         hashed.check_code()
         replace(hashed, files={}).check_code()
+
+
+def test_code_below_the_agent_counts(subject: Subject, tmp_path: Path) -> None:
+    helper = tmp_path / "helpers" / "rub.py"
+    helper.parent.mkdir()
+    helper.write_text("X = 1\n")
+    hashed = subject.hashed()
+    assert str(helper) in hashed.files
+    helper.write_text("X = 2\n")
+    with pytest.raises(ConfigError, match=rf"subject\.code = .* now: {helper} changed\. "):
+        hashed.check_code()
+    helper.write_text("X = 1\n")
+    for folder, file in ((".hidden", "a.py"), ("__pycache__", "a.py"), ("env", "pyvenv.cfg"), ("study", "study.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+        (tmp_path / folder / "run.py").touch()
+    hashed.check_code()
+
+
+def test_a_model_in_a_folder_is_part_of_the_study(subject: Subject, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / ".cache").mkdir(parents=True)
+    weights, unseen = model / "model.safetensors", model / ".cache" / "etag"
+    weights.write_bytes(b"0" * 9)
+    hashed = replace(subject, model=str(model)).hashed()
+    assert set(hashed.weights) == {str(weights)} and hashed.code == subject.hashed().code
+    assert not subject.hashed().weights and "weights" not in subject.to_json(), "a model of the hub"
+    unseen.touch()
+    hashed.check_code()
+    for content, said in ((b"1" * 9, "changed"), (None, "is gone")):
+        weights.write_bytes(content) if content else weights.unlink()
+        with pytest.raises(
+            ConfigError, match=rf"subject\.model = '{model}' is another .*: {weights} {said}\. .* restore"
+        ):
+            hashed.check_code()
+        replace(hashed, weights={}).check_code()  # as older studies have it
 
 
 def write(path: Path, content: str | None) -> None:

@@ -3,6 +3,7 @@
 1. A place that cannot serve is asked three times, then the trial is lost to the infrastructure; a repeat begins anew.
    As long as no trial was completed that is the end of the run: nothing is counted, the next runner begins it anew.
 2. A launch is on disk when it returns; the next runner of the folder takes up what the last one left waiting.
+   So is a run whose environment died on the way.
 3. What is wrong with the study ends it where it waits.
 4. Trials share a run when they differ in fidelity alone.
 5. What a server reports of its weights answers whether the last steps changed them.
@@ -60,6 +61,21 @@ class Refusing:
         self.closed = True
 
 
+@dataclass
+class Dying(Refusing):
+    """A place whose run comes to its end, while half of the episodes do not come back."""
+
+    launch: Path = Path()
+
+    @contextmanager
+    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[Served]:
+        signals = {"batch/episodes": (8.0,) * 3, "episodes/aborted": (9.0,) * 3, "episodes/expired": (0.0,) * 3}
+        ended = Outcome(TRIAL.id, "completed", 0.5, signals=signals)
+        (self.launch / "draft.json").write_text(canonical(ended.to_json()))
+        with super().serving(run, settings, stopping) as served:
+            yield served
+
+
 def complete_one(folder: Path) -> None:
     """Trials of the study have worked before."""
     (folder / "launches" / "k-0").mkdir(parents=True)
@@ -77,6 +93,21 @@ def test_a_first_trial_that_is_lost_is_not_counted(tmp_path: Path) -> None:
         assert not list((tmp_path / "launches" / "k-1").glob("outcome.json"))
         assert not list((tmp_path / "runs").iterdir())
     assert len(list((tmp_path / "launches" / "k-1").glob("lost-*/trace"))) == 2
+
+
+def test_a_run_whose_environment_died_is_lost_before_anybody_hears_of_it(tmp_path: Path) -> None:
+    dying = Dying(AgentJetError("over"), launch=tmp_path / "launches" / "k-1")
+    with SwarmRunner(SUBJECT, tmp_path, [dying]) as runner:
+        runner.launch("k-1", TRIAL)
+        with pytest.raises(ConfigError, match=r"nothing was counted: .* dead_environment: .* did not come back"):
+            runner.collect("k-1")
+    assert len(list((tmp_path / "launches" / "k-1").glob("lost-*/trace"))) == 1
+    complete_one(tmp_path)
+    with SwarmRunner(SUBJECT, tmp_path, [dying]) as runner:
+        outcome = runner.collect("k-1")
+    assert (outcome.end, outcome.score) == ("infra_failed", None)
+    assert (tmp_path / "launches" / "k-1" / "run" / "trace").exists(), "a repeat begins anew"
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
@@ -175,6 +206,13 @@ def test_what_is_wrong_with_the_study_ends_it(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no such setting"):
             runner.collect("k-1")
     assert not (tmp_path / "launches" / "k-1" / "outcome.json").exists()
+
+
+def test_a_setting_that_would_be_ignored_is_not_launched(tmp_path: Path) -> None:
+    with SwarmRunner(SUBJECT, tmp_path, []) as runner:
+        with pytest.raises(ConfigError, match=r"model\.name = 'other': --model is what all arms run"):
+            runner.launch("k-1", replace(TRIAL, setting={"model.name": "other"}))
+        assert not runner.has("k-1")
 
 
 def test_which_trials_share_a_run() -> None:

@@ -142,8 +142,9 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
     world.call(a, 9, parent=first, kept=4)
     world.call(b, 7)
     world.finish(a, 1.0, metrics={"tools": 2.0})
-    lost = world.begin("other", mode="eval")
+    lost, unneeded = world.begin("other", mode="eval"), world.begin("other", mode="eval")
     world.abort(lost)
+    world.abort(unneeded, "not needed: the client's run has its steps")
     world.finish(b, 0.0, metrics={"tools": 4.0})
     batch = world.swarm.compose()
     world.swarm.forest(batch)
@@ -171,6 +172,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "groups/dropped": 0,
         "episodes/aborted": 1.0,
         "episodes/expired": 0.0,
+        "episodes/not_needed": 1.0,
         "optim/lr": 1e-5,
     }
     assert world.swarm.episode(a.id).trained_in == 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from agentjet.client.connection import Connection
-from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
+from agentjet.client.episode import GOODBYE_SECONDS, UNPLAYED, AsyncEpisode
 from agentjet.errors import AgentJetError
 from agentjet.protocol import BeginRequest, BeginResponse
 
@@ -37,7 +37,7 @@ async def begin(
         with suppress(AgentJetError, TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS / 2):
                 episode = await _asked(connection, request.model_copy(update={"wait": 0.0}), key, patience=0.0)
-                await episode.abort(STOPPED, patience=0.0)
+                await episode.abort(UNPLAYED, patience=0.0)
                 given_back(episode)
         raise
 

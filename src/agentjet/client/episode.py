@@ -33,6 +33,8 @@ class Requests(Protocol):
 
 STOPPED = "the client stopped"
 NOT_NEEDED = "not needed: the client's run has its steps"
+UNPLAYED = "not needed: nobody waits for it any more"
+"""Of an episode that was begun just as its client stopped asking for one."""
 GOODBYE_SECONDS = 5.0
 """How long the abort of a cancelled episode is tried: its lease would reclaim it anyway."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentjet.client.code import Code, Stamp, Version
-from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
+from agentjet.client.episode import GOODBYE_SECONDS, UNPLAYED, AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
 from agentjet.client.rollout import Agent
 from agentjet.client.slots import Slot
@@ -98,7 +98,7 @@ class LiveCode:
             try:
                 await self._answered_or_left(asking, slot.group, loaded)
             except asyncio.CancelledError:
-                await _give_back(asking, STOPPED, given_back)
+                await _give_back(asking, UNPLAYED, given_back)
                 raise
             if asking.done() and (self._begun.get(slot.group) is loaded or not loaded.left.is_set()):
                 episode = asking.result()

@@ -15,7 +15,7 @@ from contextlib import suppress
 from agentjet.client.asynchronous import AsyncSwarm
 from agentjet.client.beginning import SERVER_WAIT, begin
 from agentjet.client.endpoint import Endpoint
-from agentjet.client.episode import GOODBYE_SECONDS, STOPPED, AsyncEpisode
+from agentjet.client.episode import GOODBYE_SECONDS, UNPLAYED, AsyncEpisode
 from agentjet.client.team_episode import AsyncTeamEpisode
 from agentjet.errors import AgentJetError, Conflict, Later
 from agentjet.protocol import BeginRequest
@@ -58,7 +58,7 @@ async def begin_on_all(
             return AsyncTeamEpisode(team, parts, deciding)
         except BaseException as error:
             without_room = isinstance(error, Later) or (isinstance(error, Conflict) and error.code == "task_set_full")
-            await _given_back(parts, INCOMPLETE if without_room else STOPPED)
+            await _given_back(parts, INCOMPLETE if without_room else UNPLAYED)
             left = deadline - retry.clock()
             if not isinstance(error, Later) or left <= 0:
                 raise

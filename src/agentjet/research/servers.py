@@ -8,7 +8,13 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
+from agentjet.errors import ConfigError
 from agentjet.research.records import Record, Setting
+
+MODEL = ("model", "model.name", "model.path")
+"""What nobody sets: it is named with the study."""
+OPERATION = ("server.", "model.threads")
+"""Settings that nothing trained depends on."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,27 @@ class Address(Record):
     url: str
     token: str
     lease: int | None = None
+
+
+def check_model(settings: Setting) -> None:
+    """Raises `ConfigError` for a model among the settings: the study has one."""
+    for name in MODEL:
+        if name in settings:
+            raise ConfigError(
+                f"{name} = {settings[name]!r}: --model is what all arms run; another model is another study, in "
+                "another folder"
+            )
+
+
+def check_changes(changes: Setting) -> None:
+    """Raises `ConfigError` for what arms cannot differ in: they would be trained alike."""
+    check_model(changes)
+    for name, value in changes.items():
+        if name.startswith(OPERATION):
+            raise ConfigError(
+                f"{name} = {value!r} belongs to the server, and nothing that is trained depends on it: set it for all "
+                "arms (--set), or leave it out"
+            )
 
 
 class Served(Protocol):

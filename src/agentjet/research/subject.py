@@ -6,8 +6,10 @@ Code and tasks are named, not held: `FILE.py:FUNCTION`, relative to the folder t
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ from agentjet.client.task_file import read_tasks
 from agentjet.errors import ConfigError
 from agentjet.research.records import Record, Setting, refuse
 from agentjet.types import Task
+
+NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+OF_OTHERS = ("study.json", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
+"""What a folder holds that is no part of the code beside it: a study, a server's data dir, an environment."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Subject(Record):
     """Hash of the code and the tasks that are named here: what changed since is refused."""
     files: Mapping[str, str] = field(default_factory=dict)
     """By file, the hash of what `code` is made of: tells which of them changed. Older studies have none."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """By file, the hash of what is in the model's folder. None where it is not a local one, or the study is older."""
 
     def __post_init__(self) -> None:
         refuse(self.steps < 1, f"subject.steps = {self.steps}: a run learns at least 1 batch")
@@ -88,32 +96,35 @@ class Subject(Record):
     def to_json(self) -> dict[str, Any]:
         """Without files that were not noted: the ids of older studies, and so their seeds, stay what they were."""
         content = super().to_json()
-        if not self.files:
-            del content["files"]
+        for noted in ("files", "weights"):
+            if not content[noted]:
+                del content[noted]
         return content
 
     def hashed(self) -> Subject:
-        """With the hashes of code and tasks as the files are. Raises `ConfigError` for what is not there."""
+        """With the hashes of code, tasks and model as the files are. Raises `ConfigError` for what is not there."""
         named = {self.agent, self.tasks, self.held_out, self.evaluator or self.agent, *self.agents.values()}
         sources = sources_of(named)
-        contents = {file: content for found in sources.values() for file, content in found.items()}
+        contents = {str(found.folder / file): found.files[file] for found in sources.values() for file in found.files}
         hashes = {file: hash_of({Path(file).name: content}) for file, content in sorted(contents.items())}
-        return replace(self, code=digest_of(sources), files=hashes)
+        return replace(self, code=digest_of(sources), files=hashes, weights=hashes_in(Path(self.model)))
 
     def evaluator_now(self) -> str:
         """The same of what computes the score alone."""
         return digest_of(sources_of({self.evaluator or self.agent, self.held_out}))
 
     def check_code(self) -> None:
-        """Raises `ConfigError` when the code or the tasks are not what they were when the study was fixed."""
+        """Raises `ConfigError` when code, tasks or model are not what they were when the study was fixed."""
         if not self.code:
             return
         now = self.hashed()
         if now.code != self.code:
-            raise ConfigError(
-                f"subject.code = {self.code!r}, and the files are {now.code!r} now: {changes(self.files, now.files)}. "
-                "A study is fixed before its data: restore its files, or begin a new study"
-            )
+            wrong = f"code = {self.code!r}, and the files are {now.code!r} now: {changes(self.files, now.files)}"
+        elif self.weights and now.weights != self.weights:
+            wrong = f"model = {self.model!r} is another model now: {changes(self.weights, now.weights)}"
+        else:
+            return
+        raise ConfigError(f"subject.{wrong}. A study is fixed before its data: restore its files, or begin a new study")
 
     def player(self, arm: str) -> Agent:
         """The agent that an arm trains. Raises `ConfigError`."""
@@ -149,21 +160,54 @@ def load_tasks(named: str, *, option: str) -> list[Task]:
     return tasks
 
 
-def sources_of(named: set[str]) -> dict[str, dict[str, bytes]]:
-    """By name, the content of its file and, of Python, of all that lie beside it: any of them may be imported.
+@dataclass(frozen=True)
+class Source:
+    """What a name stands for."""
 
-    Files are called by the folder they are named in, those of a package by the package, wherever it is installed.
-    """
-    sources: dict[str, dict[str, bytes]] = {}
+    folder: Path
+    """What it is called: as it is named; of a package, the package, wherever that is installed."""
+    files: Mapping[str, bytes]
+    """By path in the folder."""
+
+
+def sources_of(named: set[str]) -> dict[str, Source]:
+    """By name, its file and, of Python, all that lie beside and below it: any of them may be imported."""
+    sources: dict[str, Source] = {}
     for name in named:
         file = Path(name) if name.endswith(".jsonl") else source_of(name, option="subject")
-        beside = sorted(file.parent.glob("*.py")) if file.suffix == ".py" else []
-        folder = folder_of(name, file)
+        beside = [path for path in files_below(file.parent) if path.suffix == ".py"] if file.suffix == ".py" else []
         try:
-            sources[name] = {str(folder / path.name): path.read_bytes() for path in {file, *beside}}
+            contents = {path.relative_to(file.parent).as_posix(): path.read_bytes() for path in {file, *beside}}
         except OSError as error:
             raise ConfigError(f"subject: {file}: {error.strerror or error}") from None
+        sources[name] = Source(folder_of(name, file), contents)
     return sources
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files of a folder and of those in it, but for what is hidden or of others."""
+    for place, folders, names in os.walk(folder):
+        here = Path(place)
+        folders[:] = [] if here.name in NOT_IMPORTED else [name for name in folders if is_own(here / name)]
+        yield from (here / name for name in names if not name.startswith("."))
+
+
+def is_own(folder: Path) -> bool:
+    if folder.name.startswith(".") or folder.name in NOT_IMPORTED:
+        return False
+    return not any((folder / file).exists() for file in OF_OTHERS)
+
+
+def hashes_in(model: Path) -> dict[str, str]:
+    """By file, of a model in a local folder. Read piece by piece: weights are large. Raises `ConfigError`."""
+    hashes = {}
+    for file in sorted(files_below(model)):
+        try:
+            with file.open("rb") as content:
+                hashes[str(file)] = hashlib.file_digest(content, "sha256").hexdigest()[:12]
+        except OSError as error:
+            raise ConfigError(f"subject.model = {str(model)!r}: {file}: {error.strerror or error}") from None
+    return hashes
 
 
 def folder_of(name: str, file: Path) -> Path:
@@ -174,14 +218,9 @@ def folder_of(name: str, file: Path) -> Path:
     return module if file.name == "__init__.py" else module.parent
 
 
-def digest_of(sources: Mapping[str, Mapping[str, bytes]]) -> str:
+def digest_of(sources: Mapping[str, Source]) -> str:
     """Of what `sources_of` found, wherever it lies."""
-    return hash_of(
-        {
-            name: hash_of({Path(file).name: content for file, content in found.items()}).encode()
-            for name, found in sources.items()
-        }
-    )
+    return hash_of({name: hash_of(found.files).encode() for name, found in sources.items()})
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:

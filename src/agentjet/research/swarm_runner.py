@@ -23,11 +23,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.research.diagnosis.infrastructure import checked
 from agentjet.research.files import write_whole
 from agentjet.research.models import Outcome, Setting, Trial
 from agentjet.research.notes import shortened
 from agentjet.research.records import Value, canonical
-from agentjet.research.servers import Place, Served
+from agentjet.research.servers import Place, Served, check_changes
 from agentjet.research.subject import Subject
 from agentjet.research.work import ANSWERS, WRONG_STUDY, Order
 
@@ -65,7 +66,8 @@ class SwarmRunner:
         return (self._launches / key / "trial.json").exists()
 
     def launch(self, key: str, trial: Trial) -> None:
-        """In a line for the next free place."""
+        """In a line for the next free place. Raises `ConfigError` for a setting that would be ignored."""
+        check_changes(trial.setting)
         (self._launches / key).mkdir(parents=True, exist_ok=True)
         write_whole(self._launches / key / "trial.json", canonical(trial.to_json()))
         self._waiting.put(key)
@@ -123,10 +125,11 @@ class SwarmRunner:
         trial = Trial.from_json(read(self._launches / key / "trial.json"))
         run = self._runs / name_of_run(trial)
         run.mkdir(parents=True, exist_ok=True)
-        draft = self._launches / key / "draft.json"
+        draft = self._draft(key)
         note, servings = "", 0
         while not draft.exists() and servings < MAX_SERVINGS:
             servings += 1
+            self._subject.check_code()  # Before a server loads the model: what it began with would be saved.
             try:
                 with place.serving(run, self._setting(trial), self._stopping) as served:
                     order = Order(trial, self._subject, served.address, str(run), str(draft))
@@ -137,23 +140,24 @@ class SwarmRunner:
                 note = str(error)
             if self._stopping.is_set():
                 return
-        if not draft.exists():
-            lost = Outcome(trial.id, "infra_failed", note=shortened(f"{place.name}: {note}"))
-            write_whole(draft, canonical(lost.to_json()))
-        self._refuse_to_begin_lost(key, draft, run)
+        if draft.exists():
+            outcome = checked(Outcome.from_json(read(draft)))
+        else:
+            outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{place.name}: {note}"))
+        write_whole(draft, canonical(outcome.to_json()))
+        self._refuse_to_begin_lost(key, outcome, run)
         lost_run = self._launches / key / "run"
-        if Outcome.from_json(read(draft)).end == "infra_failed" and not lost_run.exists():
+        if outcome.end == "infra_failed" and not lost_run.exists():
             run.rename(lost_run)  # A repeat begins anew.
         elif trial.fidelity >= 1.0:
             place.over(run)
         draft.rename(self._answer(key))  # Nobody has the run any more: the next trial of it may begin.
 
-    def _refuse_to_begin_lost(self, key: str, draft: Path, run: Path) -> None:
+    def _refuse_to_begin_lost(self, key: str, lost: Outcome, run: Path) -> None:
         """Raises `ConfigError` for a lost trial where none was ever completed: whatever is wrong is wrong with all."""
-        lost = Outcome.from_json(read(draft))
         if lost.end != "infra_failed" or any(is_result(path) for path in self._launches.glob("*/outcome.json")):
             return
-        draft.unlink()
+        self._draft(key).unlink()
         run.rename(self._launches / key / f"lost-{uuid.uuid4().hex[:6]}")
         raise ConfigError(
             "The first trial was lost, and nothing was counted: mend it and run the same command again; with other "
@@ -196,6 +200,10 @@ class SwarmRunner:
         if code == WRONG_STUDY:
             raise ConfigError(tail)
         return f"the trial's process ended with exit code {code}:\n{tail}" if code else ""
+
+    def _draft(self, key: str) -> Path:
+        """The outcome, while its run is being put away."""
+        return self._launches / key / "draft.json"
 
     def _answer(self, key: str) -> Path:
         return self._launches / key / "outcome.json"

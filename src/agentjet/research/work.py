@@ -94,7 +94,9 @@ class Work:
         """Abort what an earlier process of this run left live: nobody plays it any more."""
         for episode in (await self._swarm.episodes(MANY)).episodes:
             if episode.status == "live":
-                await self._swarm.abort(episode.episode_id, "its client ended; the trial goes on in another process")
+                await self._swarm.abort(
+                    episode.episode_id, "not needed: its client ended; the trial goes on in another process"
+                )
 
     async def _train(self, mark: int) -> None:
         """On to a step, unless the run stands there."""

@@ -169,12 +169,13 @@ class Journal(JournalFile):
         return {version: Tally(*counts) for version, *counts in reversed(rows)}
 
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
-        """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale` or
-        `in_doubt`.
+        """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale`,
+        `in_doubt` or `not_needed`.
         """
         rows = self._db.execute(
             "SELECT CASE WHEN reason LIKE 'surplus:%' THEN 'surplus' WHEN reason LIKE 'stale:%' THEN 'stale' "
-            "WHEN reason LIKE 'in doubt:%' THEN 'in_doubt' ELSE status END AS how, COUNT(*) FROM aborts "
+            "WHEN reason LIKE 'in doubt:%' THEN 'in_doubt' WHEN reason LIKE 'not needed:%' THEN 'not_needed' "
+            "ELSE status END AS how, COUNT(*) FROM aborts "
             "WHERE for_batch = ? GROUP BY how",
             (for_batch,),
         )

@@ -16,6 +16,7 @@ from agentjet.research.planner.rehearsal import rehearse
 from agentjet.research.planner.space import Space
 from agentjet.research.planner.templates import Claim, Sketch, sketch
 from agentjet.research.planner.topics import Understood, understand
+from agentjet.research.servers import check_changes
 
 METRIC = "mean reward on the held-out tasks, at the last step"
 SESOI = 0.02
@@ -125,6 +126,7 @@ def check_arm(arm: Arm, base: Setting) -> None:
     for position in (0, -1):
         tuned = {knob.name: knob.values[position] for knob in arm.nuisance}
         try:
+            check_changes({**arm.changes, **tuned})
             check_job({**base, **arm.changes, **tuned})
         except ConfigError as error:
             raise ConfigError(f"arm {arm.name!r}: {error}") from None

@@ -16,6 +16,7 @@ from agentjet.config import load_config
 from agentjet.errors import ConfigError
 from agentjet.research.models import Knob, Setting, Study, Value
 from agentjet.research.planner.actions import Refused
+from agentjet.research.servers import check_model
 
 Sign = Literal["+", "-", "0", "?"]
 FREE = frozenset({"job.seed", "job.max_steps"})
@@ -152,4 +153,5 @@ def check_job(settings: Setting) -> None:
     """Raises `ConfigError` for settings that no server would take, and for those that are the study's own business."""
     for name in sorted(FREE & settings.keys()):
         raise ConfigError(f"{name} = {settings[name]!r}: seeds and lengths of trials are the study's; leave it out")
+    check_model(settings)
     load_config(None, [f"{name}={json.dumps(value)}" for name, value in settings.items()], environ={})
