@@ -94,8 +94,9 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
             new("does a kl penalty help?", **arguments)
     with pytest.raises(ConfigError, match="batch_sise"):
         new("does a kl penalty help?", "--set", "job.batch_sise=4")
-    with pytest.raises(ConfigError, match="--sesoi 0: give a difference"):
-        new("does a kl penalty help?", "--sesoi", "0")
+    for sesoi in ("0", "inf", "nan"):
+        with pytest.raises(ConfigError, match=f"--sesoi {sesoi}: give a finite difference"):
+            new("does a kl penalty help?", "--sesoi", sesoi)
     for out in ("play.py", "/proc/x"):
         with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
             research("demo", "--out", out)

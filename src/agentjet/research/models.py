@@ -118,10 +118,12 @@ class Study(Record):
             for name in (hypothesis.arm, hypothesis.against):
                 refuse(name not in names, f"hypotheses: {name!r} is no arm of the study; the arms are {names}")
             refuse(hypothesis.arm == hypothesis.against, f"hypotheses: {hypothesis.arm!r} is compared with itself")
-        refuse(not self.sesoi > 0, f"sesoi = {self.sesoi}: give the smallest difference that matters, above 0")
+        refuse(
+            not 0 < self.sesoi < math.inf, f"sesoi = {self.sesoi}: give the smallest difference that matters, above 0"
+        )
         refuse(not 0 < self.alpha < 0.5, f"alpha = {self.alpha}: choose one between 0 and 0.5, such as 0.05")
         refuse(not 0 <= self.reserve < 1, f"reserve = {self.reserve}: choose a share from 0 up to, not including, 1")
-        refuse(not self.budget > 0, f"budget = {self.budget}: give a number of full runs above 0")
+        refuse(not 0 < self.budget < math.inf, f"budget = {self.budget}: give a number of full runs above 0")
         rising = list(self.looks) == sorted(set(self.looks)) and bool(self.looks)
         refuse(not rising or self.looks[0] < 4, f"looks = {self.looks}: seeds must rise, from 4 (fewer prove nothing)")
         climbing = list(self.rungs) == sorted(set(self.rungs)) and bool(self.rungs) and self.rungs[0] > 0

@@ -37,7 +37,7 @@ def new(
     ] = None,
     space: Annotated[Path | None, typer.Option(help="Arms, knobs and claims (TOML), in place of the topic's.")] = None,
     sesoi: Annotated[
-        float | None, typer.Option(min=0, help="Smallest difference of scores that matters; default 0.02.")
+        float | None, typer.Option(help="Smallest difference of scores that matters, above 0; default 0.02.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Where all seeds of the study come from.")] = 0,
     llm: Llm = None,

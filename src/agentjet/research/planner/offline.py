@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,8 +41,8 @@ def plan(
     `budget` is in full runs ("60") or in time ("4h"), for which a run's seconds must be known. `folder` is where the
     agents of a space file are.
     """
-    if sesoi is not None and not sesoi > 0:
-        raise ConfigError(f"--sesoi {sesoi:g}: give a difference of scores above 0; leave it out for {SESOI:g}")
+    if sesoi is not None and not 0 < sesoi < math.inf:
+        raise ConfigError(f"--sesoi {sesoi:g}: give a finite difference of scores above 0; leave it out for {SESOI:g}")
     base: Setting = subject.settings if subject else {}
     if subject:
         check_job(base)
