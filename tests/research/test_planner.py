@@ -174,6 +174,23 @@ def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
     assert plan("x", budget="100", space=space, folder=tmp_path, subject=SUBJECT).study.arms[1].code != short.code
 
 
+def test_whole_settings_are_tuned_over_whole_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "space.toml"
+
+    def tried(setting: str, values: str) -> tuple[float, ...]:
+        path.write_text(f'[arms.a]\n[arms.b]\nchanges = {{"job.temperature" = 0.5}}\n[knobs."{setting}"]\n{values}\n')
+        [knob] = plan("x", budget="200", space=read_space(path), subject=SUBJECT).study.arms[0].nuisance
+        return knob.values
+
+    assert tried("job.max_tokens", "low = 4\nhigh = 9") == (4, 5, 6, 7, 8, 9)
+    many = tried("job.max_tokens", "low = 1000\nhigh = 9999")
+    assert (len(many), many[0], many[-1]) == (25, 1000, 9999) and all(value == int(value) for value in many)
+    assert len(tried("job.optimizer.lr", "low = 4\nhigh = 9")) == 25
+    for values in ("values = [4, 4.5, 6]", "low = 4.5\nhigh = 9"):
+        with pytest.raises(ConfigError, match=r"arm 'a': job\.max_tokens = 4\.5 .*integer"):
+            tried("job.max_tokens", values)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [

@@ -123,8 +123,9 @@ def meanings(understood: Understood) -> list[tuple[str, str]]:
 
 def check_arm(arm: Arm, base: Setting) -> None:
     """Raises `ConfigError` when a server would not take it, at any value of its knobs."""
-    for position in (0, -1):
-        tuned = {knob.name: knob.values[position] for knob in arm.nuisance}
+    longest = max((len(knob.values) for knob in arm.nuisance), default=1)
+    for position in range(longest):
+        tuned = {knob.name: knob.values[min(position, len(knob.values) - 1)] for knob in arm.nuisance}
         try:
             check_job({**base, **arm.changes, **tuned})
         except ConfigError as error:

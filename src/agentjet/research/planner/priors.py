@@ -13,6 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from agentjet.config import load_config
+from agentjet.config.table import sections
+from agentjet.config.table import settings as settings_in
 from agentjet.errors import ConfigError
 from agentjet.research.models import Knob, Setting, Study, Value
 from agentjet.research.planner.actions import Refused
@@ -92,6 +94,17 @@ def base_value(name: str, settings: Setting) -> Value:
         value = value[part]
     assert isinstance(value, bool | int | float | str), name
     return value
+
+
+@cache
+def whole_settings() -> frozenset[str]:
+    """Those of which a server takes whole numbers only."""
+    return frozenset(
+        f"{prefix}.{name}"
+        for prefix, section in sections()
+        for name, field in settings_in(section)
+        if field.annotation is int
+    )
 
 
 def knob(name: str, settings: Setting) -> Knob:
