@@ -47,6 +47,12 @@ def boom():
 
 def needy(path):
     return []
+
+def lonely():
+    return 1.0
+
+def leaves():
+    raise SystemExit(3)
 """
 
 
@@ -102,7 +108,11 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
             research("demo", "--out", out)
         with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
             new("does a kl penalty help?", "--out", out)
+    for option in ("--agent", "--evaluator"):
+        with pytest.raises(ConfigError, match=r"play\.py:lonely cannot be called as agent\(task, episode\): too many"):
+            new("does a kl penalty help?", option, "play.py:lonely")
     for arm, said in (
+        ('agent = "play.py:lonely"', "subject.agent play.py:lonely cannot be called as agent"),
         ('agent = "play.py:gone"', "there is no function 'gone'"),
         ('changes = { "job.batch_size" = 4 }', "arm 'b' changes nothing of arm 'a'"),
     ):
