@@ -72,7 +72,7 @@ def test_arms_tune_what_interacts_with_the_question() -> None:
     ]
     assert {arm.nuisance for arm in made.study.arms} == {(knob("job.optimizer.lr", {"job.optimizer.lr": 1e-3}),)}
     assert made.study.arms[0].nuisance[0].values == (1.1e-4, 3.3e-4, 1e-3, 3e-3, 9e-3)
-    assert [claim.sign for claim in made.claims] == ["0"]
+    assert [(claim.sign, "scales the step" in claim.why) for claim in made.study.hypotheses] == [("0", True)]
 
 
 def test_more_of_a_group_is_at_as_many_samples() -> None:

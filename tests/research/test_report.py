@@ -23,7 +23,18 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.explore import settings
 from agentjet.research.journal import Book
-from agentjet.research.models import Amendment, Arm, Diagnosis, Exchange, Finding, Outcome, Study, Subject, Trial
+from agentjet.research.models import (
+    Amendment,
+    Arm,
+    Diagnosis,
+    Exchange,
+    Finding,
+    Hypothesis,
+    Outcome,
+    Study,
+    Subject,
+    Trial,
+)
 from agentjet.research.report import build, check, facts_of
 from agentjet.research.report.building import Report, render
 from agentjet.research.report.comparing import compare
@@ -318,6 +329,18 @@ def test_what_was_trained_is_told() -> None:
     assert "agentjet research run FOLDER" in report.markdown.text and "runner" not in report.markdown.text
     assert ">step</text>" in report.figures["figures/curves.svg"]
     assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 0 to 48"
+
+
+def test_what_the_plan_expected_is_told_and_nothing_else(report: Report) -> None:
+    assert "| F1 | b scores higher than a | b \\*bold\\* against a | confirmatory |" in report.markdown.text
+    assert "expected" not in report.markdown.text, "of an older study nobody knows what was"
+    claim, other = STUDY.hypotheses[0], Hypothesis("a scores higher than b", "a", "b", origin="llm")
+    book = Book()
+    conduct(replace(STUDY, hypotheses=(replace(claim, sign="-", why="it costs 3 turns"), other)), book, Formula())
+    told = render(book).markdown.text
+    assert "| compared | expected of the first | kind |" in told
+    assert f"| {claim.arm} against {claim.against} | lower: it costs 3 turns | confirmatory | prior |" in told
+    assert "| a against b | – | confirmatory | llm |" in told
 
 
 def test_a_verdict_on_untested_runs_says_so() -> None:

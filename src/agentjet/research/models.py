@@ -21,6 +21,7 @@ from agentjet.research.subject import Subject
 __all__ = [
     "Amendment",
     "Arm",
+    "EXPECTED",
     "Diagnosis",
     "End",
     "Exchange",
@@ -32,6 +33,7 @@ __all__ = [
     "Phase",
     "Record",
     "Setting",
+    "Sign",
     "Study",
     "Subject",
     "Trial",
@@ -45,6 +47,13 @@ Phase = Literal["explore", "confirm", "probe"]
 End = Literal["completed", "pruned", "diverged", "infra_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
 Origin = Literal["prior", "llm", "human"]
+Sign = Literal["+", "-", "0", "?"]
+EXPECTED: Mapping[Sign, str] = {
+    "+": "higher",
+    "-": "lower",
+    "0": "no difference that matters",
+    "?": "nothing is known",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,14 @@ class Hypothesis(Record):
     against: str
     confirmatory: bool = True
     origin: Origin = "prior"
+    sign: Sign | None = None
+    """Of the difference that the plan expects, and `why`: they decide nothing. None where nobody said, as once."""
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Without an expectation that there is none of: the ids of older studies stay what they were."""
+        content = super().to_json()
+        return {key: value for key, value in content.items() if key not in ("sign", "why") or value}
 
 
 @dataclass(frozen=True)
@@ -107,7 +124,7 @@ class Study(Record):
 
     def to_json(self) -> dict[str, Any]:
         """Without a subject that there is none of: its seeds, which come from its id, stay what they were."""
-        content = super().to_json()
+        content = {**super().to_json(), "hypotheses": tuple(claim.to_json() for claim in self.hypotheses)}
         del content["subject"]
         return content if self.subject is None else {**content, "subject": self.subject.to_json()}
 

@@ -78,7 +78,6 @@ def plan(
         )
     return Plan(
         study,
-        tuple(found.claims),
         understood.kind if understood else None,
         tuple(meanings(understood)) if understood else (),
         understood.ignored if understood else (),
@@ -111,6 +110,8 @@ def hypothesis(claim: Claim) -> Hypothesis:
         claim.arm,
         claim.against,
         claim.confirmatory,
+        sign=claim.sign,
+        why=f"{claim.why} ({claim.reference})" if claim.reference else claim.why,
     )
 
 

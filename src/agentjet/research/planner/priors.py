@@ -16,10 +16,9 @@ from agentjet.config import load_config
 from agentjet.config.table import sections
 from agentjet.config.table import settings as settings_in
 from agentjet.errors import ConfigError
-from agentjet.research.models import Knob, Setting, Study, Value
+from agentjet.research.models import Knob, Setting, Sign, Study, Value
 from agentjet.research.planner.actions import Refused
 
-Sign = Literal["+", "-", "0", "?"]
 FREE = frozenset({"job.seed", "job.max_steps"})
 """Settings of a job that are the study's own business: seeds and lengths of its trials."""
 

@@ -24,9 +24,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Knob, Value
+from agentjet.research.models import Arm, Knob, Sign, Value
 from agentjet.research.planner.actions import ArmName
-from agentjet.research.planner.priors import Sign, rounded, whole_settings
+from agentjet.research.planner.priors import rounded, whole_settings
 from agentjet.research.planner.templates import Claim, Sketch
 from agentjet.research.wording import sentence
 

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from agentjet.research.models import Arm, Finding, Hypothesis, canonical
+from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, canonical
 from agentjet.research.report.facts import (
     NOTHING,
     Fact,
@@ -96,6 +96,7 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "plan": verbatim(canonical(study.to_json())),
         },
         consulted=done.num_exchanges > 0,
+        expects=any(hypothesis.sign for hypothesis in study.hypotheses),
     )
 
 
@@ -133,6 +134,7 @@ def finding_facts(
             "claim": quote(hypothesis.claim),
             "arm": quote(hypothesis.arm),
             "against": quote(hypothesis.against),
+            "expected": quote(expected_text(hypothesis)),
             "origin": quote(hypothesis.origin),
             "verdict": Fact(verdict.replace("_", " "), verdict, kind="verdict"),
             "reason": quote(said.reason),
@@ -153,6 +155,13 @@ def finding_facts(
         untested=untested_facts(facts, number, said, hypothesis, done),
         trials=[trials[name] for name in said.trials if name in trials],
     )
+
+
+def expected_text(hypothesis: Hypothesis) -> str:
+    """Of the first arm, before the data."""
+    if hypothesis.sign is None:
+        return ""
+    return f"{EXPECTED[hypothesis.sign]}: {hypothesis.why}" if hypothesis.why else EXPECTED[hypothesis.sign]
 
 
 def interval(rounding: Rounding, low: float | None, high: float | None) -> Fact:
