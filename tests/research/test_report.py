@@ -430,6 +430,26 @@ def test_knobs_at_their_ends_and_apart_are_said() -> None:
     assert "“b” was judged at lr = 1 and “a” at lr = 128: what separates them includes that" in text
 
 
+def test_who_was_tuned_is_said() -> None:
+    alike, none = "Every arm was tuned over the same values", "No arm has anything to tune"
+    a, b = STUDY.arms
+
+    def said(*arms: Arm) -> str:
+        book = Book()
+        conduct(replace(STUDY, arms=arms), book, Formula())
+        return render(book).markdown.text
+
+    assert alike in said(a, b)
+    fixed = [replace(arm, changes={**arm.changes, "lr": 1.0}, nuisance=()) for arm in (a, b)]
+    assert none in said(*fixed)
+    only_b = said(fixed[0], b)
+    assert "each tuned what the table of arms says, “a” nothing.\nWhat separates them includes that." in only_b
+    assert "tuned what the table of arms says.\n" in said(a, replace(b, nuisance=(replace(KNOB, values=(1.0, 2.0)),)))
+    book = Book()
+    book.open_study(STUDY)
+    assert "No setting was tried yet." in render(book).markdown.text
+
+
 def test_where_they_do_not_hold_they_are_not_said() -> None:
     found, text = limits(replace(STUDY, evaluator="abc"), Formula(hill))
     assert not any(found[name] for name in ("edges", "apart", "unequal", "untuned", "lost", "repeated", "unpinned"))
@@ -446,7 +466,7 @@ def test_unequal_spreads_and_untuned_arms_are_said() -> None:
     assert found["unequal"] and "Scores of “loud” spread" in text
     assert "at most 0.06 were told apart instead of 0.05, however unequal" in text
     assert "“quiet” was run at one setting, gain = 0, lr = 1, and tuned over nothing" in text
-    assert "No arm has a knob to tune" in text
+    assert "No arm has anything to tune" in text
 
 
 class Uneven(Formula):

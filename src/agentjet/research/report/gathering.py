@@ -96,6 +96,8 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "plan": verbatim(canonical(study.to_json())),
         },
         consulted=done.num_exchanges > 0,
+        tunes=any(num_settings(arm) > 1 for arm in study.arms),
+        tuned_alike=len({arm.nuisance for arm in study.arms}) == 1,
         expects=any(hypothesis.sign for hypothesis in study.hypotheses),
     )
 
