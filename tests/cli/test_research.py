@@ -176,6 +176,32 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
         research("report", str(folder.path), "--check", str(report))
 
 
+def test_an_annex_is_looked_at_and_reported(tmp_path: Path) -> None:
+    folder = StudyFolder(tmp_path / "study")
+    folder.write(STUDY, "")
+    steering = Steering(folder.steering)
+    steering.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
+    with Journal(folder.journal) as journal:
+        assert len(see_through(STUDY, journal, Formula(), steering)) == 2
+    seen = json.loads(research("status", str(folder.path), "--json"))["annexes"]["annex-1"]
+    assert [finding["claim"] for finding in seen["findings"]] == ["z scores higher than a"]
+    said = research("status", str(folder.path))
+    assert f"{folder.path}/annex-1, added after the data" in said and "z scores higher than a" in said
+    assert research("report", str(folder.path)).split() == [
+        str(folder.path / "report.html"),
+        str(folder.path / "annex-1" / "report.html"),
+    ]
+    assert "`annex-`" in (folder.path / "report.md").read_text()
+    for report in ("report.md", "report.html", "annex-1/report.md", "annex-1/report.html"):
+        assert "says what the journal does" in research(
+            "report", str(folder.path), "--check", str(folder.path / report)
+        )
+    annex = folder.path / "annex-1" / "report.md"
+    annex.write_text(annex.read_text().replace("supported", "proven", 1))
+    with pytest.raises(ConfigError, match="'proven'"):
+        research("report", str(folder.path), "--check", str(annex))
+
+
 def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) -> None:
     new("does a kl penalty help?")
     token = here / "token"
