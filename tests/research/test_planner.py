@@ -168,7 +168,12 @@ def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
     assert fast.nuisance == (), "what an arm sets it does not tune"
     assert (made.study.sesoi, made.study.looks, made.study.metric) == (0.05, (4, 6), "points")
     assert [(h.arm, h.against) for h in made.study.hypotheses] == [("short", "base")]
-    assert "25 values from 1e-06 to 0.001" in made.to_markdown()
+    page = made.to_markdown()
+    assert "25 values from 1e-06 to 0.001" in page
+    assert (
+        f"| `{tmp_path / 'short.py'}:agent` |" in page and "25 values from 1e-06 to 0.001 | `agent.py:agent` |" in page
+    )
+    assert "Evaluator: `agent.py:agent`; it scores every arm." in page
 
     (tmp_path / "short.py").write_text("def agent(task, episode): return 1\n", encoding="utf-8")
     assert plan("x", budget="100", space=space, folder=tmp_path, subject=SUBJECT).study.arms[1].code != short.code

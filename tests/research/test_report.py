@@ -331,6 +331,19 @@ def test_what_was_trained_is_told() -> None:
     assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 0 to 48"
 
 
+def test_agents_and_evaluator_are_told_where_they_differ() -> None:
+    subject = Subject("smollm2-135m", "agent.py:play", "tasks.jsonl", "held.jsonl", evaluator="judge.py:score")
+    for agents, rows in (
+        ({}, ["| arm | changes |", "| a | gain = 0 |"]),
+        ({"b": "b.py:play"}, ["| arm | agent | changes |", "| a | `agent.py:play` | gain", "| b | `b.py:play` | gain"]),
+    ):
+        book = Book()
+        book.open_study(replace(STUDY, subject=replace(subject, agents=agents)))
+        text = render(book).markdown.text
+        for row in ("| evaluator, which plays the held-out tasks | `judge.py:score` |", *rows):
+            assert row in text, row
+
+
 def test_what_the_plan_expected_is_told_and_nothing_else(report: Report) -> None:
     assert "| F1 | b scores higher than a | b \\*bold\\* against a | confirmatory |" in report.markdown.text
     assert "expected" not in report.markdown.text, "of an older study nobody knows what was"

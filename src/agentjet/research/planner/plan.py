@@ -9,6 +9,8 @@ from agentjet.research.models import EXPECTED, Arm, Study
 from agentjet.research.planner.rehearsal import Cost, rehearse
 from agentjet.research.planner.topics import MEANINGS, Kind
 
+ARMS = ("arm", "changes", "code", "tunes before it is judged")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -35,7 +37,7 @@ class Plan:
             "## Claims",
             self._claims(),
             "## Arms",
-            table(("arm", "changes", "code", "tunes before it is judged"), map(arm_row, study.arms)),
+            self._arms(),
             "## Rules",
             self._rules(),
             "## Cost",
@@ -60,9 +62,18 @@ class Plan:
             rows.append((hypothesis.claim, expected, standing, hypothesis.why or "–"))
         return table(("claim", "expected", "standing", "because"), rows)
 
+    def _arms(self) -> str:
+        """With the agent of each, where they differ in it."""
+        subject = self.study.subject
+        if subject is None or not subject.agents:
+            return table(ARMS, map(arm_row, self.study.arms))
+        rows = ((*arm_row(arm), f"`{subject.agent_of(arm.name)}`") for arm in self.study.arms)
+        return table((*ARMS, "agent"), rows)
+
     def _rules(self) -> str:
-        study = self.study
-        evaluator = f"`{study.evaluator}`" if study.evaluator else "the runner’s"
+        study, subject = self.study, self.study.subject
+        known = (subject.evaluator or subject.agent if subject else "", study.evaluator)
+        evaluator = ", ".join(f"`{name}`" for name in known if name) or "the runner’s"
         looks = ", ".join(map(str, study.looks))
         lines = [
             f"Score: {study.metric}. Smallest effect of interest: **{study.sesoi:g}**; less does not matter.",

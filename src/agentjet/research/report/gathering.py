@@ -98,6 +98,7 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
         consulted=done.num_exchanges > 0,
         tunes=any(num_settings(arm) > 1 for arm in study.arms),
         tuned_alike=len({arm.nuisance for arm in study.arms}) == 1,
+        agents_differ=bool(study.subject and study.subject.agents),
         expects=any(hypothesis.sign for hypothesis in study.hypotheses),
     )
 
@@ -185,6 +186,7 @@ def arm_facts(facts: Facts, number: int, arm: Arm, done: Proceedings, rounding: 
             "changes": setting_text(arm.changes),
             "knobs": quote("; ".join(f"{k.name} over {', '.join(map(written, k.values))}" for k in arm.nuisance)),
             "code": verbatim(arm.code[:12]),
+            "agent": verbatim(done.study.subject.agent_of(arm.name) if done.study.subject else ""),
             "num_settings": count(num_settings(arm)),
             "setting": setting_text(done.chosen[arm.name]) if arm.name in done.chosen else Fact(NOTHING),
             "num": count(len(confirming)),
@@ -281,6 +283,8 @@ def subject_facts(facts: Facts, done: Proceedings) -> Group | None:
             "steps": count(subject.steps),
             "evaluations": count(subject.evaluations),
             "repeats": count(subject.repeats),
+            "evaluator": verbatim(subject.evaluator),
             "code": verbatim(subject.code),
         },
+        judged_apart=bool(subject.evaluator),
     )
