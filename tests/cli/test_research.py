@@ -131,6 +131,8 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
 
 def test_steering_asks(here: Path) -> None:
     new("does a kl penalty help?")
+    with pytest.raises(ConfigError, match="resume: the study is not paused"):
+        research("steer", "study", "resume")
     research("steer", "study", "pause")
     research("steer", "study", "cap", "40")
     research("steer", "study", "add-arm", "hot", "--against", "without", "--set", "job.temperature=1.2")
@@ -147,6 +149,11 @@ def test_steering_asks(here: Path) -> None:
         (("veto", "--agianst"), "there is no such option"),
         (("add-arm", "b", "--against", "nobody", "--set", "job.temperature=1.1"), "'nobody' is no arm"),
         (("add-arm", "b", "--against", "hot", "--set", "job.temprature=1.1"), "is no setting"),
+        (
+            ("add-arm", "b", "--against", "hot", "--set", "job.algorithm.kl_coef=0"),
+            "would be arm 'without' under another",
+        ),
+        (("add-arm", "b", "--against", "hot", "--set", "job.temperature=1.20"), "would be arm 'hot' under another"),
         (("add-arm", "hot", "--against", "without"), "there is an arm 'hot' already"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from agentjet.errors import ConfigError
 from agentjet.research.confirm import FEWEST
-from agentjet.research.models import Arm, Hypothesis, Setting, Study, Subject, canonical
+from agentjet.research.models import Arm, Hypothesis, Setting, Study, Subject
 from agentjet.research.planner.plan import Plan
-from agentjet.research.planner.priors import base_value, check_job
+from agentjet.research.planner.priors import base_of, check_job, twin
 from agentjet.research.planner.rehearsal import rehearse
 from agentjet.research.planner.space import Space
 from agentjet.research.planner.templates import Claim, Sketch, sketch
@@ -46,7 +46,7 @@ def plan(
     base: Setting = subject.settings if subject else {}
     if subject:
         check_job(base)
-        base = {"job.optimizer.total_steps": subject.steps, **base}
+        base = base_of(subject)
     understood = None if space else understand(topic)
     found = space.sketch(folder) if space else sketch(understood, base) if understood else Sketch()
     for arm in found.arms if subject or understood else ():
@@ -135,13 +135,9 @@ def check_arm(arm: Arm, base: Setting) -> None:
 
 def check_differ(arms: Sequence[Arm], base: Setting) -> None:
     """Raises `ConfigError` for two arms that would be trained alike."""
-    names = sorted({name for arm in arms for name in arm.changes})
-    seen: dict[str, str] = {}
-    for arm in arms:
-        whole = {name: arm.changes[name] if name in arm.changes else base_value(name, base) for name in names}
-        other = seen.setdefault(canonical([whole, arm.code, [knob.name for knob in arm.nuisance]]), arm.name)
-        if other != arm.name:
-            raise ConfigError(f"arm {arm.name!r} changes nothing of arm {other!r}: give it changes, or an agent")
+    for number, arm in enumerate(arms):
+        if other := twin(arm, arms[:number], base):
+            raise ConfigError(f"arm {arm.name!r} changes nothing of arm {other.name!r}: give it changes, or an agent")
 
 
 def runs_of(budget: str, run_seconds: float | None, servers: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from agentjet.config import load_config
 from agentjet.config.table import sections
 from agentjet.config.table import settings as settings_in
 from agentjet.errors import ConfigError
-from agentjet.research.models import Knob, Setting, Sign, Study, Value
+from agentjet.research.models import Arm, Knob, Setting, Sign, Study, Subject, Value
 from agentjet.research.planner.actions import Refused
 
 FREE = frozenset({"job.seed", "job.max_steps"})
@@ -114,6 +114,21 @@ def knob(name: str, settings: Setting) -> Knob:
 def rounded(value: float, digits: int = 2) -> float:
     """To so many significant digits: nobody tunes finer."""
     return float(f"{value:.{digits - 1}e}")
+
+
+def twin(arm: Arm, others: Iterable[Arm], base: Setting | None) -> Arm | None:
+    """One of the others that would be trained as this arm is. `base` is None where no server's settings are varied."""
+
+    def whole(one: Arm, names: set[str]) -> object:
+        rest = {name: None if base is None else base_value(name, base) for name in names}
+        return {**rest, **one.changes}, one.code, [knob.name for knob in one.nuisance]
+
+    return next((one for one in others if whole(one, names := {*one.changes, *arm.changes}) == whole(arm, names)), None)
+
+
+def base_of(subject: Subject) -> Setting:
+    """What every arm begins with: where no settings say more, schedules end with the run."""
+    return {"job.optimizer.total_steps": subject.steps, **subject.settings}
 
 
 # ---- what may be changed --------------------------------------------------------------------------------------------
