@@ -232,7 +232,7 @@ class Tried:
 
 
 def plan_of(study: Study) -> Plan:
-    return Plan(study, (), None, (), (), rehearse(study))
+    return Plan(study, None, (), (), rehearse(study))
 
 
 def ending(chapters: list[Chapter]) -> list[Any]:

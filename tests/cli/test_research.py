@@ -47,6 +47,12 @@ def boom():
 
 def needy(path):
     return []
+
+def lonely():
+    return 1.0
+
+def leaves():
+    raise SystemExit(3)
 """
 
 
@@ -94,14 +100,19 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
             new("does a kl penalty help?", **arguments)
     with pytest.raises(ConfigError, match="batch_sise"):
         new("does a kl penalty help?", "--set", "job.batch_sise=4")
-    with pytest.raises(ConfigError, match="--sesoi 0: give a difference"):
-        new("does a kl penalty help?", "--sesoi", "0")
+    for sesoi in ("0", "inf", "nan"):
+        with pytest.raises(ConfigError, match=f"--sesoi {sesoi}: give a finite difference"):
+            new("does a kl penalty help?", "--sesoi", sesoi)
     for out in ("play.py", "/proc/x"):
         with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
             research("demo", "--out", out)
         with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
             new("does a kl penalty help?", "--out", out)
+    for option in ("--agent", "--evaluator"):
+        with pytest.raises(ConfigError, match=r"play\.py:lonely cannot be called as agent\(task, episode\): too many"):
+            new("does a kl penalty help?", option, "play.py:lonely")
     for arm, said in (
+        ('agent = "play.py:lonely"', "subject.agent play.py:lonely cannot be called as agent"),
         ('agent = "play.py:gone"', "there is no function 'gone'"),
         ('changes = { "job.batch_size" = 4 }', "arm 'b' changes nothing of arm 'a'"),
     ):
@@ -120,6 +131,8 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
 
 def test_steering_asks(here: Path) -> None:
     new("does a kl penalty help?")
+    with pytest.raises(ConfigError, match="resume: the study is not paused"):
+        research("steer", "study", "resume")
     research("steer", "study", "pause")
     research("steer", "study", "cap", "40")
     research("steer", "study", "add-arm", "hot", "--against", "without", "--set", "job.temperature=1.2")
@@ -136,6 +149,11 @@ def test_steering_asks(here: Path) -> None:
         (("veto", "--agianst"), "there is no such option"),
         (("add-arm", "b", "--against", "nobody", "--set", "job.temperature=1.1"), "'nobody' is no arm"),
         (("add-arm", "b", "--against", "hot", "--set", "job.temprature=1.1"), "is no setting"),
+        (
+            ("add-arm", "b", "--against", "hot", "--set", "job.algorithm.kl_coef=0"),
+            "would be arm 'without' under another",
+        ),
+        (("add-arm", "b", "--against", "hot", "--set", "job.temperature=1.20"), "would be arm 'hot' under another"),
         (("add-arm", "hot", "--against", "without"), "there is an arm 'hot' already"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -163,6 +181,32 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
     report.write_text(report.read_text().replace("supported", "proven", 1))
     with pytest.raises(ConfigError, match="is not what the journal says"):
         research("report", str(folder.path), "--check", str(report))
+
+
+def test_an_annex_is_looked_at_and_reported(tmp_path: Path) -> None:
+    folder = StudyFolder(tmp_path / "study")
+    folder.write(STUDY, "")
+    steering = Steering(folder.steering)
+    steering.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
+    with Journal(folder.journal) as journal:
+        assert len(see_through(STUDY, journal, Formula(), steering)) == 2
+    seen = json.loads(research("status", str(folder.path), "--json"))["annexes"]["annex-1"]
+    assert [finding["claim"] for finding in seen["findings"]] == ["z scores higher than a"]
+    said = research("status", str(folder.path))
+    assert f"{folder.path}/annex-1, added after the data" in said and "z scores higher than a" in said
+    assert research("report", str(folder.path)).split() == [
+        str(folder.path / "report.html"),
+        str(folder.path / "annex-1" / "report.html"),
+    ]
+    assert "`annex-`" in (folder.path / "report.md").read_text()
+    for report in ("report.md", "report.html", "annex-1/report.md", "annex-1/report.html"):
+        assert "says what the journal does" in research(
+            "report", str(folder.path), "--check", str(folder.path / report)
+        )
+    annex = folder.path / "annex-1" / "report.md"
+    annex.write_text(annex.read_text().replace("supported", "proven", 1))
+    with pytest.raises(ConfigError, match="'proven'"):
+        research("report", str(folder.path), "--check", str(annex))
 
 
 def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) -> None:

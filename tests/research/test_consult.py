@@ -55,7 +55,7 @@ class Scripted:
 
 
 def planned(study: Study = PLAIN) -> Plan:
-    return Plan(study, (), None, (), (), rehearse(study))
+    return Plan(study, None, (), (), rehearse(study))
 
 
 # ---- before the data ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tests.research.world import STUDY
     [
         STUDY,
         STUDY.arms[1],
+        replace(STUDY, hypotheses=(Hypothesis("c", "b", "a", sign="-", why="it costs more"),)),
         Trial(STUDY.id, "b", {"lr": 1.0, "on": True, "steps": 3, "mode": "x"}, 7, "confirm", 1 / 3),
         Outcome("t", "diverged", score=-1.5, curve=(1.0, -1.5)),
         Outcome("t", "infra_failed", note="lost"),
@@ -34,6 +35,7 @@ def test_json_and_back(record: Any) -> None:
 
 def test_an_id_is_the_contents() -> None:
     assert STUDY.id == "7c9dbfb075fb73d3"
+    assert Hypothesis("c", "b", "a").id == "7a04c511a195fcce", "as before there were expectations"
     assert replace(STUDY, seed=1).id != STUDY.id
     assert Arm("a", {"x": 1, "y": 2}).id == Arm("a", {"y": 2, "x": 1}).id
     assert Arm("a", {"x": 1}).id != Arm("a", {"x": True}).id

@@ -72,7 +72,7 @@ def test_arms_tune_what_interacts_with_the_question() -> None:
     ]
     assert {arm.nuisance for arm in made.study.arms} == {(knob("job.optimizer.lr", {"job.optimizer.lr": 1e-3}),)}
     assert made.study.arms[0].nuisance[0].values == (1.1e-4, 3.3e-4, 1e-3, 3e-3, 9e-3)
-    assert [claim.sign for claim in made.claims] == ["0"]
+    assert [(claim.sign, "scales the step" in claim.why) for claim in made.study.hypotheses] == [("0", True)]
 
 
 def test_more_of_a_group_is_at_as_many_samples() -> None:
@@ -195,10 +195,32 @@ def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
     assert fast.nuisance == (), "what an arm sets it does not tune"
     assert (made.study.sesoi, made.study.looks, made.study.metric) == (0.05, (4, 6), "points")
     assert [(h.arm, h.against) for h in made.study.hypotheses] == [("short", "base")]
-    assert "25 values from 1e-06 to 0.001" in made.to_markdown()
+    page = made.to_markdown()
+    assert "25 values from 1e-06 to 0.001" in page
+    assert (
+        f"| `{tmp_path / 'short.py'}:agent` |" in page and "25 values from 1e-06 to 0.001 | `agent.py:agent` |" in page
+    )
+    assert "Evaluator: `agent.py:agent`; it scores every arm." in page
 
     (tmp_path / "short.py").write_text("def agent(task, episode): return 1\n", encoding="utf-8")
     assert plan("x", budget="100", space=space, folder=tmp_path, subject=SUBJECT).study.arms[1].code != short.code
+
+
+def test_whole_settings_are_tuned_over_whole_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "space.toml"
+
+    def tried(setting: str, values: str) -> tuple[float, ...]:
+        path.write_text(f'[arms.a]\n[arms.b]\nchanges = {{"job.temperature" = 0.5}}\n[knobs."{setting}"]\n{values}\n')
+        [knob] = plan("x", budget="200", space=read_space(path), subject=SUBJECT).study.arms[0].nuisance
+        return knob.values
+
+    assert tried("job.max_tokens", "low = 4\nhigh = 9") == (4, 5, 6, 7, 8, 9)
+    many = tried("job.max_tokens", "low = 1000\nhigh = 9999")
+    assert (len(many), many[0], many[-1]) == (25, 1000, 9999) and all(value == int(value) for value in many)
+    assert len(tried("job.optimizer.lr", "low = 4\nhigh = 9")) == 25
+    for values in ("values = [4, 4.5, 6]", "low = 4.5\nhigh = 9"):
+        with pytest.raises(ConfigError, match=r"arm 'a': job\.max_tokens = 4\.5 .*integer"):
+            tried("job.max_tokens", values)
 
 
 @pytest.mark.parametrize(

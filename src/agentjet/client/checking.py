@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 from pydantic import ValidationError
@@ -30,12 +30,7 @@ def check_run(verb: str, agent: object, tasks: Sequence[object], **counts: objec
     """Raises `ValueError` for what is no agent, no tasks to `verb` on, or no count of at least 1."""
     if not callable(agent):
         raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
-    try:
-        inspect.signature(agent, follow_wrapped=False).bind(None, None)
-    except TypeError as error:
-        raise ValueError(f"agent = {_shown(agent)} cannot be called as agent(task, episode): {error}") from None
-    except ValueError:  # what is not written in Python may have no signature
-        pass
+    check_signature(agent, f"agent = {_shown(agent)}")
     if not tasks:
         raise ValueError(f"there are no tasks to {verb} on")
     for index, task in enumerate(tasks):
@@ -44,6 +39,16 @@ def check_run(verb: str, agent: object, tasks: Sequence[object], **counts: objec
     for name, value in counts.items():
         if not _is_whole(value) or value < 1:
             raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least 1")
+
+
+def check_signature(agent: Callable[..., object], named: str) -> None:
+    """Raises `ValueError` for a function that cannot be called as an agent is."""
+    try:
+        inspect.signature(agent, follow_wrapped=False).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{named} cannot be called as agent(task, episode): {error}") from None
+    except ValueError:  # what is not written in Python may have no signature
+        pass
 
 
 def check_policy(at_version: Any, temperature: Any) -> None:

@@ -21,6 +21,7 @@ from agentjet.research.subject import Subject
 __all__ = [
     "Amendment",
     "Arm",
+    "EXPECTED",
     "Diagnosis",
     "End",
     "Exchange",
@@ -32,6 +33,7 @@ __all__ = [
     "Phase",
     "Record",
     "Setting",
+    "Sign",
     "Study",
     "Subject",
     "Trial",
@@ -45,6 +47,13 @@ Phase = Literal["explore", "confirm", "probe"]
 End = Literal["completed", "pruned", "diverged", "infra_failed"]
 Verdict = Literal["supported", "refuted", "practically_equivalent", "inconclusive"]
 Origin = Literal["prior", "llm", "human"]
+Sign = Literal["+", "-", "0", "?"]
+EXPECTED: Mapping[Sign, str] = {
+    "+": "higher",
+    "-": "lower",
+    "0": "no difference that matters",
+    "?": "nothing is known",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,14 @@ class Hypothesis(Record):
     against: str
     confirmatory: bool = True
     origin: Origin = "prior"
+    sign: Sign | None = None
+    """Of the difference that the plan expects, and `why`: they decide nothing. None where nobody said, as once."""
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Without an expectation that there is none of: the ids of older studies stay what they were."""
+        content = super().to_json()
+        return {key: value for key, value in content.items() if key not in ("sign", "why") or value}
 
 
 @dataclass(frozen=True)
@@ -107,7 +124,7 @@ class Study(Record):
 
     def to_json(self) -> dict[str, Any]:
         """Without a subject that there is none of: its seeds, which come from its id, stay what they were."""
-        content = super().to_json()
+        content = {**super().to_json(), "hypotheses": tuple(claim.to_json() for claim in self.hypotheses)}
         del content["subject"]
         return content if self.subject is None else {**content, "subject": self.subject.to_json()}
 
@@ -118,10 +135,12 @@ class Study(Record):
             for name in (hypothesis.arm, hypothesis.against):
                 refuse(name not in names, f"hypotheses: {name!r} is no arm of the study; the arms are {names}")
             refuse(hypothesis.arm == hypothesis.against, f"hypotheses: {hypothesis.arm!r} is compared with itself")
-        refuse(not self.sesoi > 0, f"sesoi = {self.sesoi}: give the smallest difference that matters, above 0")
+        refuse(
+            not 0 < self.sesoi < math.inf, f"sesoi = {self.sesoi}: give the smallest difference that matters, above 0"
+        )
         refuse(not 0 < self.alpha < 0.5, f"alpha = {self.alpha}: choose one between 0 and 0.5, such as 0.05")
         refuse(not 0 <= self.reserve < 1, f"reserve = {self.reserve}: choose a share from 0 up to, not including, 1")
-        refuse(not self.budget > 0, f"budget = {self.budget}: give a number of full runs above 0")
+        refuse(not 0 < self.budget < math.inf, f"budget = {self.budget}: give a number of full runs above 0")
         rising = list(self.looks) == sorted(set(self.looks)) and bool(self.looks)
         refuse(not rising or self.looks[0] < 4, f"looks = {self.looks}: seeds must rise, from 4 (fewer prove nothing)")
         climbing = list(self.rungs) == sorted(set(self.rungs)) and bool(self.rungs) and self.rungs[0] > 0

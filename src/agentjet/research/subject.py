@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentjet.client.checking import check_signature
 from agentjet.client.code import hash_of
 from agentjet.client.loading import load_function, source_of
 from agentjet.client.rollout import Agent
@@ -128,11 +129,11 @@ class Subject(Record):
 
     def player(self, arm: str) -> Agent:
         """The agent that an arm trains. Raises `ConfigError`."""
-        return load_function(self.agent_of(arm), option="subject.agent")
+        return load_agent(self.agent_of(arm), option="subject.agent")
 
     def judge(self) -> Agent:
         """What plays the held-out tasks. Raises `ConfigError`."""
-        return load_function(self.evaluator or self.agent, option="subject.evaluator")
+        return load_agent(self.evaluator or self.agent, option="subject.evaluator")
 
     def training_tasks(self) -> list[Task]:
         """Raises `ConfigError`."""
@@ -141,6 +142,16 @@ class Subject(Record):
     def held_out_tasks(self) -> list[Task]:
         """Raises `ConfigError`."""
         return load_tasks(self.held_out, option="subject.held_out")
+
+
+def load_agent(named: str, *, option: str) -> Agent:
+    """Raises `ConfigError` for what is not there, or cannot be called as an agent is."""
+    agent = load_function(named, option=option)
+    try:
+        check_signature(agent, f"{option} {named}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return agent
 
 
 def load_tasks(named: str, *, option: str) -> list[Task]:

@@ -77,7 +77,7 @@ def demo_plan(model: Path, seed: int) -> Plan:
         seed=seed,
         subject=subject,
     )
-    return Plan(study, claims, None, (), (), rehearse(study))
+    return Plan(study, None, (), (), rehearse(study))
 
 
 def digits(model: Path) -> Subject:

@@ -31,10 +31,19 @@ def status(folder: Folder, as_json: Json = False) -> None:
     )
     if unread:
         found[when] = unread if as_json else "; ".join(map(requested, unread))
+    annexes = {f"annex-{n}": summary(book) for n, book in enumerate(books[1:], 1) if book.study}
     if as_json:
+        found |= {"annexes": annexes} if annexes else {}
         typer.echo(json.dumps({"study": study.id, "topic": study.topic, **found}, indent=2))
         return
     typer.echo(f"{study.topic}  (study {study.id})")
+    tell(found)
+    for name, annex in annexes.items():
+        typer.echo(f"\n{folder / name}, added after the data")
+        tell(annex)
+
+
+def tell(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if name != "findings":
             typer.echo(f"{name:12} {plain(value)}")
@@ -69,17 +78,17 @@ def report(
         Path | None, typer.Option(help="Instead of writing one: whether this report says what the journal does.")
     ] = None,
 ) -> None:
-    """Write report.html and report.md from a study's journal, finished or not."""
+    """Write report.html and report.md from a study's journal, finished or not, and those of its annexes."""
     from agentjet.research.folder import StudyFolder
-    from agentjet.research.journal import read_book
-    from agentjet.research.report import build
+    from agentjet.research.report import book_of, build_all
     from agentjet.research.report import check as compared
 
-    book = read_book(StudyFolder(folder).journal)
+    books = StudyFolder(folder).books()
     if check is None:
-        typer.echo(build(book, folder))
+        for written in build_all(books, folder):
+            typer.echo(written)
         return
-    problems = compared(check, book)
+    problems = compared(check, book_of(check, books))
     if problems:
         raise ConfigError("\n".join([f"{check} is not what the journal says:", *problems]))
     typer.echo(f"{check} says what the journal does")

@@ -37,7 +37,7 @@ def new(
     ] = None,
     space: Annotated[Path | None, typer.Option(help="Arms, knobs and claims (TOML), in place of the topic's.")] = None,
     sesoi: Annotated[
-        float | None, typer.Option(min=0, help="Smallest difference of scores that matters; default 0.02.")
+        float | None, typer.Option(help="Smallest difference of scores that matters, above 0; default 0.02.")
     ] = None,
     floor: Annotated[
         float, typer.Option(help="Lowest score there is: what a run that diverged gets once it answers no more.")

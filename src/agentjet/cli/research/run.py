@@ -78,7 +78,7 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
     from agentjet.errors import ConfigError
     from agentjet.research.folder import StudyFolder
     from agentjet.research.planner.consult import ModelAdviser
-    from agentjet.research.report import build
+    from agentjet.research.report import build_all
     from agentjet.research.scheduler import see_through
     from agentjet.research.steering import Steering
     from agentjet.research.swarm_runner import SwarmRunner
@@ -101,8 +101,8 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
         raise typer.Exit(130) from None
     for line in Steering(files.steering).unread([chapter.book for chapter in chapters]):
         typer.echo(f"asked too late, and not done: {requested(line)}")
-    report = build(chapters[0].book, folder)
-    for number, chapter in enumerate(chapters[1:], 1):
-        build(chapter.book, folder / f"annex-{number}")
+    report, *annexes = build_all([chapter.book for chapter in chapters], folder)
     typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
+    for annex in annexes:
+        typer.echo(f"What was added after the data has a report of its own: {annex}, and {annex.with_suffix('.md')}.")
     return chapters

@@ -49,7 +49,7 @@ def steer(
 
 def check(asked: Request, study: Study, books: list[Book], steering: Steering) -> None:
     """Raises `ConfigError` for what the study would refuse, as far as that is known now."""
-    from agentjet.research.planner.actions import Cap, Refused
+    from agentjet.research.planner.actions import Cap, Refused, Resume
     from agentjet.research.planner.course import EVERYTHING, grant
     from agentjet.research.report.proceedings import Proceedings
 
@@ -61,8 +61,11 @@ def check(asked: Request, study: Study, books: list[Book], steering: Steering) -
         spent = done.ledger.total
         if isinstance(asked, Cap) and asked.runs < spent:
             raise ConfigError(f"cap {asked.runs:g}: {spent:.1f} full runs are spent or under way; give more than that")
+    course = course_of(book.study or study, book, steering.unread(books))
+    if isinstance(asked, Resume) and not course.paused:
+        raise ConfigError("resume: the study is not paused")
     try:
-        grant(course_of(book.study or study, book, steering.unread(books)), asked, "human", EVERYTHING)
+        grant(course, asked, "human", EVERYTHING)
     except Refused as refusal:
         raise ConfigError(f"{kind}: {refusal}") from None
 

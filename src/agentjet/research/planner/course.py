@@ -26,7 +26,7 @@ from agentjet.research.planner.actions import (
     Stop,
     Veto,
 )
-from agentjet.research.planner.priors import check_setting
+from agentjet.research.planner.priors import base_of, check_setting, twin
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ def with_arm(course: Course, action: AddArm, origin: Origin) -> Course:
     if action.code and action.code not in course.codes:
         raise Refused(f"code = {action.code!r} is not in the study's keeping")
     check_setting(course.study, action.changes)
-    for other in course.all_arms.values():
-        if (dict(other.changes), other.code) == (dict(action.changes), action.code):
-            raise Refused(f"arm {action.arm!r} would be arm {other.name!r} under another name")
     nuisance = tuple(knob for knob in against.nuisance if knob.name not in action.changes)
     arm = Arm(action.arm, dict(action.changes), nuisance, action.code)
+    subject = course.study.subject
+    if other := twin(arm, course.all_arms.values(), base_of(subject) if subject else None):
+        raise Refused(f"arm {action.arm!r} would be arm {other.name!r} under another name")
     if course.begun:
         course = replace(course, arms=(*course.arms, arm))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,9 +10,9 @@ from pathlib import Path
 
 from agentjet.errors import ConfigError
 from agentjet.research.confirm import FEWEST
-from agentjet.research.models import Arm, Hypothesis, Setting, Study, Subject, canonical
+from agentjet.research.models import Arm, Hypothesis, Setting, Study, Subject
 from agentjet.research.planner.plan import Plan
-from agentjet.research.planner.priors import base_value, check_job
+from agentjet.research.planner.priors import base_of, check_job, twin
 from agentjet.research.planner.rehearsal import rehearse
 from agentjet.research.planner.space import Space
 from agentjet.research.planner.templates import Claim, Sketch, sketch
@@ -41,12 +42,12 @@ def plan(
     `budget` is in full runs ("60") or in time ("4h"), for which a run's seconds must be known. `folder` is where the
     agents of a space file are.
     """
-    if sesoi is not None and not sesoi > 0:
-        raise ConfigError(f"--sesoi {sesoi:g}: give a difference of scores above 0; leave it out for {SESOI:g}")
+    if sesoi is not None and not 0 < sesoi < math.inf:
+        raise ConfigError(f"--sesoi {sesoi:g}: give a finite difference of scores above 0; leave it out for {SESOI:g}")
     base: Setting = subject.settings if subject else {}
     if subject:
         check_job(base)
-        base = {"job.optimizer.total_steps": subject.steps, **base}
+        base = base_of(subject)
     understood = None if space else understand(topic)
     found = space.sketch(folder) if space else sketch(understood, base) if understood else Sketch()
     for arm in found.arms if subject or understood else ():
@@ -78,7 +79,6 @@ def plan(
         )
     return Plan(
         study,
-        tuple(found.claims),
         understood.kind if understood else None,
         tuple(meanings(understood)) if understood else (),
         understood.ignored if understood else (),
@@ -111,6 +111,8 @@ def hypothesis(claim: Claim) -> Hypothesis:
         claim.arm,
         claim.against,
         claim.confirmatory,
+        sign=claim.sign,
+        why=f"{claim.why} ({claim.reference})" if claim.reference else claim.why,
     )
 
 
@@ -123,8 +125,9 @@ def meanings(understood: Understood) -> list[tuple[str, str]]:
 
 def check_arm(arm: Arm, base: Setting) -> None:
     """Raises `ConfigError` when a server would not take it, at any value of its knobs."""
-    for position in (0, -1):
-        tuned = {knob.name: knob.values[position] for knob in arm.nuisance}
+    longest = max((len(knob.values) for knob in arm.nuisance), default=1)
+    for position in range(longest):
+        tuned = {knob.name: knob.values[min(position, len(knob.values) - 1)] for knob in arm.nuisance}
         try:
             check_changes({**arm.changes, **tuned})
             check_job({**base, **arm.changes, **tuned})
@@ -134,13 +137,9 @@ def check_arm(arm: Arm, base: Setting) -> None:
 
 def check_differ(arms: Sequence[Arm], base: Setting) -> None:
     """Raises `ConfigError` for two arms that would be trained alike."""
-    names = sorted({name for arm in arms for name in arm.changes})
-    seen: dict[str, str] = {}
-    for arm in arms:
-        whole = {name: arm.changes[name] if name in arm.changes else base_value(name, base) for name in names}
-        other = seen.setdefault(canonical([whole, arm.code, [knob.name for knob in arm.nuisance]]), arm.name)
-        if other != arm.name:
-            raise ConfigError(f"arm {arm.name!r} changes nothing of arm {other!r}: give it changes, or an agent")
+    for number, arm in enumerate(arms):
+        if other := twin(arm, arms[:number], base):
+            raise ConfigError(f"arm {arm.name!r} changes nothing of arm {other.name!r}: give it changes, or an agent")
 
 
 def runs_of(budget: str, run_seconds: float | None, servers: int) -> float:

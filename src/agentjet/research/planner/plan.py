@@ -1,29 +1,20 @@
-"""`Plan`: a study with what is expected of it and why, and the page a person reads before any of it runs."""
+"""`Plan`: a study, how its question was understood and what it costs, and the page a person reads before it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from agentjet.research.models import Arm, Study
-from agentjet.research.planner.priors import Sign
+from agentjet.research.models import EXPECTED, Arm, Study
 from agentjet.research.planner.rehearsal import Cost, rehearse
-from agentjet.research.planner.templates import Claim
 from agentjet.research.planner.topics import MEANINGS, Kind
 
-EXPECTED: dict[Sign, str] = {
-    "+": "higher",
-    "-": "lower",
-    "0": "no difference that matters",
-    "?": "nothing is known",
-}
+ARMS = ("arm", "changes", "code", "tunes before it is judged")
 
 
 @dataclass(frozen=True)
 class Plan:
     study: Study
-    claims: tuple[Claim, ...]
-    """What the planner expects, in the order of the study's hypotheses; those that a model added come after."""
     kind: Kind | None
     """None where the question came as a file."""
     understood: tuple[tuple[str, str], ...]
@@ -46,7 +37,7 @@ class Plan:
             "## Claims",
             self._claims(),
             "## Arms",
-            table(("arm", "changes", "code", "tunes before it is judged"), map(arm_row, study.arms)),
+            self._arms(),
             "## Rules",
             self._rules(),
             "## Cost",
@@ -65,17 +56,24 @@ class Plan:
 
     def _claims(self) -> str:
         rows = []
-        for number, hypothesis in enumerate(self.study.hypotheses):
-            claim = self.claims[number] if number < len(self.claims) else None
-            expected = EXPECTED[claim.sign] if claim else "proposed by a language model"
-            source = f"{claim.why} ({claim.reference})" if claim and claim.reference else claim.why if claim else ""
+        for hypothesis in self.study.hypotheses:
+            expected = EXPECTED[hypothesis.sign] if hypothesis.sign else "proposed by a language model"
             standing = "confirmatory" if hypothesis.confirmatory else "exploratory"
-            rows.append((hypothesis.claim, expected, standing, source or "–"))
+            rows.append((hypothesis.claim, expected, standing, hypothesis.why or "–"))
         return table(("claim", "expected", "standing", "because"), rows)
 
+    def _arms(self) -> str:
+        """With the agent of each, where they differ in it."""
+        subject = self.study.subject
+        if subject is None or not subject.agents:
+            return table(ARMS, map(arm_row, self.study.arms))
+        rows = ((*arm_row(arm), f"`{subject.agent_of(arm.name)}`") for arm in self.study.arms)
+        return table((*ARMS, "agent"), rows)
+
     def _rules(self) -> str:
-        study = self.study
-        evaluator = f"`{study.evaluator}`" if study.evaluator else "the runner’s"
+        study, subject = self.study, self.study.subject
+        known = (subject.evaluator or subject.agent if subject else "", study.evaluator)
+        evaluator = ", ".join(f"`{name}`" for name in known if name) or "the runner’s"
         looks = ", ".join(map(str, study.looks))
         lines = [
             f"Score: {study.metric}. Smallest effect of interest: **{study.sesoi:g}**; less does not matter.",

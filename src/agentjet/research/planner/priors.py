@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -13,12 +13,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from agentjet.config import load_config
+from agentjet.config.table import sections
+from agentjet.config.table import settings as settings_in
 from agentjet.errors import ConfigError
-from agentjet.research.models import Knob, Setting, Study, Value
+from agentjet.research.models import Arm, Knob, Setting, Sign, Study, Subject, Value
 from agentjet.research.planner.actions import Refused
 from agentjet.research.servers import check_model
 
-Sign = Literal["+", "-", "0", "?"]
 FREE = frozenset({"job.seed", "job.max_steps"})
 """Settings of a job that are the study's own business: seeds and lengths of its trials."""
 
@@ -95,6 +96,17 @@ def base_value(name: str, settings: Setting) -> Value:
     return value
 
 
+@cache
+def whole_settings() -> frozenset[str]:
+    """Those of which a server takes whole numbers only."""
+    return frozenset(
+        f"{prefix}.{name}"
+        for prefix, section in sections()
+        for name, field in settings_in(section)
+        if field.annotation is int
+    )
+
+
 def knob(name: str, settings: Setting) -> Knob:
     """A setting to be tuned, over the values its prior would try."""
     return Knob(name, tuple(map(float, priors()[name].tried(base_value(name, settings)))))
@@ -103,6 +115,21 @@ def knob(name: str, settings: Setting) -> Knob:
 def rounded(value: float, digits: int = 2) -> float:
     """To so many significant digits: nobody tunes finer."""
     return float(f"{value:.{digits - 1}e}")
+
+
+def twin(arm: Arm, others: Iterable[Arm], base: Setting | None) -> Arm | None:
+    """One of the others that would be trained as this arm is. `base` is None where no server's settings are varied."""
+
+    def whole(one: Arm, names: set[str]) -> object:
+        rest = {name: None if base is None else base_value(name, base) for name in names}
+        return {**rest, **one.changes}, one.code, [knob.name for knob in one.nuisance]
+
+    return next((one for one in others if whole(one, names := {*one.changes, *arm.changes}) == whole(arm, names)), None)
+
+
+def base_of(subject: Subject) -> Setting:
+    """What every arm begins with: where no settings say more, schedules end with the run."""
+    return {"job.optimizer.total_steps": subject.steps, **subject.settings}
 
 
 # ---- what may be changed --------------------------------------------------------------------------------------------

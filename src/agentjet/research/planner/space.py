@@ -24,14 +24,14 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Knob, Value
+from agentjet.research.models import Arm, Knob, Sign, Value
 from agentjet.research.planner.actions import ArmName
-from agentjet.research.planner.priors import Sign, rounded
+from agentjet.research.planner.priors import rounded, whole_settings
 from agentjet.research.planner.templates import Claim, Sketch
 from agentjet.research.wording import sentence
 
 RANGE_VALUES = 25
-"""Values that a range is cut into: finer than the noise of any run can tell apart."""
+"""Values that a range has, both ends among them: finer than the noise of any run can tell apart."""
 
 
 class Part(BaseModel):
@@ -62,15 +62,18 @@ class SpaceKnob(Part):
             raise ValueError(f"low = {self.low} has no logarithm; give scale = 'linear', or a low above 0")
         return self
 
-    def ladder(self) -> tuple[float, ...]:
-        """The values, or the range cut into so many, to three digits."""
+    def ladder(self, *, whole: bool) -> tuple[float, ...]:
+        """The values; or the ends of the range and what it is cut into, to whole numbers or to three digits."""
         if self.values:
             return tuple(sorted(set(self.values)))
         low, high = self._low(), self._high()
-        shares = [i / (RANGE_VALUES - 1) for i in range(RANGE_VALUES)]
+        shares = [i / (RANGE_VALUES - 1) for i in range(1, RANGE_VALUES - 1)]
         if self.scale == "linear":
-            return tuple(rounded(low + share * (high - low), 3) for share in shares)
-        return tuple(rounded(math.exp(math.log(low) + share * math.log(high / low)), 3) for share in shares)
+            cuts = [low + share * (high - low) for share in shares]
+        else:
+            cuts = [math.exp(math.log(low) + share * math.log(high / low)) for share in shares]
+        between = {float(round(cut)) if whole else rounded(cut, 3) for cut in cuts}
+        return tuple(sorted({low, high, *(value for value in between if low < value < high)}))
 
     def _low(self) -> float:
         assert self.low is not None
@@ -102,7 +105,7 @@ class Space(Part):
 
     def sketch(self, folder: Path) -> Sketch:
         """Raises `ConfigError` for an agent that is not there."""
-        knobs = [Knob(name, tried.ladder()) for name, tried in self.knobs.items()]
+        knobs = [Knob(name, tried.ladder(whole=name in whole_settings())) for name, tried in self.knobs.items()]
         arms = [
             Arm(
                 name,

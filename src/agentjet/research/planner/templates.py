@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Setting, Value
-from agentjet.research.planner.priors import Sign, base_value, knob, priors
+from agentjet.research.models import Arm, Setting, Sign, Value
+from agentjet.research.planner.priors import base_value, knob, priors
 from agentjet.research.planner.topics import Understood
 
 

@@ -5,6 +5,7 @@ A report is a function of the book: the same book gives the same bytes, with the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def build(book: Book, out: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return out / "report.html"
+
+
+def build_all(books: Sequence[Book], folder: Path) -> list[Path]:
+    """The report of a study into its folder, and those of its annexes into `annex-1` and so on in there."""
+    begun = [book for number, book in enumerate(books) if book.study or not number]
+    return [build(book, folder / f"annex-{number}" if number else folder) for number, book in enumerate(begun)]
+
+
+def book_of(report: Path, books: Sequence[Book]) -> Book:
+    """The one whose plan the report names; that of the study itself where it names none."""
+    text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
+    return next((book for book in books if book.study and book.study.id in text), books[0])
 
 
 def check(path: Path, book: Book) -> list[str]:

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from agentjet.research.models import Arm, Finding, Hypothesis, canonical
+from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, canonical
 from agentjet.research.report.facts import (
     NOTHING,
     Fact,
@@ -96,6 +96,10 @@ def study_facts(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
             "plan": verbatim(canonical(study.to_json())),
         },
         consulted=done.num_exchanges > 0,
+        tunes=any(num_settings(arm) > 1 for arm in study.arms),
+        tuned_alike=len({arm.nuisance for arm in study.arms}) == 1,
+        agents_differ=bool(study.subject and study.subject.agents),
+        expects=any(hypothesis.sign for hypothesis in study.hypotheses),
     )
 
 
@@ -133,6 +137,7 @@ def finding_facts(
             "claim": quote(hypothesis.claim),
             "arm": quote(hypothesis.arm),
             "against": quote(hypothesis.against),
+            "expected": quote(expected_text(hypothesis)),
             "origin": quote(hypothesis.origin),
             "verdict": Fact(verdict.replace("_", " "), verdict, kind="verdict"),
             "reason": quote(said.reason),
@@ -155,6 +160,13 @@ def finding_facts(
     )
 
 
+def expected_text(hypothesis: Hypothesis) -> str:
+    """Of the first arm, before the data."""
+    if hypothesis.sign is None:
+        return ""
+    return f"{EXPECTED[hypothesis.sign]}: {hypothesis.why}" if hypothesis.why else EXPECTED[hypothesis.sign]
+
+
 def interval(rounding: Rounding, low: float | None, high: float | None) -> Fact:
     return Fact(NOTHING if low is None else f"{rounding.difference(low).text} to {rounding.difference(high).text}")
 
@@ -174,6 +186,7 @@ def arm_facts(facts: Facts, number: int, arm: Arm, done: Proceedings, rounding: 
             "changes": setting_text(arm.changes),
             "knobs": quote("; ".join(f"{k.name} over {', '.join(map(written, k.values))}" for k in arm.nuisance)),
             "code": verbatim(arm.code[:12]),
+            "agent": verbatim(done.study.subject.agent_of(arm.name) if done.study.subject else ""),
             "num_settings": count(num_settings(arm)),
             "setting": setting_text(done.chosen[arm.name]) if arm.name in done.chosen else Fact(NOTHING),
             "num": count(len(confirming)),
@@ -270,6 +283,8 @@ def subject_facts(facts: Facts, done: Proceedings) -> Group | None:
             "steps": count(subject.steps),
             "evaluations": count(subject.evaluations),
             "repeats": count(subject.repeats),
+            "evaluator": verbatim(subject.evaluator),
             "code": verbatim(subject.code),
         },
+        judged_apart=bool(subject.evaluator),
     )
