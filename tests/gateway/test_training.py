@@ -5,7 +5,8 @@ Pinned here:
 1. a full batch is learned, and the version grows by one;
 2. calls of live episodes are held while the worker learns, `begin` is refused, and waits when asked to;
 3. a held call becomes a 503 after `call_timeout`;
-4. a worker that dies (idle, while learning, in the middle of a call) is replaced and ends up with the same weights;
+4. a worker that dies (idle, while learning, in the middle of a call) is replaced and ends up with the same weights; a
+   call under which two die is given up;
 5. a restart of the whole gateway on the same data dir ends up with the same weights;
 6. no checkpoint for lack of disk space: the last good one stays, training goes on, an event says so;
 7. the engine gives up on a batch that kills every worker, and says so.
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
+from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, RequestError, WorkerDied
 from agentjet.gateway.states import IllegalInState
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import Batch
@@ -139,6 +140,23 @@ async def test_a_call_whose_worker_dies_is_sampled_again(tmp_path: Path) -> None
         first, second = run.compute.asked
         assert (first.prompt, first.params) == (second.prompt, second.params)
         assert run.gateway.swarm.episode(episode.id).num_calls == 1
+
+
+async def test_a_call_under_which_two_workers_die_is_given_up_alone(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        deadly = await run.gateway.begin(BeginRequest(task_id="t"))
+        run.compute.may_sample.clear()
+        call = asyncio.create_task(run.say(deadly.id, choices=2))
+        for tried in (1, 2):
+            await run.until(lambda tried=tried: len(run.compute.asked) == 2 * tried)
+            run.compute.die()
+        with pytest.raises(RequestError) as refusal:
+            await call
+        assert (refusal.value.status, refusal.value.code) == (500, "call_killed_workers")
+        run.compute.may_sample.set()
+        other = await run.gateway.begin(BeginRequest(task_id="t"))
+        assert (await run.say(other.id)).response.content == "hi"
+        assert run.compute.starts == 3 and run.gateway.engine.state == "rolling"
 
 
 async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class Engine:
         self.card: ModelCard | None = None
         self.renderer: Renderer | None = None
         """Of the card; both are there from the first time the worker was up."""
+        self.num_workers = 0
+        """Started so far."""
         self.fatal: AgentJetError | None = None
         """What made the engine give up."""
         self._swarm = swarm
@@ -266,6 +268,7 @@ class Engine:
         return 0
 
     async def _start_worker(self) -> None:
+        self.num_workers += 1
         card = await self._compute.start()
         if self._swarm.job.max_tokens >= card.context_length:
             raise ConfigError(
