@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentjet.types import EngineState, EpisodeStatus, FinishReason, Fork, Mode
 
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What the journal and the wire to the worker hold."""
 Name = Annotated[str, Field(max_length=256)]
 LARGEST = 1e12
 """Of a reward or a metric, whatever its sign: sums and squares of such numbers are numbers."""
@@ -47,7 +49,7 @@ class BeginRequest(Request):
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
     code_version: Annotated[str, Field(max_length=128)] = ""
     """Which version of the agent's code plays it; groups never mix versions, unless `job.mix_code_versions`."""
-    at_version: int | None = Field(None, ge=0)
+    at_version: Int64 | None = Field(None, ge=0)
     """Only in eval mode: the policy version that must answer it, however long it takes. 409 `version_gone` when the
     server is at another one.
     """
@@ -187,7 +189,7 @@ class CheckpointInfo(Response):
 class JobBody(Request):
     """The job settings with the revision they were read at: a compare-and-set."""
 
-    revision: int
+    revision: Int64
     job: dict[str, Any]
 
 
