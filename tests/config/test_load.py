@@ -82,6 +82,8 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         ),
         (['job.seed="-9223372036854775809"'], "job.seed = '-9223372036854775809' (--set): a whole number has 64 bits"),
         (["job.batch_size=1180591620717411303424"], "(--set): a whole number has 64 bits at most"),
+        (["job.temperature=1e-44"], "job.temperature = 1e-44 (--set): input should be greater than or equal to 0.01"),
+        (["job.temperature=11"], "job.temperature = 11 (--set): input should be less than or equal to 10"),
         (["job.batch_size=many"], "job.batch_size = 'many' (--set): input should be a valid integer"),
         (["job.batch_size=true"], "job.batch_size = True (--set): true and false are no values"),
         (["job.optimizer.lr=inf"], "job.optimizer.lr = inf (--set): input should be a finite number"),

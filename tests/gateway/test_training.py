@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, RequestError, WorkerDied
 from agentjet.gateway.states import IllegalInState
-from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest, StatusResponse
 from agentjet.swarm import Batch
 from tests.fakes import ScriptedCompute, running
 
@@ -51,6 +52,18 @@ async def test_a_full_batch_is_learned(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["reward/mean"] == 0.5
     assert {"time/sample", "time/learn", "time/wait", "perf/tokens_per_second"} <= lines[0].keys()
+
+
+async def test_metrics_that_are_no_number_are_left_out(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.metrics = {"policy/mismatch_kl": math.nan, "policy/kl": math.inf, "optim/skipped_steps": 1.0}
+        await run.batch()
+        shown = StatusResponse.model_validate_json(run.gateway.status().model_dump_json())
+        assert shown.last_step == run.gateway.swarm.last_step
+        assert shown.last_step["optim/skipped_steps"] == 1.0
+        assert not {"policy/mismatch_kl", "policy/kl"} & shown.last_step.keys()
+    [line] = (tmp_path / "d" / "metrics.jsonl").read_text().splitlines()
+    assert "NaN" not in line and "Infinity" not in line
 
 
 async def test_calls_are_held_while_the_worker_learns(tmp_path: Path) -> None:

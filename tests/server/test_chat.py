@@ -263,6 +263,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"functions": []}, "functions"),
     ({"temperature": 3}, "temperature"),
+    ({"temperature": 1e-44}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
     ({"seed": 2**63}, "seed"),
     ({"seed": -(2**63) - 1}, "seed"),
     ({"top_k": 2**64}, "top_k"),
@@ -309,6 +311,18 @@ async def test_a_refusal_is_about_the_type_that_was_meant(tmp_path: Path, stop: 
         client = served.openai(await served.begin())
         with pytest.raises(openai.BadRequestError, match=said):
             await client.chat.completions.create(model="policy", messages=HELLO, stop=stop)
+
+
+async def test_a_temperature_too_cold_to_compute_with_names_the_way_out(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin(mode="eval"))
+        with pytest.raises(openai.BadRequestError, match="0 is greedy, and any other temperature is at least 0"):
+            await client.chat.completions.create(model="policy", messages=HELLO, temperature=0.009)
+        await client.chat.completions.create(model="policy", messages=HELLO, temperature=0.01)
+        refused = await served.http.post(
+            "/swarm/v1/episodes", json={"task_id": "t", "mode": "eval", "temperature": 1e-44}
+        )
+        assert (refused.status_code, refused.json()["param"]) == (422, "temperature")
 
 
 async def test_the_nearest_name_is_suggested(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from agentjet.types import COLDEST, HOTTEST
+
 
 def _fits(number: int) -> int:
     """Raises `ValueError` for what neither the journal nor the wire to the worker holds."""
@@ -188,7 +190,7 @@ class JobConfig(Section):
     """Let a group hold episodes of several versions of the agent's code."""
     max_steps: Int64 = Field(0, ge=0)
     """Stop training at this policy version; 0 goes on for ever."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=COLDEST, le=HOTTEST)
     """Sampling temperature where the agent names none."""
     max_tokens: Int64 = Field(256, ge=1)
     """Longest completion where the agent names none."""

@@ -1,7 +1,6 @@
 """Bodies of the control API, shared by server and client. Unknown keys are refused in requests."""
 
 from agentjet.protocol.bodies import (
-    HOTTEST,
     LARGEST,
     AbortRequest,
     BeginRequest,
@@ -23,13 +22,13 @@ from agentjet.protocol.bodies import (
     RunRequest,
     StatusResponse,
     TaskSetStatus,
+    Temperature,
 )
 
 PREFIX = "/swarm/v1"
 """Of its paths, with the version."""
 
 __all__ = [
-    "HOTTEST",
     "LARGEST",
     "PREFIX",
     "AbortRequest",
@@ -52,4 +51,5 @@ __all__ = [
     "RunRequest",
     "StatusResponse",
     "TaskSetStatus",
+    "Temperature",
 ]

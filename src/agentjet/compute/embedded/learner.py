@@ -322,7 +322,7 @@ class _Totals:
         means = {name: total if name in once else total / steps for name, total in self._sums.items()}
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
         return {
-            **{name: mean for name, mean in means.items() if math.isfinite(mean)},
+            **means,
             "optim/grad_norm": sum(finite) / max(1, len(finite)),
             "optim/skipped_steps": float(len(self.grad_norms) - len(finite)),
         }

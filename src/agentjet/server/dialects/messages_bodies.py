@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentjet.protocol import Int64
+from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, RequestBody, Text
 from agentjet.server.dialects.refusals import Neutral
 
@@ -148,7 +148,7 @@ class MessagesBody(CountBody, RequestBody):
 
     max_tokens: Count
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[Temperature, Field(le=1)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Int64, Field(ge=0)] | None = None
     metadata: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agentjet.gateway.requests import CallRequest
-from agentjet.protocol import Int64
+from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.bodies import Body, Finite, RequestBody
 from agentjet.types import ANY_ANSWER, Constraint, Conversation
 
@@ -25,7 +25,7 @@ class StreamOptions(Body):
 class SampledBody(RequestBody):
     """The keys for it, but for the length of the answer."""
 
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Int64, Field(ge=-1)] | None = None
     """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
