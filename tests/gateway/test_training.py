@@ -285,6 +285,24 @@ async def test_no_disk_space_for_a_checkpoint(tmp_path: Path) -> None:
         assert [info.policy_version for info in run.gateway.store.listing()] == [1, 3]
 
 
+async def test_a_policy_that_diverged_says_so_and_keeps_the_last_good_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1}) as run:
+        run.compute.metrics = {"weights/finite": 1.0}
+        await run.batch()
+        assert "diverged" not in run.gateway.status().waiting_for and "diverged" not in caplog.text
+        run.compute.metrics = {"weights/finite": 0.0}
+        await run.batch()
+        assert "the policy has diverged" in run.gateway.status().waiting_for and "has diverged" in caplog.text
+        with pytest.raises(CheckpointError, match="has diverged"):
+            await run.gateway.checkpoint()
+    async with running(tmp_path / "d") as run:
+        assert [info.policy_version for info in run.gateway.store.listing()] == [1]
+        assert run.gateway.status().policy_version == 2
+        assert "the policy has diverged" in run.gateway.status().waiting_for
+
+
 async def test_checkpoints_rotate_and_one_is_saved_at_the_stop(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 2}) as run:
         for _ in range(3):

@@ -80,6 +80,7 @@ class Learner:
             "forest/tokens_computed": float(totals.num_computed),
             "optim/lr": self._optimizer.param_groups[0]["lr"],
             "optim/steps": float(num_steps),
+            "weights/finite": float(math.isfinite(torch.nn.utils.get_total_norm(self.masters()))),
         }
 
     def _corrected(self, forest: Forest, job: JobConfig) -> tuple[Forest, dict[str, float]]:

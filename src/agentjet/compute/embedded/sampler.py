@@ -242,7 +242,7 @@ def finish_reason(policy: Policy, params: SamplingParams, token: int, num_sample
 def dead_end(guide: Guide | None, token: int, logprob: float, reason: FinishReason | None) -> ComputeError | None:
     """Why a completion is given up at this token, if it is; its guide is taken past the token."""
     if not math.isfinite(logprob):
-        return ComputeError("the policy's logits are not finite, nothing can be sampled: load an earlier checkpoint")
+        return ComputeError("the policy has diverged: its logits are not finite")
     refused = guide.advance(token) if guide and reason is None else ""
     return Unfollowable(refused) if refused else None
 
