@@ -6,25 +6,29 @@
 3. What is wrong with the study ends it where it waits.
 4. Trials share a run when they differ in fidelity alone.
 5. What a server reports of its weights answers whether the last steps changed them.
+6. A policy that diverges in the middle fails its calls and so ends the training: a result, not a lost run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event
+from threading import Event as Signal
+from types import SimpleNamespace
 
 import pytest
 
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.protocol import EpisodeList, Event
 from agentjet.research.diagnosis.signs import Signals
 from agentjet.research.models import Outcome, Subject, Trial
 from agentjet.research.records import Setting, canonical
-from agentjet.research.servers import Served
+from agentjet.research.servers import Address, Served
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, name_of_run
-from agentjet.research.work import weights_changed
+from agentjet.research.work import Order, Work, weights_changed
 
 SUBJECT = Subject("m", "agentjet.cli.digits:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
@@ -40,7 +44,7 @@ class Refusing:
     closed: bool = False
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[Served]:
+    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[Served]:
         (run / "trace").touch()
         self.asked.append(settings)
         raise self.error
@@ -103,6 +107,50 @@ def test_in_how_many_of_the_last_steps_the_weights_changed() -> None:
         "sampler": 1,
     }
     assert weights_changed(Signals({"reward/mean": (1.0,) * 9})) == {}, "a server of another make does not look"
+
+
+class Diverging:
+    """A swarm whose training ends at the step that ruins the weights, in an error that says nothing of it."""
+
+    def __init__(self, metrics: dict[str, float]) -> None:
+        self.metrics = metrics
+        self.version = 0
+
+    async def episodes(self, limit: int) -> EpisodeList:
+        return EpisodeList(episodes=[])
+
+    async def status(self) -> SimpleNamespace:
+        return SimpleNamespace(policy_version=self.version, last_event=1)
+
+    async def evaluate(self, *args: object, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(results=[1], finished=[1], by_task={"t": [0.0]})
+
+    async def train(self, *args: object, **options: object) -> None:
+        self.version = 1
+        raise AgentJetError("64 episodes in a row failed")
+
+    async def events(self) -> AsyncIterator[Event]:
+        yield Event(seq=1, kind="step", time=0.0, body={"policy_version": 1, "metrics": self.metrics})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "end"),
+    [
+        ({"weights/finite": 0.0}, "diverged"),
+        ({"weights/finite": 1.0, "optim/skipped_steps": 1.0}, "diverged"),
+        ({"weights/finite": 1.0, "optim/skipped_steps": 0.0}, "infra_failed"),
+        ({"reward/mean": 1.0}, "infra_failed"),
+    ],
+)
+def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, float], end: str) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t"}\n')
+    tasks = str(tmp_path / "tasks.jsonl")
+    subject = replace(SUBJECT, tasks=tasks, held_out=tasks, floor=-3.0)
+    (tmp_path / "run").mkdir()
+    order = Order(TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(tmp_path / "run"), str(tmp_path / "answer"))
+    outcome = asyncio.run(Work(order, Diverging(metrics)).done())  # type: ignore[arg-type]
+    assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
+    assert outcome.note == "64 episodes in a row failed"
 
 
 def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:
