@@ -88,6 +88,8 @@ class ScriptedCompute:
         self.fail_save: list[Exception] = []
         self.die_in_learn = 0
         """So many of the next `learn` calls end in the worker's death, after the weights changed."""
+        self.metrics: dict[str, float] = {}
+        """Of every batch, besides the loss."""
         self.deadly: set[int] = set()
         """Batches that kill every worker that tries them."""
         self._last: tuple[int, dict[str, float]] | None = None
@@ -145,7 +147,7 @@ class ScriptedCompute:
         seen = hashlib.sha256(f"{self.weights}/{batch_id}/{sorted(wire.items())}".encode())
         self.weights, self.version = seen.hexdigest(), batch_id + 1
         self.learned.append(batch_id)
-        self._last = (batch_id, {"policy/loss": float(batch_id)})
+        self._last = (batch_id, {"policy/loss": float(batch_id), **self.metrics})
         if self.die_in_learn:
             self.die_in_learn -= 1
             self.die("killed while learning")

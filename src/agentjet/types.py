@@ -118,6 +118,11 @@ class Constraint:
 ANY_ANSWER = Constraint()
 
 
+COLDEST, HOTTEST = 0.01, 10.0
+"""Of a temperature, but for 0, which is greedy: colder ones choose the same tokens and end up at numbers that are none.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one completion is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing.

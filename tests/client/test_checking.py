@@ -85,7 +85,8 @@ def test_steps_are_a_whole_number(steps: Any) -> None:
         ({"repeats": 0}, "repeats = 0: .*at least 1"),
         ({"at_version": "old"}, "at_version = 'old': .*'newest'"),
         ({"at_version": -1}, "at_version = -1: .*from 0 on"),
-        ({"temperature": "hot"}, "temperature = 'hot': .*0 .greedy. to 10"),
+        ({"temperature": "hot"}, "temperature = 'hot': .*0 .greedy., or 0.01 to 10"),
+        ({"temperature": 1e-44}, "temperature = 1e-44: .*0 .greedy., or 0.01 to 10"),
     ],
 )
 @pytest.mark.filterwarnings("error")

@@ -198,8 +198,8 @@ def test_a_grammar_that_leads_nowhere_ends_its_own_request(policy: Policy) -> No
     requests = {1: (tokens(0, 9), broken), 2: (tokens(0, 9), SamplingParams(max_tokens=3, seed=5))}
     found = complete(sampler_of(policy), requests)
     [last] = found[1]
-    assert last.error.startswith("the grammar cannot be followed") and last.finish_reason is None
-    assert found[2][-1].finish_reason and not any(new.error for new in found[2])
+    assert str(last.error).startswith("the grammar cannot be followed") and last.finish_reason is None
+    assert found[2][-1].finish_reason and not any(new.error is not None for new in found[2])
 
 
 def test_ids_without_text_are_never_allowed(policy: Policy) -> None:

@@ -154,6 +154,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     assert not all(torch.equal(p, before[name]) for name, p in policy.trainable().items())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_nothing_can_be_computed_with_show(tiny_folder: Path, dtype: str) -> None:
+    policy = make_policy(tiny_folder, dtype=dtype)
+    forest, learner = build_forest(sampled_rows(policy)), Learner(policy)
+    assert learner.learn(forest, job(), 0)["weights/finite"] == 1
+    assert learner.learn(forest, job(optimizer=OptimizerConfig(lr=1e38)), 1)["weights/finite"] == 0
+    assert learner.learn(forest, job(), 2)["weights/finite"] == 0
+
+
 def test_a_checkpoint_of_another_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     policy = make_policy(tiny_folder)
     checkpoint.save(tmp_path / "step_000000", policy, Learner(policy), {"policy_version": 0})

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from agentjet.compute.embedded.sampler import Sampler
 from agentjet.errors import OutOfCache
 from agentjet.timeline.allowed import EVERYTHING, decode_set
 from agentjet.types import SamplingParams
-from tests.compute.conftest import make_policy, run, tokens
+from tests.compute.conftest import make_policy, run, sampler_of, tokens
 
 
 def reference_logprobs(policy: Policy, prompt: np.ndarray, completion: list[int], temperature: float) -> list[float]:
@@ -64,6 +66,46 @@ def test_truncation_keeps_the_right_tokens_and_renormalises() -> None:
     chosen, logprobs, sets = pick(logits[None], [0], [SamplingParams(max_tokens=1, top_k=2)], [b""], [0.99])
     assert decode_set(sets[0], 4).tolist() == [True, True, False, False]
     assert chosen == [1] and logprobs[0] == pytest.approx(np.log(0.375), abs=1e-6)
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-30])
+def test_the_likeliest_token_is_kept_however_little_is_asked_for(top_p: float) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    params = SamplingParams(max_tokens=1, top_p=top_p, top_k=3)
+    [chosen], [logprob], [members] = pick(logits, [0], [params], [b""], [0.7])
+    assert (chosen, logprob) == (1, 0.0) and decode_set(members, 3).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("shape", [{}, {"top_p": 0.5}, {"top_k": 2}, {"temperature": 0.0}])
+def test_a_row_that_is_no_distribution_says_so_and_a_neighbour_does_not_notice(
+    bad: float, shape: dict[str, Any]
+) -> None:
+    good = [0.0, 2.0, 1.0]
+    params = SamplingParams(max_tokens=1, **shape)
+    for mask in (b"", bytes([0b011])):
+        alone = pick(torch.tensor([good]), [0], [params], [mask], [0.5])
+        both = pick(torch.tensor([[bad] * 3, good]), [0, 1], [params] * 2, [mask] * 2, [0.5] * 2)
+        assert not math.isfinite(both[1][0])
+        assert [found[1] for found in both] == [found[0] for found in alone]
+
+
+def test_a_diverged_policy_fails_its_completions_and_the_sampler_lives(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder)
+    sampler = sampler_of(policy)
+    requests = {i: (tokens(i, 8), SamplingParams(max_tokens=4, top_p=1 - i / 10)) for i in range(3)}
+    before = {name: weight.clone() for name, weight in policy.trainable().items()}
+    for weight in policy.trainable().values():
+        weight.data.fill_(torch.nan)
+    for id, (prompt, params) in requests.items():
+        sampler.submit(id, prompt, params)
+    failed = sampler.step()
+    assert sorted(new.id for new in failed) == [0, 1, 2] and sampler.is_idle
+    assert all("not finite" in str(new.error) and new.finish_reason is None for new in failed)
+    for name, weight in policy.trainable().items():
+        weight.data.copy_(before[name])
+    sampler.invalidate()
+    assert all(np.isfinite(logprobs).all() for _, logprobs in run(sampler, requests).values())
 
 
 def test_greedy_takes_the_most_likely_and_a_neighbour_does_not_notice() -> None:

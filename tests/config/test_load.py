@@ -76,6 +76,14 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
     ("overrides", "said"),
     [
         (["job.batch_size=0"], "job.batch_size = 0 (--set): input should be greater than or equal to 1"),
+        (
+            ["job.seed=9223372036854775808"],
+            "job.seed = 9223372036854775808 (--set): a whole number has 64 bits at most",
+        ),
+        (['job.seed="-9223372036854775809"'], "job.seed = '-9223372036854775809' (--set): a whole number has 64 bits"),
+        (["job.batch_size=1180591620717411303424"], "(--set): a whole number has 64 bits at most"),
+        (["job.temperature=1e-44"], "job.temperature = 1e-44 (--set): input should be greater than or equal to 0.01"),
+        (["job.temperature=11"], "job.temperature = 11 (--set): input should be less than or equal to 10"),
         (["job.batch_size=many"], "job.batch_size = 'many' (--set): input should be a valid integer"),
         (["job.batch_size=true"], "job.batch_size = True (--set): true and false are no values"),
         (["job.optimizer.lr=inf"], "job.optimizer.lr = inf (--set): input should be a finite number"),
@@ -132,6 +140,9 @@ def test_a_job_over_the_wire_is_checked_alike() -> None:
         parse_job({"bach_size": 3})
     with pytest.raises(ConfigError, match=r"job\.optimizer\.lr = -1: input should be greater than 0"):
         parse_job({"optimizer": {"lr": -1}})
+    with pytest.raises(ConfigError, match=r"job\.seed = 1180591620717411303424: a whole number has 64 bits at most"):
+        parse_job({"seed": 2**70})
+    assert [parse_job({"seed": seed}).seed for seed in (-(2**63), 2**63 - 1)] == [-(2**63), 2**63 - 1]
 
 
 def test_a_token_from_the_environment_must_be_hard_to_guess() -> None:

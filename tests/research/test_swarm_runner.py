@@ -9,22 +9,25 @@
 5. What a server reports of its weights answers whether the last steps changed them.
 6. Leased servers serve the weights of the first one.
 7. A run that diverged and answers no more scores the floor, and never more than the least it was seen to earn.
+8. A policy that diverges in the middle fails its calls and so ends the training: a result, not a lost run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event
+from threading import Event as Signal
+from types import SimpleNamespace
 from typing import NoReturn, cast
 
 import pytest
 
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
+from agentjet.protocol import EpisodeList, Event
 from agentjet.research.diagnosis.signs import Signals
 from agentjet.research.leased import check_weights
 from agentjet.research.models import Outcome, Subject, Trial
@@ -48,7 +51,7 @@ class Refusing:
     closed: bool = False
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[Served]:
+    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[Served]:
         (run / "trace").touch()
         self.asked.append(settings)
         raise self.error
@@ -68,7 +71,7 @@ class Dying(Refusing):
     launch: Path = Path()
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[Served]:
+    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[Served]:
         signals = {"batch/episodes": (8.0,) * 3, "episodes/aborted": (9.0,) * 3, "episodes/expired": (0.0,) * 3}
         ended = Outcome(TRIAL.id, "completed", 0.5, signals=signals)
         (self.launch / "draft.json").write_text(canonical(ended.to_json()))
@@ -159,6 +162,9 @@ class Mute:
     async def episodes(self, limit: int) -> NoReturn:
         raise AgentJetError("the logits are no numbers")
 
+    async def status(self) -> NoReturn:
+        raise AgentJetError("the logits are no numbers")
+
 
 @pytest.mark.parametrize(
     ("declared", "rewards", "score"),
@@ -185,6 +191,50 @@ def test_diverging_is_never_worth_more_than_what_was_earned(
 def test_a_record_of_before_the_least_was_kept(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text('{"scorings": {"0": [-1.0, 0.5]}, "metrics": {}}')
     assert RunRecord.open(tmp_path / "record.json").floor(0.0) == 0.0
+
+
+class Diverging:
+    """A swarm whose training ends at the step that ruins the weights, in an error that says nothing of it."""
+
+    def __init__(self, metrics: dict[str, float]) -> None:
+        self.metrics = metrics
+        self.version = 0
+
+    async def episodes(self, limit: int) -> EpisodeList:
+        return EpisodeList(episodes=[])
+
+    async def status(self) -> SimpleNamespace:
+        return SimpleNamespace(policy_version=self.version, last_event=1)
+
+    async def evaluate(self, *args: object, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(results=[1], finished=[1], by_task={"t": [0.0]})
+
+    async def train(self, *args: object, **options: object) -> None:
+        self.version = 1
+        raise AgentJetError("64 episodes in a row failed")
+
+    async def events(self) -> AsyncIterator[Event]:
+        yield Event(seq=1, kind="step", time=0.0, body={"policy_version": 1, "metrics": self.metrics})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "end"),
+    [
+        ({"weights/finite": 0.0}, "diverged"),
+        ({"weights/finite": 1.0, "optim/skipped_steps": 1.0}, "diverged"),
+        ({"weights/finite": 1.0, "optim/skipped_steps": 0.0}, "infra_failed"),
+        ({"reward/mean": 1.0}, "infra_failed"),
+    ],
+)
+def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, float], end: str) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t"}\n')
+    tasks = str(tmp_path / "tasks.jsonl")
+    subject = replace(SUBJECT, tasks=tasks, held_out=tasks, floor=-3.0)
+    (tmp_path / "run").mkdir()
+    order = Order(TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(tmp_path / "run"), str(tmp_path / "answer"))
+    outcome = asyncio.run(Work(order, Diverging(metrics)).done())  # type: ignore[arg-type]
+    assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
+    assert outcome.note == "64 episodes in a row failed"
 
 
 def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgpack
+import numpy as np
 import openai
 import pytest
 
@@ -122,6 +124,17 @@ async def test_what_is_asked_for_reaches_the_sampler(tmp_path: Path) -> None:
             *(0, 0.5, 5, 3, 11),
         )
         assert (default.temperature, default.top_p, default.top_k, default.max_tokens) == (0.7, 1.0, 0, 4)
+
+
+async def test_any_64_bit_seed_reaches_the_sampler_as_one_that_it_takes(tmp_path: Path) -> None:
+    given = (-1, -(2**63), 2**63 - 1, 0)
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin())
+        for seed in given:
+            await client.chat.completions.create(model="policy", messages=HELLO, seed=seed, n=2)
+        seeds = [asked.params.seed for asked in served.run.compute.asked]
+    assert len(set(seeds)) == 2 * len(given) and all(0 <= seed < 2**64 for seed in seeds)
+    assert all(np.random.default_rng(seed) and msgpack.packb(seed) for seed in seeds)
 
 
 async def test_seeds_differ_from_call_to_call_and_repeat_from_run_to_run(tmp_path: Path) -> None:
@@ -250,6 +263,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"functions": []}, "functions"),
     ({"temperature": 3}, "temperature"),
+    ({"temperature": 1e-44}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"top_k": 2**64}, "top_k"),
+    ({"max_tokens": 2**63}, "max_tokens"),
     ({"n": 0}, "n"),
     ({"n": 1000}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -292,6 +311,18 @@ async def test_a_refusal_is_about_the_type_that_was_meant(tmp_path: Path, stop: 
         client = served.openai(await served.begin())
         with pytest.raises(openai.BadRequestError, match=said):
             await client.chat.completions.create(model="policy", messages=HELLO, stop=stop)
+
+
+async def test_a_temperature_too_cold_to_compute_with_names_the_way_out(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin(mode="eval"))
+        with pytest.raises(openai.BadRequestError, match="0 is greedy, and any other temperature is at least 0"):
+            await client.chat.completions.create(model="policy", messages=HELLO, temperature=0.009)
+        await client.chat.completions.create(model="policy", messages=HELLO, temperature=0.01)
+        refused = await served.http.post(
+            "/swarm/v1/episodes", json={"task_id": "t", "mode": "eval", "temperature": 1e-44}
+        )
+        assert (refused.status_code, refused.json()["param"]) == (422, "temperature")
 
 
 async def test_the_nearest_name_is_suggested(tmp_path: Path) -> None:

@@ -228,6 +228,12 @@ async def test_the_job_is_compared_and_set(tmp_path: Path) -> None:
         wrong = await put(bach_size=3)
         assert wrong.status_code == 422 and "job.batch_size" in wrong.json()["detail"]
         assert (await put(group_size=1)).json()["code"] == "invalid_setting"
+        huge = await put(seed=2**70)
+        assert huge.status_code == 422 and "job.seed = 1180591620717411303424" in huge.json()["detail"]
+        for revision in (2**63, 10**400):
+            body = {"revision": revision, "job": read["job"]}
+            refused = await served.http.put("/swarm/v1/job", json=body, headers=bearer(ADMIN))
+            assert (refused.status_code, refused.json()["param"]) == (422, "revision")
         assert (await put(batch_size=3)).json()["revision"] == read["revision"] + 1
         assert served.run.gateway.swarm.job.batch_size == 3
         late = await put(batch_size=4)

@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 from pydantic import ValidationError
 
 from agentjet.errors import InvalidRequest
-from agentjet.protocol import HOTTEST, BeginRequest
-from agentjet.types import Task
+from agentjet.protocol import BeginRequest
+from agentjet.types import COLDEST, HOTTEST, Task
 
 SHOWN = 60
 """Characters of a wrong value in a message."""
@@ -56,8 +56,8 @@ def check_policy(at_version: Any, temperature: Any) -> None:
     if at_version not in (None, "newest") and not (_is_whole(at_version) and at_version >= 0):
         raise ValueError(f"at_version = {_shown(at_version)}: give a policy version, from 0 on, or 'newest'")
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if temperature is not None and not (is_number and 0 <= temperature <= HOTTEST):
-        raise ValueError(f"temperature = {_shown(temperature)}: give a number from 0 (greedy) to {HOTTEST:g}")
+    if temperature is not None and not (is_number and (temperature == 0 or COLDEST <= temperature <= HOTTEST)):
+        raise ValueError(f"temperature = {_shown(temperature)}: give 0 (greedy), or {COLDEST:g} to {HOTTEST:g}")
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -6,6 +6,7 @@ Imports no torch: the gateway process uses this module. Invariants a backend mus
 * reported log-probabilities are those of the distribution sampled from, and the set it was over is reported with them;
 * `learn` recomputes them over that set: the softmax, and with it entropy and KL terms, is of the policy restricted to
   it;
+* a token whose log-probability is not finite is never reported: its completion fails with `ComputeError`;
 * `learn(batch_id, ...)` is idempotent: batch n takes policy version n to n + 1, once; a batch already learned returns
   its metrics again and changes nothing;
 * one bad request never disturbs another.

@@ -7,8 +7,19 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from agentjet.types import COLDEST, HOTTEST
+
+
+def _fits(number: int) -> int:
+    """Raises `ValueError` for what neither the journal nor the wire to the worker holds."""
+    if not -(2**63) <= number < 2**63:
+        raise ValueError("a whole number has 64 bits at most")
+    return number
+
+
+Int64 = Annotated[int, AfterValidator(_fits)]
 TaskSetName = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(gt=0)]
 
@@ -22,9 +33,9 @@ class Section(BaseModel):
 class LoraConfig(Section):
     """Low-rank adapters. `rank = 0` trains all weights."""
 
-    rank: int = Field(0, ge=0, le=1024)
+    rank: Int64 = Field(0, ge=0, le=1024)
     """Rank of the adapters; 0 trains every weight of the model."""
-    alpha: int = Field(32, ge=1)
+    alpha: Int64 = Field(32, ge=1)
     """Scale of the adapters: their product is multiplied by alpha / rank."""
     target_modules: str = "all-linear"
     """Which modules get an adapter: `all-linear`, or a comma-separated list of module names."""
@@ -40,9 +51,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the weights; `auto` times bfloat16 on the device and falls back to float32. Masters are always float32.
     """
-    context_length: int = Field(0, ge=0)
+    context_length: Int64 = Field(0, ge=0)
     """Longest prompt + completion in tokens; 0 takes the model's own."""
-    threads: int = Field(0, ge=0)
+    threads: Int64 = Field(0, ge=0)
     """CPU threads of the worker; 0 takes all cores. Part of what makes a replay bit-equal."""
     lora: LoraConfig = LoraConfig()
 
@@ -50,9 +61,9 @@ class ModelConfig(Section):
 class SamplerConfig(Section):
     """How much is sampled at once."""
 
-    max_concurrent: int = Field(64, ge=1, le=4096)
+    max_concurrent: Int64 = Field(64, ge=1, le=4096)
     """Completions sampled at the same time; more wait in line."""
-    cache_tokens: int = Field(65536, ge=256)
+    cache_tokens: Int64 = Field(65536, ge=256)
     """Tokens whose keys and values are kept, over all sequences."""
 
 
@@ -61,11 +72,11 @@ class OptimizerConfig(Section):
 
     lr: float = Field(2e-5, gt=0)
     """Peak learning rate."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Int64 = Field(0, ge=0)
     """Batches over which the rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the rate does after the warm-up; `linear` and `cosine` reach `min_lr_ratio` at `total_steps`."""
-    total_steps: int = Field(0, ge=0)
+    total_steps: Int64 = Field(0, ge=0)
     """Batches the schedule spans; needed for `linear` and `cosine`."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The rate at the end of the schedule, as a share of the peak."""
@@ -123,15 +134,15 @@ class AlgorithmConfig(Section):
     """Ratios below are outliers, for `icepop` and `mis`."""
     correction_high: float = Field(2.0, gt=0)
     """Ratios above are cut down to it (`tis`), or are outliers."""
-    epochs: int = Field(1, ge=1)
+    epochs: Int64 = Field(1, ge=1)
     """Passes over a batch."""
-    mini_batches: int = Field(1, ge=1)
+    mini_batches: Int64 = Field(1, ge=1)
     """Optimiser steps a pass."""
     by_role: bool = False
     """Compare each agent role only over the episodes of the group in which it spoke (Dr. MAS), instead of over all."""
     drop_zero_variance: bool = False
     """Dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
-    max_dropped_groups: int = Field(0, ge=0)
+    max_dropped_groups: Int64 = Field(0, ge=0)
     """Most groups dropped for one batch, after which they are kept; 0 means ten times `batch_size`."""
 
     @model_validator(mode="after")
@@ -153,21 +164,21 @@ class AlgorithmConfig(Section):
 class JobConfig(Section):
     """What is trained how: the part of the settings that a client may read and an admin may replace."""
 
-    batch_size: int = Field(8, ge=1)
+    batch_size: Int64 = Field(8, ge=1)
     """Groups in a batch."""
-    group_size: int = Field(8, ge=1)
+    group_size: Int64 = Field(8, ge=1)
     """Episodes in a group."""
-    min_group_size: int = Field(2, ge=1)
+    min_group_size: Int64 = Field(2, ge=1)
     """A group that lost members and is not refilled trains when at least this many finished; else it is dropped and
     counted.
     """
-    spare_groups: int = Field(0, ge=0)
+    spare_groups: Int64 = Field(0, ge=0)
     """Groups begun beyond `batch_size`: a batch closes early, without its slowest groups. On-policy those end as
     surplus, with `max_staleness` they go into the next batch.
     """
-    spare_episodes: int = Field(0, ge=0)
+    spare_episodes: Int64 = Field(0, ge=0)
     """Episodes begun beyond `group_size` in each group: once enough have finished, the slowest end as surplus."""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: Int64 = Field(0, ge=0)
     """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and run on while
     the policy learns, and `algorithm.correction` makes up for it.
     """
@@ -177,11 +188,11 @@ class JobConfig(Section):
     """
     mix_code_versions: bool = False
     """Let a group hold episodes of several versions of the agent's code."""
-    max_steps: int = Field(0, ge=0)
+    max_steps: Int64 = Field(0, ge=0)
     """Stop training at this policy version; 0 goes on for ever."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=COLDEST, le=HOTTEST)
     """Sampling temperature where the agent names none."""
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: Int64 = Field(256, ge=1)
     """Longest completion where the agent names none."""
     history: Literal["template", "as_sampled"] = "template"
     """Earlier assistant turns: as the chat template rewrites them, or exactly as they were sampled."""
@@ -189,13 +200,13 @@ class JobConfig(Section):
     """An episode that shows no life for this long is reclaimed."""
     max_episode_seconds: float = Field(1800.0, gt=0)
     """An episode older than this is reclaimed however busy it is."""
-    micro_batch_tokens: int = Field(8192, ge=16)
+    micro_batch_tokens: Int64 = Field(8192, ge=16)
     """Most forest tokens in one forward pass of the learner."""
-    checkpoint_every: int = Field(20, ge=0)
+    checkpoint_every: Int64 = Field(20, ge=0)
     """Batches between checkpoints; 0 saves at the end only."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: Int64 = Field(2, ge=1)
     """Newest checkpoints kept."""
-    seed: int = 0
+    seed: Int64 = 0
     """Seed of everything random on the server."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -223,7 +234,7 @@ class ServerConfig(Section):
     """Serve plain HTTP on an address that is no loopback one, where everybody on the way can read the tokens."""
     host: str = "127.0.0.1"
     """Address to bind; one that is no loopback address needs `tls_cert` and `tls_key`, or `insecure`."""
-    port: int = Field(8400, ge=0, le=65535)
+    port: Int64 = Field(8400, ge=0, le=65535)
     """Port to bind; 0 takes a free one."""
     data_dir: Path = Path("agentjet-data")
     """Folder of the journal, the checkpoints, the tokens and the logs."""
@@ -237,13 +248,13 @@ class ServerConfig(Section):
     """
     call_timeout: float = Field(600.0, gt=0)
     """Seconds a call is held while the worker learns or restarts, before 503."""
-    max_body_mb: int = Field(32, ge=1, le=4096)
+    max_body_mb: Int64 = Field(32, ge=1, le=4096)
     """Largest request body, in MiB; above, 413."""
-    max_episodes_per_client: int = Field(1024, ge=1)
+    max_episodes_per_client: Int64 = Field(1024, ge=1)
     """Live episodes of one `client_id`; above, 429."""
-    max_calls_per_episode: int = Field(256, ge=1)
+    max_calls_per_episode: Int64 = Field(256, ge=1)
     """Calls of one episode at the same time, held ones included; above, 429."""
-    max_calls_per_client: int = Field(4096, ge=1)
+    max_calls_per_client: Int64 = Field(4096, ge=1)
     """Calls of all episodes of one `client_id` at the same time; above, 429."""
     log_format: Literal["text", "json"] = "text"
     """How `logs/server.log` is written: lines for people, or one JSON object a line."""

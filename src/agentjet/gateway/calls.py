@@ -5,7 +5,8 @@ agent.
   client left) is sampled no further and leaves no trace: an answer that nobody heard is not trained on.
 * Sampling runs in a task of its own: a slow reader delays neither the sampler nor a batch.
 * A request sent again as a retry says which recorded answer did not arrive: see `retries`.
-* A worker that dies under a call is not noticed by the agent, unless part of the answer was given out already.
+* A worker that dies under a call is not noticed by the agent, unless part of the answer was given out already. A call
+  under which `MAX_DEATHS` workers died is given up: it may be what killed them.
 """
 
 from __future__ import annotations
@@ -47,12 +48,17 @@ from agentjet.types import Call, Conversation, ModelCard, SamplingParams
 RESAMPLE_DELAY = 0.05
 """Seconds before a call whose worker died looks at the gate again, which holds it from then on."""
 
+MAX_DEATHS = 2
+"""So many workers may die under a call before it is given up."""
+
 
 class Model(Protocol):
     """What a call must know of the model; there is none before the worker was up once."""
 
     card: ModelCard | None
     renderer: Renderer | None
+    num_workers: int
+    """Started so far."""
 
 
 @dataclass(slots=True)
@@ -73,6 +79,8 @@ class _Order:
     """Calls that this one repeats, for the choices not yet recorded; None until the first is."""
     kept_back: list[str] = field(default_factory=list)
     """Calls that are recorded and not given out yet."""
+    workers_lost: set[int] = field(default_factory=set)
+    """Those that died under it, as `Model.num_workers` counts them."""
 
 
 Outbox = asyncio.Queue[CallChunk | BaseException]
@@ -228,6 +236,7 @@ class CallPath:
             sent = False
             async with self._gate.enter(max(0.0, order.deadline - loop.time())):
                 self._swarm.heartbeat(order.episode.id)  # Raises when the episode ended while its call was held.
+                worker = self._model.num_workers
                 call_id = (index == 0 and order.request.id) or uuid.uuid4().hex
                 answer = Answer(
                     order.renderer,
@@ -247,6 +256,13 @@ class CallPath:
                             code="worker_died",
                             status=503,
                             retry_after=5.0,
+                        ) from error
+                    order.workers_lost.add(worker)
+                    if len(order.workers_lost) >= MAX_DEATHS:
+                        raise RequestError(
+                            f"{MAX_DEATHS} workers died of this call, or by chance during it: it is given up.",
+                            code="call_killed_workers",
+                            status=500,
                         ) from error
                 else:
                     outbox.put_nowait(await self._record(order, index, call_id, params, answer))

@@ -27,7 +27,7 @@ from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.gate import Gate
-from agentjet.gateway.metrics import MetricsFile, StepTimer
+from agentjet.gateway.metrics import DIVERGED, MetricsFile, StepTimer, has_diverged
 from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
@@ -71,6 +71,8 @@ class Engine:
         self.card: ModelCard | None = None
         self.renderer: Renderer | None = None
         """Of the card; both are there from the first time the worker was up."""
+        self.num_workers = 0
+        """Started so far."""
         self.fatal: AgentJetError | None = None
         """What made the engine give up."""
         self._swarm = swarm
@@ -168,13 +170,16 @@ class Engine:
     async def checkpoint(self) -> CheckpointInfo:
         """Save the present policy, unless that was done already.
 
-        An errand: see `between_batches`. Raises `CheckpointError`.
+        An errand: see `between_batches`. Raises `CheckpointError`, also for a policy that has diverged, which would
+        push out the last good one.
         """
         version = self._swarm.policy_version
         for info in self._store.listing():
             if info.policy_version == version:
                 return info
         try:
+            if has_diverged(self._swarm.last_step):
+                raise CheckpointError(DIVERGED)
             info = await self._store.write(version, self._compute.save, keep=self._swarm.job.keep_checkpoints)
         except CheckpointError as error:
             self._emit("checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
@@ -266,6 +271,7 @@ class Engine:
         return 0
 
     async def _start_worker(self) -> None:
+        self.num_workers += 1
         card = await self._compute.start()
         if self._swarm.job.max_tokens >= card.context_length:
             raise ConfigError(
@@ -342,6 +348,8 @@ class Engine:
                 merged = self._swarm.learned(batch, {**metrics, **self._timer.metrics(forest.num_targets)})
                 await self._commits.durable()
                 self._metrics.append(batch.id + 1, merged)
+                if has_diverged(merged):
+                    log.error(DIVERGED)
                 self._failures = 0
         except Later:  # The journal's fault, not the batch's.
             self._trying = None

@@ -25,7 +25,7 @@ from agentjet.gateway.commits import Commits
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import CallLimits, too_many_episodes
-from agentjet.gateway.metrics import MetricsFile
+from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import (
@@ -279,13 +279,10 @@ class Gateway:
 
     def status(self) -> StatusResponse:
         swarm, job, now = self.swarm, self.swarm.job, self._clock()
-        state = self.engine.state
         return StatusResponse(
             version=__version__,
-            state=state,
-            waiting_for=swarm.waiting_for()
-            if state in ("rolling", "learning")
-            else self.engine.reason or _WORDS[state],
+            state=self.engine.state,
+            waiting_for=self._waiting_for(),
             model=self.model_name,
             model_weights=self.engine.card.weights if self.engine.card else "",
             policy_version=swarm.policy_version,
@@ -305,6 +302,11 @@ class Gateway:
             last_event=self.last_event,
             uptime=now - self.began,
         )
+
+    def _waiting_for(self) -> str:
+        if self.engine.state not in ("rolling", "learning"):
+            return self.engine.reason or _WORDS[self.engine.state]
+        return DIVERGED if has_diverged(self.swarm.last_step) else self.swarm.waiting_for()
 
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
         """Events numbered above `after`, until the gateway closes; None when none came for `keep_alive` seconds."""

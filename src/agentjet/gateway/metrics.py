@@ -13,6 +13,16 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
+DIVERGED = (
+    "the policy has diverged: its weights are not finite; begin anew from an earlier checkpoint, with a lower "
+    "job.optimizer.lr"
+)
+
+
+def has_diverged(step: Mapping[str, float]) -> bool:
+    """Whether the batch with these metrics left weights that nothing can be computed with."""
+    return step.get("weights/finite") == 0
+
 
 class MetricsFile:
     """Appends lines; never fails the training it reports on."""

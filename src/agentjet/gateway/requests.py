@@ -110,7 +110,7 @@ def seeded(
     that a run repeats.
     """
     if explicit is not None and choice == 0:
-        return replace(params, seed=explicit)
+        return replace(params, seed=explicit % 2**64)  # a generator takes no negative seed
     name = f"{job_seed}/{episode_id}/{ordinal}" if explicit is None else f"explicit/{explicit}"
     digest = hashlib.blake2b(f"{name}/{choice}".encode(), digest_size=8).digest()
     return replace(params, seed=int.from_bytes(digest, "little") >> 1)

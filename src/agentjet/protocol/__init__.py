@@ -1,7 +1,6 @@
 """Bodies of the control API, shared by server and client. Unknown keys are refused in requests."""
 
 from agentjet.protocol.bodies import (
-    HOTTEST,
     LARGEST,
     AbortRequest,
     BeginRequest,
@@ -15,6 +14,7 @@ from agentjet.protocol.bodies import (
     EpisodeView,
     Event,
     FinishRequest,
+    Int64,
     JobBody,
     LeaseRequest,
     LeaseView,
@@ -22,13 +22,13 @@ from agentjet.protocol.bodies import (
     RunRequest,
     StatusResponse,
     TaskSetStatus,
+    Temperature,
 )
 
 PREFIX = "/swarm/v1"
 """Of its paths, with the version."""
 
 __all__ = [
-    "HOTTEST",
     "LARGEST",
     "PREFIX",
     "AbortRequest",
@@ -43,6 +43,7 @@ __all__ = [
     "EpisodeView",
     "Event",
     "FinishRequest",
+    "Int64",
     "JobBody",
     "LeaseRequest",
     "LeaseView",
@@ -50,4 +51,5 @@ __all__ = [
     "RunRequest",
     "StatusResponse",
     "TaskSetStatus",
+    "Temperature",
 ]

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from agentjet.types import EngineState, EpisodeStatus, FinishReason, Fork, Mode
+from agentjet.types import COLDEST, HOTTEST, EngineState, EpisodeStatus, FinishReason, Fork, Mode
 
+
+def _not_too_cold(temperature: float) -> float:
+    """Raises `ValueError` for what is neither greedy nor warm enough to compute with."""
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"0 is greedy, and any other temperature is at least {COLDEST:g}")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0, le=HOTTEST, allow_inf_nan=False), AfterValidator(_not_too_cold)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What the journal and the wire to the worker hold."""
 Name = Annotated[str, Field(max_length=256)]
 LARGEST = 1e12
 """Of a reward or a metric, whatever its sign: sums and squares of such numbers are numbers."""
-HOTTEST = 10.0
-"""Of a temperature that an eval episode is begun with."""
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
 MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
 
@@ -47,11 +56,11 @@ class BeginRequest(Request):
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
     code_version: Annotated[str, Field(max_length=128)] = ""
     """Which version of the agent's code plays it; groups never mix versions, unless `job.mix_code_versions`."""
-    at_version: int | None = Field(None, ge=0)
+    at_version: Int64 | None = Field(None, ge=0)
     """Only in eval mode: the policy version that must answer it, however long it takes. 409 `version_gone` when the
     server is at another one.
     """
-    temperature: float | None = Field(None, ge=0, le=HOTTEST, allow_inf_nan=False)
+    temperature: Temperature | None = None
     """Only in eval mode: of every call of the episode, whatever the call asks for; 0 is greedy."""
     team: Name = ""
     """Common to the episodes on several servers that begin and end as one; also the name to look it up by."""
@@ -187,7 +196,7 @@ class CheckpointInfo(Response):
 class JobBody(Request):
     """The job settings with the revision they were read at: a compare-and-set."""
 
-    revision: int
+    revision: Int64
     job: dict[str, Any]
 
 

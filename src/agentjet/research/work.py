@@ -15,7 +15,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,14 @@ class Work:
                 await self._score(mark)
         except (AgentJetError, TimeoutError) as error:
             why = str(error) or f"no end within subject.patience = {self._subject.patience:g} s"
-            if self._is_broken():
+            with suppress(AgentJetError):  # a policy that diverged in the middle fails its calls
+                await self._catch_up()
+            if is_broken(self._record.metrics):
                 return self._outcome("diverged", self._record.floor(self._subject.floor), shortened(why))
             return self._outcome("infra_failed", None, shortened(why))
-        return self._outcome("diverged" if self._is_broken() else "completed", self._record.scorings[marks[-1]].mean)
+        return self._outcome(
+            "diverged" if is_broken(self._record.metrics) else "completed", self._record.scorings[marks[-1]].mean
+        )
 
     def _outcome(self, end: End, score: float | None, note: str = "") -> Outcome:
         last = self._subject.steps_at(self._trial.fidelity)
@@ -163,10 +167,11 @@ class Work:
             found["weights"] = weights
         return found
 
-    def _is_broken(self) -> bool:
-        """Whether the newest step changed nothing because its gradients were no numbers."""
-        metrics = self._record.metrics
-        return bool(metrics) and metrics[max(metrics)].get("optim/skipped_steps", 0.0) > 0
+
+def is_broken(metrics: Mapping[int, Mapping[str, float]]) -> bool:
+    """Whether the newest step left weights that are no numbers, or changed nothing because its gradients were none."""
+    newest = metrics[max(metrics)] if metrics else {}
+    return newest.get("weights/finite") == 0 or newest.get("optim/skipped_steps", 0.0) > 0
 
 
 def weights_changed(signals: signs.Signals) -> dict[str, Value]:

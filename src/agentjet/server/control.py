@@ -23,6 +23,7 @@ from agentjet.protocol import (
     EpisodeView,
     Event,
     FinishRequest,
+    Int64,
     JobBody,
     Problem,
     StatusResponse,
@@ -146,8 +147,8 @@ async def get_status(wired: Wired) -> StatusResponse:
 )
 async def get_events(
     wired: Wired,
-    after: Annotated[int | None, Query(ge=0)] = None,
-    last_event_id: Annotated[int | None, Header(ge=0, alias="Last-Event-ID")] = None,
+    after: Annotated[Int64 | None, Query(ge=0)] = None,
+    last_event_id: Annotated[Int64 | None, Header(ge=0, alias="Last-Event-ID")] = None,
 ) -> StreamingResponse:
     """Events numbered above `Last-Event-ID` (or `after`), then those that come, without end."""
     start = last_event_id if last_event_id is not None else after or 0

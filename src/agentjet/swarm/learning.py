@@ -5,6 +5,7 @@ A batch is in the journal, whole, before it is learned; learning one again chang
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -59,7 +60,8 @@ class Learning(Outlook):
         return forest
 
     def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Record that `batch` took the policy to version `batch.id + 1`; returns all its metrics.
+        """Record that `batch` took the policy to version `batch.id + 1`; returns all its metrics,
+        but for those that are no finite number, which neither JSON nor a chart has a place for.
 
         A replayed batch changes nothing.
         """
@@ -74,6 +76,7 @@ class Learning(Outlook):
             **self._forest_metrics.get(batch.id, {}),
             **metrics,
         }
+        merged = {name: value for name, value in merged.items() if math.isfinite(value)}
         with self._ledger.transaction():
             self._journal.add_step(batch.id, merged, self._clock())
             self._ledger.policy_version = batch.id + 1

@@ -80,6 +80,7 @@ class Learner:
             "forest/tokens_computed": float(totals.num_computed),
             "optim/lr": self._optimizer.param_groups[0]["lr"],
             "optim/steps": float(num_steps),
+            "weights/finite": float(math.isfinite(torch.nn.utils.get_total_norm(self.masters()))),
         }
 
     def _corrected(self, forest: Forest, job: JobConfig) -> tuple[Forest, dict[str, float]]:
@@ -322,7 +323,7 @@ class _Totals:
         means = {name: total if name in once else total / steps for name, total in self._sums.items()}
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
         return {
-            **{name: mean for name, mean in means.items() if math.isfinite(mean)},
+            **means,
             "optim/grad_norm": sum(finite) / max(1, len(finite)),
             "optim/skipped_steps": float(len(self.grad_norms) - len(finite)),
         }

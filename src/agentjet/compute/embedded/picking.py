@@ -31,7 +31,8 @@ def pick(
     `masks[c]` has a bit for each token that may follow, lowest first; empty, it allows all of them.
     Returns tokens, log-probabilities, and the set that each token was chosen among (see `timeline.allowed`). The
     log-probabilities are those of the distribution sampled from: over the set, after temperature. A greedy completion
-    (temperature 0) reports those of temperature 1, since a certain choice has none worth reporting.
+    (temperature 0) reports those of temperature 1, since a certain choice has none worth reporting. Where a row is no
+    distribution (not finite, or nothing allowed), the log-probability is not finite and the token means nothing.
     """
     shapes = [(row, p.temperature, p.top_k, p.top_p, mask) for row, p, mask in zip(of, params, masks, strict=True)]
     distinct = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
@@ -81,7 +82,8 @@ def _tempered(logits: Tensor, shapes: Sequence[Shape]) -> tuple[Tensor, list[byt
             tempered[i] = truncate(tempered[i], top_k, top_p)
         elif not mask:
             continue
-        sets[i] = encode_set((tempered[i] > -torch.inf).cpu().numpy())
+        members = (tempered[i] != -torch.inf).cpu().numpy()
+        sets[i] = encode_set(members) if members.any() else EVERYTHING
     return tempered, sets
 
 
@@ -91,7 +93,10 @@ def unpack_mask(mask: bytes, vocabulary: int) -> NDArray[np.bool_]:
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """`logits` [V] with everything outside the top k, then outside the smallest set of mass `top_p`, at -inf."""
+    """`logits` [V] with everything outside the top k, then outside the smallest set of mass `top_p`, at -inf.
+
+    The likeliest token stays, however little mass is asked for.
+    """
     kept = logits
     if top_k and top_k < len(logits):
         smallest = logits.topk(top_k).values[-1]
@@ -100,5 +105,6 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered, order = kept.sort(descending=True)
         probabilities = ordered.softmax(-1)
         outside = probabilities.cumsum(-1) - probabilities >= top_p
+        outside[0] = False  # a top_p below float32's smallest number is 0
         kept = kept.scatter(0, order, ordered.masked_fill(outside, -torch.inf))
     return kept

@@ -21,7 +21,7 @@ from agentjet.compute.embedded.grammar import Grammars, Guide
 from agentjet.compute.embedded.logits import PROBE_TOKENS, probe_tokens, tolerance
 from agentjet.compute.embedded.picking import pick
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PROMPT_TOKENS, NewToken, finish_reason
+from agentjet.compute.embedded.sampler import PROMPT_TOKENS, NewToken, dead_end, finish_reason
 from agentjet.errors import OutOfCache
 from agentjet.types import SamplingParams
 
@@ -140,9 +140,9 @@ class PlainSampler:
             request.tokens.append(token)
             request.num_sampled += 1
             reason = finish_reason(self.policy, request.params, token, request.num_sampled)
-            error = request.guide.advance(token) if request.guide and reason is None else ""
+            error = dead_end(request.guide, token, logprob, reason)
             new.append(NewToken(request.id, token, logprob, allowed, reason, error))
-            if reason is not None or error:
+            if reason is not None or error is not None:
                 del self._running[request.id]
         return new
 

@@ -10,6 +10,7 @@ computed again.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from agentjet.compute.embedded.cache import Arena, Cache, Row
 from agentjet.compute.embedded.grammar import Grammars, Guide
 from agentjet.compute.embedded.picking import pick
 from agentjet.compute.embedded.policy import Policy
-from agentjet.errors import OutOfCache
+from agentjet.errors import ComputeError, OutOfCache, Unfollowable
 from agentjet.types import FinishReason, SamplingParams
 
 PROMPT_TOKENS = 2048
@@ -61,7 +62,7 @@ class NewToken:
     logprob: float
     allowed: bytes
     finish_reason: FinishReason | None
-    error: str = ""
+    error: ComputeError | None = None
     """Why nothing can follow it although it is not the last: the completion is given up."""
 
 
@@ -190,9 +191,9 @@ class Sampler:
         for c, token, logprob, allowed in zip(everyone, chosen, logprobs, sets, strict=True):
             c.num_sampled += 1
             reason = finish_reason(self.policy, c.params, token, c.num_sampled)
-            error = c.guide.advance(token) if c.guide and reason is None else ""
+            error = dead_end(c.guide, token, logprob, reason)
             new.append(NewToken(c.id, token, logprob, allowed, reason, error))
-            if reason is None and not error:
+            if reason is None and error is None:
                 goes_on.setdefault(id(c.place), {}).setdefault(token, []).append(c)
             else:
                 del self._running[c.id]
@@ -236,6 +237,14 @@ def finish_reason(policy: Policy, params: SamplingParams, token: int, num_sample
     if token in policy.end_tokens:
         return "stop"
     return "length" if num_sampled == params.max_tokens else None
+
+
+def dead_end(guide: Guide | None, token: int, logprob: float, reason: FinishReason | None) -> ComputeError | None:
+    """Why a completion is given up at this token, if it is; its guide is taken past the token."""
+    if not math.isfinite(logprob):
+        return ComputeError("the policy has diverged: its logits are not finite")
+    refused = guide.advance(token) if guide and reason is None else ""
+    return Unfollowable(refused) if refused else None
 
 
 def _spans(rows: list[Row]) -> list[tuple[Row, int]]:

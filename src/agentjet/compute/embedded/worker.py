@@ -31,7 +31,7 @@ from agentjet.compute.embedded.plain_sampler import PlainSampler
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError, Unfollowable
+from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.allowed import pack_sets
 from agentjet.timeline.forest import Forest
 from agentjet.types import FinishReason, SamplingParams
@@ -153,9 +153,9 @@ class Worker:
             piece.tokens.append(new.token)
             piece.logprobs.append(new.logprob)
             piece.allowed.append(new.allowed)
-            if new.error:
+            if new.error is not None:
                 del self._pieces[new.id]
-                self._send({"id": new.id, "error": Unfollowable.__name__, "message": new.error})
+                self._send({"id": new.id, "error": type(new.error).__name__, "message": str(new.error)})
             elif new.finish_reason is not None or len(piece.tokens) >= piece.size:
                 complete.append((new.id, piece, new.finish_reason))
         self._deliver(complete)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json, to_json
 
 from agentjet.errors import InvalidRequest
+from agentjet.protocol import Int64
 
 
 def _whole(text: str) -> str:
@@ -30,6 +31,7 @@ Text = Annotated[str, AfterValidator(_whole)]
 """Text in whole characters."""
 JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
 """An object that any JSON parser reads: without NaN and half characters, nested about 200 deep at most."""
+Count = Annotated[Int64, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from agentjet.server.dialects.bodies import Body, Finite, JsonObject, Part, Text
+from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, Part, Text
 from agentjet.server.dialects.gathering import UsageBody
 from agentjet.server.dialects.refusals import Neutral
 from agentjet.server.dialects.sampled import SampledBody
@@ -111,8 +111,8 @@ class ChatBody(SampledBody):
     """A chat completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, Strict
 
-from agentjet.server.dialects.bodies import Finite
+from agentjet.protocol import Int64
+from agentjet.server.dialects.bodies import Count, Finite
 from agentjet.server.dialects.gathering import UsageBody
 from agentjet.server.dialects.refusals import Neutral
 from agentjet.server.dialects.sampled import SampledBody
@@ -26,9 +27,9 @@ class CompletionBody(SampledBody):
 
     Control tokens are written as ids: in text their names stay text.
     """
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     """Without it as the job says, and not OpenAI's 16."""
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[Int64, Field(ge=0)] | None = None
     """0: log-probabilities of the sampled tokens. Those of other tokens are not known."""
 
     # A name for the caller's own use, which asks nothing of the model.

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentjet.server.dialects.bodies import Body, Finite, JsonObject, RequestBody, Text
+from agentjet.protocol import Int64, Temperature
+from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, RequestBody, Text
 from agentjet.server.dialects.refusals import Neutral
 
 
@@ -145,11 +146,11 @@ class CountBody(Body):
 class MessagesBody(CountBody, RequestBody):
     """A request. Everything of Anthropic's that is not honoured is refused, never ignored."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Count
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[Temperature, Field(le=1)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[Int64, Field(ge=0)] | None = None
     metadata: dict[str, Any] | None = None
     """For the caller's own use."""
     thread: dict[str, Any] | None = None

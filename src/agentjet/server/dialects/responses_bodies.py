@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from agentjet.server.dialects.bodies import Body, Finite, JsonObject, Part, RequestBody, Text
+from agentjet.protocol import Temperature
+from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, Part, RequestBody, Text
 from agentjet.server.dialects.refusals import Neutral
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -170,8 +171,8 @@ class ResponsesBody(RequestBody):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     store: bool | None = None
     """Either way: an episode remembers its answers as long as it lives."""

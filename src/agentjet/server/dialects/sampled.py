@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agentjet.gateway.requests import CallRequest
+from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.bodies import Body, Finite, RequestBody
 from agentjet.types import ANY_ANSWER, Constraint, Conversation
 
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Stop = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 """One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows 4."""
 
@@ -25,11 +25,11 @@ class StreamOptions(Body):
 class SampledBody(RequestBody):
     """The keys for it, but for the length of the answer."""
 
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[Int64, Field(ge=-1)] | None = None
     """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
-    seed: Seed | None = None
+    seed: Int64 | None = None
     stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stream_options: StreamOptions | None = None
