@@ -69,8 +69,8 @@ def server_token(environ: Mapping[str, str] = os.environ) -> str | None:
     token = environ.get(TOKEN_VARIABLE, "").strip()
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise ConfigError(
-            f"{TOKEN_VARIABLE} has a character that a token cannot have, such as a blank, a line break or a letter with "
-            "an accent: use ASCII letters, digits and signs, or unset it and let the server make one"
+            f"{TOKEN_VARIABLE} has a character that a token cannot have, such as a blank, a line break or a letter "
+            "with an accent: use ASCII letters, digits and signs, or unset it and let the server make one"
         )
     if token and len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(

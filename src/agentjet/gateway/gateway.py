@@ -94,7 +94,6 @@ class Gateway:
             tracing=self.tracing,
             clock=clock,
         )
-        self._job_revision = 1
         self._reaper: asyncio.Task[None] | None = None
         self.closing = False
 
@@ -107,6 +106,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to bring the worker up; calls and episodes are accepted at once, and held until it is there."""
+        if self.swarm.about_job:
+            log.warning("%s", self.swarm.about_job)
         self.engine.start()
         self._reaper = asyncio.create_task(self._reap())
 
@@ -223,28 +224,31 @@ class Gateway:
     # ---- the job ----------------------------------------------------------------------------------------------------
 
     def job(self) -> JobBody:
-        return JobBody(revision=self._job_revision, job=self.swarm.job.model_dump(mode="json"))
+        return JobBody(revision=self.swarm.job_revision, job=self.swarm.job.model_dump(mode="json"))
 
-    def replace_job(self, body: JobBody) -> JobBody:
-        """Put new job settings in force, for what is composed and sampled from now on, until the server ends.
+    async def replace_job(self, body: JobBody) -> JobBody:
+        """Put new job settings in force, for what is composed and sampled from now on.
 
-        Raises `Conflict` when they changed since they were read.
+        They survive a restart, unless it is given other settings than this start was. Raises `Conflict` when they
+        changed since they were read.
         """
-        if body.revision != self._job_revision:
+        revision = self.swarm.job_revision
+        if body.revision != revision:
             raise Conflict(
-                f"The job settings are at revision {self._job_revision}, yours were read at {body.revision}: "
-                "read them again.",
+                f"The job settings are at revision {revision}, yours were read at {body.revision}: read them again.",
                 code="job_revision_changed",
             )
         try:
             job: JobConfig = parse_job(body.job)
             ServeConfig.model_validate({**self.config.model_dump(exclude={"job"}), "job": job.model_dump()})
+            self.engine.check_room(job)
         except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
-        self.swarm.job = job
-        self._job_revision += 1
+        self.swarm.replace_job(job)
         self.changed.notify()
-        return self.job()
+        answer = self.job()
+        await self._commits.durable()
+        return answer
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

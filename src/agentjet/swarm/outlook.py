@@ -26,8 +26,7 @@ SILENT_SECONDS = 20.0
 class Outlook:
     """Episodes, groups, batches and counts, as they are now."""
 
-    def __init__(self, journal: Journal, job: JobConfig, *, clock: Callable[[], float]) -> None:
-        self.job = job
+    def __init__(self, journal: Journal, *, clock: Callable[[], float]) -> None:
         self._journal = journal
         self._clock = clock
         self._ledger = Ledger(journal, clock)
@@ -70,6 +69,18 @@ class Outlook:
         ]
         others = [*patience, self._mixing.next_deadline(self.job)]
         return min([*deadlines, *(deadline for deadline in others if deadline is not None)], default=None)
+
+    # ---- the job -------------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> JobConfig:
+        """The settings in force. A batch keeps those it was composed with."""
+        return self._ledger.settings.job
+
+    @property
+    def job_revision(self) -> int:
+        """Which change of the settings made them what they are; counts from 1."""
+        return self._ledger.settings.revision
 
     # ---- batches -------------------------------------------------------------------------------------------
 
