@@ -187,44 +187,6 @@ async def test_a_live_episode_survives_a_restart(tmp_path: Path) -> None:
         assert run.compute.asked[0].prompt == first.suffix, "the same conversation is the same tokens"
 
 
-async def test_a_replaced_job_survives_a_restart_with_the_same_settings(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running(tmp_path / "d") as run:
-        body = run.gateway.job()
-        body.job["task_weights"] = {"math": 2.0, "*": 1.0}
-        replaced = await run.gateway.replace_job(body)
-        assert replaced.revision == body.revision + 1
-    async with running(tmp_path / "d") as run:
-        assert run.gateway.job() == replaced
-        assert "the job settings are those of revision 2" in caplog.text
-    caplog.clear()
-    async with running(tmp_path / "d", job={"batch_size": 3}) as run:
-        job = run.gateway.job()
-        assert (job.revision, job.job["batch_size"], job.job["task_weights"]) == (3, 3, {})
-        assert "no longer those that replaced them in revision 2" in caplog.text
-    caplog.clear()
-    async with running(tmp_path / "d", job={"batch_size": 3}) as run:
-        assert run.gateway.job() == job and "the job settings" not in caplog.text
-
-
-async def test_a_job_that_the_disk_refuses_is_not_in_force(tmp_path: Path) -> None:
-    async with running(tmp_path / "d") as run:
-        before, db = run.gateway.job(), run.gateway._journal._db
-        db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
-        body = before.model_copy(
-            update={"job": before.job | {"task_weights": {f"task set {i}": 1.0 for i in range(1000)}}}
-        )
-        with pytest.raises(Later):
-            await run.gateway.replace_job(body)
-        assert run.gateway.job() == before
-        db.execute("PRAGMA max_page_count = 1073741823")
-        with pytest.raises(Later):  # What the disk refused may have taken something with it: that is said once.
-            await run.gateway.replace_job(body)
-        assert run.gateway.job() == before
-        assert (await run.gateway.replace_job(body)).revision == before.revision + 1
-
-
 async def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None:
     expected = await reference_weights(tmp_path, 3)
     async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
@@ -440,13 +402,6 @@ async def test_a_stop_ends_the_batch_being_learned_first(tmp_path: Path) -> None
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
 
 
-async def test_an_expired_lease_frees_its_place(tmp_path: Path) -> None:
-    async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
-        episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        run.clock.advance(11)
-        await run.until(lambda: run.gateway.swarm.episode(episode.id).status == "expired")
-
-
 async def test_the_call_of_an_ended_episode_is_cut_off(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"max_episode_seconds": 60}) as run:
         aborted = await run.gateway.begin(BeginRequest(task_id="t"))
@@ -460,18 +415,6 @@ async def test_the_call_of_an_ended_episode_is_cut_off(tmp_path: Path) -> None:
             with pytest.raises(Conflict):
                 await asyncio.wait_for(call, 5)
         assert run.gateway.status().calls_active == 0
-
-
-async def test_a_held_call_keeps_its_lease(tmp_path: Path) -> None:
-    async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
-        episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        run.compute.may_sample.clear()
-        call = asyncio.create_task(run.say(episode.id))
-        await run.until(lambda: len(run.compute.asked) == 1)
-        run.clock.advance(60)
-        run.gateway.swarm.reap()
-        run.compute.may_sample.set()
-        assert (await call).response.content == "hi"
 
 
 async def test_on_demand_checkpoint_and_export(tmp_path: Path) -> None:

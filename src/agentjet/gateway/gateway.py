@@ -51,8 +51,15 @@ EVENTS_PAGE = 1000
 class Gateway:
     """One policy being served and trained. `await start()` first, `await close()` at the end."""
 
-    def __init__(self, config: ServeConfig, compute: Compute, *, clock: Callable[[], float] = time.time) -> None:
-        """Opens the data dir, making it where it is missing.
+    def __init__(
+        self,
+        config: ServeConfig,
+        compute: Compute,
+        *,
+        clock: Callable[[], float] = time.time,
+        stopwatch: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the data dir, making it where it is missing. The `stopwatch` tells when the event loop stood still.
 
         Raises `ConfigError` when it is in use or another model's.
         """
@@ -69,7 +76,8 @@ class Gateway:
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
         self.store = CheckpointStore(data_dir)
         # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
-        self.swarm = Swarm(self._journal, config.job, clock=clock, policy_version=self.store.newest() or 0)
+        newest = self.store.newest() or 0
+        self.swarm = Swarm(self._journal, config.job, clock=clock, stopwatch=stopwatch, policy_version=newest)
         self._commits = Commits(self.swarm)
         self.changed = Broadcast()
         self.swarm.on_event = self._on_event

@@ -20,8 +20,8 @@ from agentjet.timeline.forest import Forest
 class Learning(Outlook):
     """The verbs of the training loop."""
 
-    def __init__(self, journal: Journal, *, clock: Callable[[], float]) -> None:
-        super().__init__(journal, clock=clock)
+    def __init__(self, journal: Journal, *, clock: Callable[[], float], stopwatch: Callable[[], float]) -> None:
+        super().__init__(journal, clock=clock, stopwatch=stopwatch)
         self._endings = Endings(self._ledger, self._leases)
         self._forest_metrics: dict[int, dict[str, float]] = {}
 
