@@ -162,7 +162,8 @@ class Outlook:
             return "clients, to begin training episodes"
         live = sum(episode.group_id is not None for episode in self._ledger.live())
         refills = groups.missing_refills(self._ledger, self.job, self._leases.heard_since(), self._clock())
-        for_whom = " and ".join((["rewards"] if live or not refills else []) + ([refills] if refills else []))
+        rewards = ["rewards"] if any(episode.group_id is not None for episode in self._ledger.undecided()) else []
+        for_whom = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
         if sets := self._mixing.waiting_for(self.job):
             for_whom += f" of {sets}"
         return (
