@@ -233,6 +233,8 @@ class Running:
     gateway: Gateway
     compute: ScriptedCompute
     clock: Clock
+    stopwatch: Clock
+    """Moves with the clock when the event loop stood still meanwhile."""
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         """Wait for something to become true; fails after five seconds."""
@@ -294,15 +296,15 @@ async def running(
             "job": settings,
         }
     )
-    clock = Clock()
+    clock, stopwatch = Clock(), Clock()
     compute = ScriptedCompute(card, script or saying(lambda prompt: "hi"))
     prepare(compute)
-    gateway = Gateway(config, compute, clock=clock)
+    gateway = Gateway(config, compute, clock=clock, stopwatch=stopwatch)
     try:
         await gateway.start()
         if wait_ready:
             await gateway.ready()
-        yield Running(gateway, compute, clock)
+        yield Running(gateway, compute, clock, stopwatch)
     finally:
         for event in (compute.may_start, compute.may_learn, compute.may_sample):
             event.set()

@@ -91,6 +91,20 @@ def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
         run("export", str(tmp_path / "other"), "--checkpoint", str(policy.parent))
 
 
+def test_export_into_what_is_no_folder(tmp_path: Path) -> None:
+    policy = tmp_path / "step_000001" / "policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="out cannot be written"):
+        run("export", str(policy / "config.json" / "out"), "--checkpoint", str(policy.parent))
+
+
+@pytest.mark.parametrize("every", ["inf", "nan", "1e30", "0"])
+def test_watch_refuses_what_nobody_can_wait_for(every: str) -> None:
+    refused = CliRunner().invoke(app, ["watch", "--every", every])
+    assert refused.exit_code == 2 and "Invalid value for '--every'" in refused.output
+
+
 def test_eval_of_a_running_server(served: Served) -> None:
     printed = run("eval", served.url, "--token", TOKEN, "--tasks", "10", "--greedy", "--json")
     score = json.loads(printed)

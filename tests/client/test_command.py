@@ -72,7 +72,9 @@ def test_a_program_is_given_the_model_its_episode_and_its_task(monkeypatch: pyte
     monkeypatch.setenv("AGENTJET_TOKEN", "opens everything")
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "goes before the key")
     monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("SSL_CERT_FILE", "certificates/own.pem")
     given = environment(TASK, episode())
+    assert given["SSL_CERT_FILE"] == str(Path.cwd() / "certificates/own.pem"), "it runs in another folder"
     assert given["OPENAI_BASE_URL"] == "http://127.0.0.1:8400/v1"
     assert given["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8400"
     assert given["OPENAI_API_KEY"] == given["ANTHROPIC_API_KEY"] == "ajk-key"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -225,3 +226,12 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -
 def test_an_address_without_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'localhost:8400'.*http://"):
         load_settings("localhost:8400", environ={})
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:99999", "http://[::1", "http://127.0.0.1:abc", "http://127.0.0.1:0", "ftp://x", 5]
+)
+def test_what_is_no_address_is_refused_by_name(address: Any) -> None:
+    with pytest.raises(ConfigError, match="is not a server's address") as refused:
+        load_settings(address, environ={})
+    assert repr(address) in str(refused.value)

@@ -150,6 +150,14 @@ def test_a_token_from_the_environment_must_be_hard_to_guess() -> None:
     assert server_token({"AGENTJET_TOKEN": "x" * 16}) == "x" * 16
     with pytest.raises(ConfigError, match="AGENTJET_TOKEN has 5 characters"):
         server_token({"AGENTJET_TOKEN": "hello"})
+    assert server_token({"AGENTJET_TOKEN": "x" * 16 + "\n"}) == "x" * 16
+
+
+@pytest.mark.parametrize("odd", ["ü", " ", "\n", "\r\n", "\x00", "\x7f"])
+def test_a_token_that_no_header_can_carry_is_refused_by_name(odd: str) -> None:
+    with pytest.raises(ConfigError, match="AGENTJET_TOKEN has a character") as refused:
+        server_token({"AGENTJET_TOKEN": f"secret-secret{odd}secret-secret"})
+    assert "secret-secret" not in str(refused.value)
 
 
 def test_every_setting_can_be_set_by_its_name_and_is_documented() -> None:

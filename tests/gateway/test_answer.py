@@ -5,6 +5,7 @@ The oracle is `Renderer.parse_text` of the whole text, cut at the first stop str
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -127,6 +128,20 @@ def test_white_space_around_tool_calls(tool_format: str) -> None:
         tokens = [*tokenizer().encode(before + text + between + call + after).ids, END]
         reasoning, content, message = sent(answer(tool_format), tokens, [1])
         assert (reasoning, content) == (message.reasoning, message.content), (before, text, between, call, after)
+
+
+def test_a_long_stop_string_costs_no_memory_of_its_own() -> None:
+    stop = "ab" * 5_000
+    tokens = tokenizer().encode("one " + stop[:100]).ids
+    tracemalloc.start()
+    try:
+        made = answer(tools=False, stop=[stop])
+        made.push(Sampled(tuple(tokens), (-0.5,) * len(tokens), 0))
+        certain, most = made.certain(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert certain == ("", "one "), "what may become the stop string waits"
+    assert most < 2**20
 
 
 def test_ordinary_text_is_sent_at_once() -> None:

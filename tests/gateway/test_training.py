@@ -451,13 +451,6 @@ async def test_a_stop_ends_the_batch_being_learned_first(tmp_path: Path) -> None
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
 
 
-async def test_an_expired_lease_frees_its_place(tmp_path: Path) -> None:
-    async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
-        episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        run.clock.advance(11)
-        await run.until(lambda: run.gateway.swarm.episode(episode.id).status == "expired")
-
-
 async def test_the_call_of_an_ended_episode_is_cut_off(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"max_episode_seconds": 60}) as run:
         aborted = await run.gateway.begin(BeginRequest(task_id="t"))
@@ -471,18 +464,6 @@ async def test_the_call_of_an_ended_episode_is_cut_off(tmp_path: Path) -> None:
             with pytest.raises(Conflict):
                 await asyncio.wait_for(call, 5)
         assert run.gateway.status().calls_active == 0
-
-
-async def test_a_held_call_keeps_its_lease(tmp_path: Path) -> None:
-    async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
-        episode = await run.gateway.begin(BeginRequest(task_id="t"))
-        run.compute.may_sample.clear()
-        call = asyncio.create_task(run.say(episode.id))
-        await run.until(lambda: len(run.compute.asked) == 1)
-        run.clock.advance(60)
-        run.gateway.swarm.reap()
-        run.compute.may_sample.set()
-        assert (await call).response.content == "hi"
 
 
 async def test_on_demand_checkpoint_and_export(tmp_path: Path) -> None:

@@ -277,6 +277,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop"),
     ({"stop": [""]}, "stop.0"),
     ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "x" * 1001}, "stop"),
+    ({"stop": ["x", "x" * 1001]}, "stop.1"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"temprature": 1}, "temprature"),
     ({"messages": []}, "messages"),

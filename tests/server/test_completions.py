@@ -150,6 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x" * 5000}, "prompt"),
     ({"prompt": "\ud800"}, "prompt"),
     ({"stop": ""}, "stop"),
+    ({"stop": "x" * 1001}, "stop"),
     ({"n": 0}, "n"),
     ({"temperature": 0}, "temperature"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -238,6 +238,9 @@ async def test_the_job_is_compared_and_set(tmp_path: Path) -> None:
         assert served.run.gateway.swarm.job.batch_size == 3
         late = await put(batch_size=4)
         assert (late.status_code, late.json()["code"]) == (409, "job_revision_changed")
+        read["revision"] += 1
+        too_long = await put(max_tokens=100_000)
+        assert too_long.status_code == 422 and "leaves no room for a prompt" in too_long.json()["detail"]
 
 
 async def test_checkpoints(tmp_path: Path) -> None:

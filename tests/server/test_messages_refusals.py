@@ -92,6 +92,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0}, "top_p"),
     ({"top_k": -1}, "top_k"),
     ({"stop_sequences": [""]}, "stop_sequences.0"),
+    ({"stop_sequences": ["x" * 1001]}, "stop_sequences.0"),
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"max_token": 1}, "max_token"),
 ]  # fmt: skip

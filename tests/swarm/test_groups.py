@@ -208,6 +208,8 @@ def test_nothing_is_admitted_after_the_last_step(make_world: Make) -> None:
 def test_it_says_what_it_waits_for(world: World) -> None:
     assert world.swarm.waiting_for() == "clients, to begin training episodes"
     world.play("a", 0, 1)
+    none_at_work = "clients, to begin training episodes: 1 of 2 groups are complete, 0 open, 0 episodes live"
+    assert world.swarm.waiting_for() == none_at_work
     world.begin("b")
     assert world.swarm.waiting_for() == "rewards: 1 of 2 groups are complete, 1 open, 1 episodes live"
 

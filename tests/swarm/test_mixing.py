@@ -231,7 +231,7 @@ def test_a_set_without_a_weight_is_refused_by_name(make_world: Make) -> None:
             world.begin(task_set=name)
         assert refused.value.code == "task_set_unknown" and way_out in refused.value.message
     assert world.begin(task_set="poetry", mode="eval").status == "live"
-    world.swarm.job = world.job.model_copy(update={"task_weights": {"math": 2.0, "*": 1.0}})
+    world.swarm.replace_job(world.job.model_copy(update={"task_weights": {"math": 2.0, "*": 1.0}}))
     assert world.begin(task_set="poetry").status == world.begin("h").status == "live"
 
 
@@ -254,10 +254,10 @@ def test_weights_can_change_while_training_runs(make_world: Make) -> None:
     fleet = Fleet(world, SLOW)
     fleet.run(3)
     fleet.tick()
-    world.swarm.job = world.job.model_copy(update={"task_weights": {"fast": 3.0, "slow": 1.0}})
+    world.swarm.replace_job(world.job.model_copy(update={"task_weights": {"fast": 3.0, "slow": 1.0}}))
     fleet.run(2)
     assert shares(fleet.run(20)) == pytest.approx({"fast": 0.75, "slow": 0.25}, abs=0.02)
-    world.swarm.job = world.job.model_copy(update={"task_weights": {}})
+    world.swarm.replace_job(world.job.model_copy(update={"task_weights": {}}))
     fleet.run(5)
     assert world.swarm.status_counts()["dropped"] == 0
 

@@ -93,8 +93,10 @@ def begin_episode(
         ("AGENTJET_EPISODE", begun.episode_id),
         ("OPENAI_BASE_URL", begun.base_url),
         ("OPENAI_API_KEY", begun.api_key),
+        ("OPENAI_MODEL", begun.model),
         ("ANTHROPIC_BASE_URL", root),
         ("ANTHROPIC_API_KEY", begun.api_key),
+        ("ANTHROPIC_MODEL", begun.model),
     ):
         typer.echo(f"export {name}={shlex.quote(value)}")
 

@@ -48,8 +48,8 @@ def _copy(source: Path, out: Path) -> None:
     """Copy a folder under another name first, so that `out` is whole if it is there."""
     unfinished = out.with_name(out.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, unfinished)
         unfinished.rename(out)
     except OSError as error:

@@ -27,7 +27,7 @@ class ServedRuns:
             left = self.gateway
             if name == self.name:
                 if job is not None:
-                    left.replace_job(JobBody(revision=left.job().revision, job=job.model_dump(mode="json")))
+                    await left.replace_job(JobBody(revision=left.job().revision, job=job.model_dump(mode="json")))
                 return
             self.gateway, self.name = self._opened(name, job), name
             self.gateway.tracing.tracer = left.tracing.tracer

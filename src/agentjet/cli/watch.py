@@ -21,7 +21,7 @@ def watch(
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Watch a server until Ctrl-C; it may be restarted meanwhile."""
     from rich.live import Live

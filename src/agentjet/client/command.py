@@ -40,6 +40,8 @@ MAX_OUTPUT_BYTES = 16 * 2**20
 FIRST_FAILURE_CODE = 125
 """Exit codes from here on say that a program could not be run or was killed, by the convention of shells, `env`,
 `timeout` and `git bisect run`."""
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+"""Variables in which programs find the certificates to trust."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] 
     """
     base = inherited_environment() if inherited is None else inherited
     kept = {name: value for name, value in base.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
+    kept |= {name: os.path.abspath(kept[name]) for name in CERTIFICATES if kept.get(name)}  # It runs in another folder.
     address = urlsplit(episode.base_url)
     if address.hostname in LOOPBACK:
         direct = ",".join(filter(None, [kept.get("NO_PROXY") or kept.get("no_proxy", ""), address.hostname]))

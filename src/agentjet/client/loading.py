@@ -25,6 +25,8 @@ def load_function(named: str, *, option: str) -> Callable[..., Any]:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except OSError as error:
         raise ConfigError(f"{option} {place}: {error.strerror or error}") from None
+    except SystemExit as error:
+        raise ConfigError(f"{option} {place}: importing it ends the program (SystemExit: {error.code})") from None
     except Exception as error:  # the boundary: the user's file may raise anything
         raise ConfigError(f"{option} {place}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import httpx
+
 from agentjet.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8400"
@@ -47,16 +49,27 @@ def load_settings(
 
     Raises `ConfigError` when the address is not an http(s) URL, or no header can carry the token.
     """
-    address = (url or environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/")
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    address = url or environ.get(URL_VARIABLE) or DEFAULT_URL
+    if not _is_address(address):
         raise ConfigError(f"{address!r} is not a server's address: expected something like {DEFAULT_URL}")
     return ClientSettings(
-        url=address,
+        url=address.rstrip("/"),
         token=_checked_token(token if token is not None else environ.get(TOKEN_VARIABLE, "")),
         client_id=client_id or f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
         lease=lease,
     )
+
+
+def _is_address(address: object) -> bool:
+    """Whether requests can be sent there: an http(s) URL with a host and, if any, a port that there is."""
+    if not isinstance(address, str):
+        return False
+    try:
+        httpx.URL(address)
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        return False
 
 
 def _checked_token(token: str) -> str:

@@ -62,8 +62,16 @@ def parse_job(values: Mapping[str, Any]) -> JobConfig:
 
 
 def server_token(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The server's own token, where the environment sets one. Raises `ConfigError` when it is too short."""
-    token = environ.get(TOKEN_VARIABLE, "")
+    """The server's own token, where the environment sets one, without the white space around it.
+
+    Raises `ConfigError` when it is too short, or no header can carry it.
+    """
+    token = environ.get(TOKEN_VARIABLE, "").strip()
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} has a character that a token cannot have, such as a blank, a line break or a letter "
+            "with an accent: use ASCII letters, digits and signs, or unset it and let the server make one"
+        )
     if token and len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(
             f"{TOKEN_VARIABLE} has {len(token)} characters, which is easy to guess: use {MIN_TOKEN_LENGTH} or more, "

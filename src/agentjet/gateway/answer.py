@@ -42,8 +42,8 @@ class Answer:
         self._id_prefix = id_prefix
         self._stream = renderer.stream()
         self._text = ""
-        self._beginnings = _beginnings((*MARKERS, *self._stop))
-        self._longest = max(map(len, self._beginnings))
+        self._ending = (*MARKERS, *self._stop)
+        """What may change the answer once it is complete, so that its beginning is not certain."""
         self._sent_reasoning = 0
         self._sent_content = 0
         self._reasoning_at = 0
@@ -78,7 +78,7 @@ class Answer:
         """
         if self._nothing_more:
             return "", ""
-        end = len(self._text) - _partial(self._text, self._beginnings, self._longest)
+        end = len(self._text) - max(_begun(self._text, literal) for literal in self._ending)
         if self._sent_content:
             fresh = self._before_calls(self._text[self._content_at + self._sent_content : end])
             self._sent_content += len(fresh)
@@ -164,11 +164,11 @@ class Answer:
         return fresh
 
 
-def _beginnings(literals: Sequence[str]) -> frozenset[str]:
-    """Every beginning of a literal but the whole of it."""
-    return frozenset(literal[:length] for literal in literals for length in range(1, len(literal)))
-
-
-def _partial(text: str, beginnings: frozenset[str], longest: int) -> int:
-    """Length of the longest end of `text` that is one of `beginnings`, none of which is longer than `longest`."""
-    return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in beginnings), 0)
+def _begun(text: str, literal: str) -> int:
+    """Length of the longest end of `text` that begins `literal` and is not the whole of it."""
+    at = max(0, len(text) - len(literal) + 1)
+    while (at := text.find(literal[0], at)) >= 0:
+        if literal.startswith(text[at:]):
+            return len(text) - at
+        at += 1
+    return 0

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentjet.compute import Compute
+from agentjet.config import JobConfig
 from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Later, WorkerDied
 from agentjet.gateway import log_context, states
 from agentjet.gateway.broadcast import Broadcast
@@ -270,14 +271,15 @@ class Engine:
             await self._start_worker()
         return 0
 
+    def check_room(self, job: JobConfig) -> None:
+        """Raises `ConfigError` when its completions leave no room for a prompt, as far as the model is known."""
+        if self.card is not None:
+            _check_room(job, self.card)
+
     async def _start_worker(self) -> None:
         self.num_workers += 1
         card = await self._compute.start()
-        if self._swarm.job.max_tokens >= card.context_length:
-            raise ConfigError(
-                f"job.max_tokens = {self._swarm.job.max_tokens} leaves no room for a prompt in the "
-                f"{card.context_length} tokens of context of {card.name!r}: lower it"
-            )
+        _check_room(self._swarm.job, card)
         if self.renderer is None or card != self.card:
             self.renderer = await asyncio.to_thread(Renderer, card)
         self.card = card
@@ -423,3 +425,11 @@ class Engine:
             self._swarm.emit(kind, body)
         except Later as later:
             log.error("event %s %s is not in the journal: %s", kind, body, later)
+
+
+def _check_room(job: JobConfig, card: ModelCard) -> None:
+    if job.max_tokens >= card.context_length:
+        raise ConfigError(
+            f"job.max_tokens = {job.max_tokens} leaves no room for a prompt in the "
+            f"{card.context_length} tokens of context of {card.name!r}: lower it"
+        )

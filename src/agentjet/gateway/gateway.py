@@ -51,8 +51,15 @@ EVENTS_PAGE = 1000
 class Gateway:
     """One policy being served and trained. `await start()` first, `await close()` at the end."""
 
-    def __init__(self, config: ServeConfig, compute: Compute, *, clock: Callable[[], float] = time.time) -> None:
-        """Opens the data dir, making it where it is missing.
+    def __init__(
+        self,
+        config: ServeConfig,
+        compute: Compute,
+        *,
+        clock: Callable[[], float] = time.time,
+        stopwatch: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the data dir, making it where it is missing. The `stopwatch` tells when the event loop stood still.
 
         Raises `ConfigError` when it is in use or another model's.
         """
@@ -69,7 +76,8 @@ class Gateway:
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
         self.store = CheckpointStore(data_dir)
         # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
-        self.swarm = Swarm(self._journal, config.job, clock=clock, policy_version=self.store.newest() or 0)
+        newest = self.store.newest() or 0
+        self.swarm = Swarm(self._journal, config.job, clock=clock, stopwatch=stopwatch, policy_version=newest)
         self._commits = Commits(self.swarm)
         self.changed = Broadcast()
         self.swarm.on_event = self._on_event
@@ -94,7 +102,6 @@ class Gateway:
             tracing=self.tracing,
             clock=clock,
         )
-        self._job_revision = 1
         self._reaper: asyncio.Task[None] | None = None
         self.closing = False
 
@@ -107,6 +114,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to bring the worker up; calls and episodes are accepted at once, and held until it is there."""
+        if self.swarm.about_job:
+            log.warning("%s", self.swarm.about_job)
         self.engine.start()
         self._reaper = asyncio.create_task(self._reap())
 
@@ -223,28 +232,31 @@ class Gateway:
     # ---- the job ----------------------------------------------------------------------------------------------------
 
     def job(self) -> JobBody:
-        return JobBody(revision=self._job_revision, job=self.swarm.job.model_dump(mode="json"))
+        return JobBody(revision=self.swarm.job_revision, job=self.swarm.job.model_dump(mode="json"))
 
-    def replace_job(self, body: JobBody) -> JobBody:
-        """Put new job settings in force, for what is composed and sampled from now on, until the server ends.
+    async def replace_job(self, body: JobBody) -> JobBody:
+        """Put new job settings in force, for what is composed and sampled from now on.
 
-        Raises `Conflict` when they changed since they were read.
+        They survive a restart, unless it is given other settings than this start was. Raises `Conflict` when they
+        changed since they were read.
         """
-        if body.revision != self._job_revision:
+        revision = self.swarm.job_revision
+        if body.revision != revision:
             raise Conflict(
-                f"The job settings are at revision {self._job_revision}, yours were read at {body.revision}: "
-                "read them again.",
+                f"The job settings are at revision {revision}, yours were read at {body.revision}: read them again.",
                 code="job_revision_changed",
             )
         try:
             job: JobConfig = parse_job(body.job)
             ServeConfig.model_validate({**self.config.model_dump(exclude={"job"}), "job": job.model_dump()})
+            self.engine.check_room(job)
         except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
-        self.swarm.job = job
-        self._job_revision += 1
+        self.swarm.replace_job(job)
         self.changed.notify()
-        return self.job()
+        answer = self.job()
+        await self._commits.durable()
+        return answer
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from agentjet.errors import InvalidRequest
 from agentjet.rendering import Renderer
-from agentjet.timeline import ConversationTree, forks
+from agentjet.timeline import ConversationTree, Match, forks
 from agentjet.timeline.identity import raw_key
 from agentjet.types import Ask, Call, Conversation, Fork, Message
 
@@ -46,7 +47,8 @@ def prepare(
     the tree. Under `history = "template"` those are left to the template whose reasoning it strips (or the agent did
     not send back), and those whose generation prompt it does not repeat; the tree forks there.
 
-    Raises `InvalidRequest` when the template refuses the conversation.
+    Raises `InvalidRequest` when the template refuses the conversation, or it is so long that it cannot fit, whatever
+    its tokens are.
     """
     if conversation.prompt is not None:
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
@@ -60,7 +62,7 @@ def prepare(
         if as_sampled or i in written or not (call.response.reasoning or renderer.generation_tail)
     }
     match = tree.match(renderer.render(conversation, sampled=bodies))
-    suffix = renderer.tokenize(match.suffix)
+    suffix = _tokenized(renderer, match, "messages")
     return Prompt(
         tokens=tree.prompt_tokens(match, suffix),
         parent=match.parent,
@@ -88,7 +90,7 @@ def _prepare_raw(
         encoded = _as_said(renderer, tree, encoded)
     match = tree.match(encoded, to_the_end=True)
     if isinstance(prompt, str):
-        suffix = renderer.tokenize(match.suffix)
+        suffix = _tokenized(renderer, match, "prompt")
     else:
         suffix = _given_beyond(renderer, prompt, len(encoded) - len(match.suffix), encoded)
     heard, end = _heard(renderer, tree, encoded, match.parent)
@@ -103,6 +105,19 @@ def _prepare_raw(
         ask=Ask((new,), heard, fingerprint=fingerprint),
         fork=forks.cause(tree, tree.identify(conversation), {}, match),
     )
+
+
+def _tokenized(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
+    """The tokens of what is new. Text that is far too long is refused first: nothing else goes on meanwhile."""
+    least = match.kept + renderer.least_tokens(match.suffix)
+    if least > renderer.context_length:
+        raise InvalidRequest(
+            f"This model's maximum context length is {renderer.context_length} tokens. However, your {asked} resulted "
+            f"in {least} tokens or more. Please shorten it.",
+            code="context_length_exceeded",
+            param=asked,
+        )
+    return renderer.tokenize(match.suffix)
 
 
 def _as_said(renderer: Renderer, tree: ConversationTree, encoded: bytes) -> bytes:

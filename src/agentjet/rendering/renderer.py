@@ -53,6 +53,7 @@ class Renderer:
         self._template = ChatTemplate(
             card.chat_template, control=self._control, bos_token=card.bos_token, eos_token=card.eos_token
         )
+        self.context_length = card.context_length
         self.reasons = "</think>" in card.chat_template
         """The model may think in a block of its own before it answers."""
         self.generation_tail = self._find_generation_tail()
@@ -145,6 +146,10 @@ class Renderer:
             return frozenset()
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
+
+    def least_tokens(self, encoded: bytes) -> int:
+        """How many tokens encoded text is at least, told by its length alone."""
+        return -(-len(encoded) // self._vocabulary.longest_piece)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Token ids of a piece of encoded text: control tokens where it has escapes, ordinary text elsewhere."""

@@ -89,6 +89,12 @@ class Vocabulary:
         return frozenset(id_ for id_, raw in self._bytes.items() if ESCAPE in raw)
 
     @cached_property
+    def longest_piece(self) -> int:
+        """Bytes of the encoded text that one token can be, at most."""
+        written_otherwise = (len(self.piece(token_id)) for token_id in self._escaped)
+        return max(len(escape(0)), *map(len, self._bytes.values()), *written_otherwise)
+
+    @cached_property
     def _missing(self) -> bytes:
         """Bytes without a token; SmolLM2 has none for a few ASCII control characters."""
         return bytes(byte for byte in range(256) if byte not in self._byte_ids)

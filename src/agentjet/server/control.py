@@ -163,10 +163,10 @@ async def get_job(wired: Wired) -> JobBody:
     return wired.gateway.job()
 
 
-@router.put("/job", dependencies=admin + leased, responses=problems_of(409))
+@router.put("/job", dependencies=admin + leased, responses=problems_of(409, 503))
 async def put_job(body: JobBody, wired: Wired) -> JobBody:
     """Replace the job settings, unless they changed since `revision` was read. They hold from the next batch on."""
-    return wired.gateway.replace_job(body)
+    return await wired.gateway.replace_job(body)
 
 
 @router.post("/start", dependencies=admin + leased, responses=problems_of(409, 503))

@@ -34,7 +34,7 @@ async def delete_lease(wired: Wired) -> LeaseView:
     return _view(wired)
 
 
-@router.put("/run", dependencies=admin, responses=problems_of(409))
+@router.put("/run", dependencies=admin, responses=problems_of(409, 503))
 async def put_run(body: RunRequest, wired: Wired, epoch: LeaseEpoch = None) -> StatusResponse:
     """Serve a run of the lease's holder: from the base model, or from where it was left. The answer does not wait for
     the worker.

@@ -15,7 +15,7 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.protocol import Event
 from agentjet.swarm.journal_file import JournalFile
-from agentjet.swarm.records import Batch, Episode, Group, Tally
+from agentjet.swarm.records import Batch, Episode, Group, JobSettings, Tally
 from agentjet.swarm.rows import (
     EPISODES_FROM,
     SELECT_CALLS,
@@ -57,6 +57,18 @@ class Journal(JournalFile):
     def durable_version(self) -> int:
         """Batches below it cannot be replayed: their tokens may be gone."""
         return int(self._meta("durable_version", "0"))
+
+    def job_settings(self) -> JobSettings | None:
+        """None before the first start, and where another AgentJet wrote settings that this one does not know."""
+        held = json.loads(self._meta("job_settings", "null"))
+        try:
+            return held and JobSettings(held["revision"], *map(JobConfig.model_validate, (held["given"], held["job"])))
+        except ValueError:
+            return None
+
+    def put_job_settings(self, settings: JobSettings) -> None:
+        jobs = {name: job.model_dump(mode="json") for name, job in (("given", settings.given), ("job", settings.job))}
+        self._set_meta("job_settings", to_json({"revision": settings.revision, **jobs}))
 
     # ---- episodes ------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from agentjet.config import JobConfig
 from agentjet.errors import CheckpointError
 from agentjet.swarm import batches, groups
 from agentjet.swarm.endings import STALE, SURPLUS, Endings
@@ -22,8 +21,8 @@ from agentjet.timeline.forest import Forest
 class Learning(Outlook):
     """The verbs of the training loop."""
 
-    def __init__(self, journal: Journal, job: JobConfig, *, clock: Callable[[], float]) -> None:
-        super().__init__(journal, job, clock=clock)
+    def __init__(self, journal: Journal, *, clock: Callable[[], float], stopwatch: Callable[[], float]) -> None:
+        super().__init__(journal, clock=clock, stopwatch=stopwatch)
         self._endings = Endings(self._ledger, self._leases)
         self._forest_metrics: dict[int, dict[str, float]] = {}
 

@@ -1,7 +1,7 @@
 """`Leases`: signs of life. The one part of the swarm's state that is not journaled.
 
-A restart begins every lease anew, since nobody could heartbeat a server that was down; `max_episode_seconds` runs on
-regardless.
+A restart begins every lease anew, since nobody could heartbeat a server that was down, and so does a time in which it
+heard nobody; `max_episode_seconds` runs on regardless.
 """
 
 from __future__ import annotations
@@ -14,17 +14,31 @@ from agentjet.config import JobConfig
 from agentjet.swarm.records import Episode
 
 MAX_CLIENTS_SHOWN = 256
+DEAF_AFTER = 3.0
+"""Seconds between two looks at the leases, by the stopwatch, that mean that nobody was heard: a server looks every
+second."""
 
 
 class Leases:
     """When each live episode, and each client, was last seen. Times are those of the clock, in Unix seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.opened = clock()
+    def __init__(self, clock: Callable[[], float], stopwatch: Callable[[], float]) -> None:
+        self._opened = clock()
+        self._stopwatch = stopwatch
+        self._looked = stopwatch()
         self.clients: dict[str, float] = {}
         self._clock = clock
         self._last_seen: dict[str, float] = {}
         self._calling: Counter[str] = Counter()
+
+    def heard_since(self) -> float:
+        """Since when signs of life are heard: the start, or the last time that nobody looked for long, because the
+        server was busy with one thing, or the machine asleep. What came meanwhile is yet to be heard.
+        """
+        before, self._looked = self._looked, self._stopwatch()
+        if self._looked - before > DEAF_AFTER:
+            self._opened = self._clock()
+        return self._opened
 
     def expires_at(self, episode: Episode, job: JobConfig) -> float:
         """When a live episode is reclaimed unless it shows life; its begin + `max_episode_seconds` at the latest.
@@ -32,12 +46,12 @@ class Leases:
         A prepared one has no lease: it may be decided until a lease after that maximum, or after a restart, during
         which nobody could decide it.
         """
-        last = episode.begun + job.max_episode_seconds
+        last, opened = episode.begun + job.max_episode_seconds, self.heard_since()
         if episode.status == "prepared":
-            return max(last, self.opened) + job.lease_seconds
+            return max(last, opened) + job.lease_seconds
         if self._calling[episode.id]:
             return last
-        seen = max(self._last_seen.get(episode.id, episode.begun), self.opened)
+        seen = max(self._last_seen.get(episode.id, episode.begun), opened)
         return min(seen + job.lease_seconds, last)
 
     def touch(self, episode: Episode) -> None:

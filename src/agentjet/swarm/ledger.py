@@ -17,7 +17,7 @@ from agentjet.errors import Conflict, Later
 from agentjet.protocol import Event
 from agentjet.protocol.bodies import Request
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.records import Batch, Episode, Group, JobSettings
 from agentjet.swarm.tallies import CodeVersions
 from agentjet.timeline.tree import ConversationTree
 
@@ -44,6 +44,9 @@ class Ledger:
         journal = self.journal
         self.episodes: dict[str, Episode] = {episode.id: episode for episode in journal.unsettled_episodes()}
         self.groups: dict[int, Group] = {group.id: group for group in journal.unlearned_groups()}
+        settings = journal.job_settings()
+        assert settings is not None, "a swarm takes up its job settings before it reads its journal"
+        self.settings: JobSettings = settings
         self.policy_version: int = journal.policy_version()
         batches = journal.batches(self.policy_version)
         self.pending: Batch | None = batches[0] if batches else None

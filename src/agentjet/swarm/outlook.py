@@ -26,12 +26,11 @@ SILENT_SECONDS = 20.0
 class Outlook:
     """Episodes, groups, batches and counts, as they are now."""
 
-    def __init__(self, journal: Journal, job: JobConfig, *, clock: Callable[[], float]) -> None:
-        self.job = job
+    def __init__(self, journal: Journal, *, clock: Callable[[], float], stopwatch: Callable[[], float]) -> None:
         self._journal = journal
         self._clock = clock
         self._ledger = Ledger(journal, clock)
-        self._leases = Leases(clock)
+        self._leases = Leases(clock, stopwatch)
         self._mixing = Mixing(self._ledger, clock)
 
     # ---- episodes ------------------------------------------------------------------------------------------
@@ -65,11 +64,22 @@ class Outlook:
     def next_deadline(self) -> float | None:
         """When `reap` next has something to do, as things stand."""
         deadlines = [self.expires_at(episode) for episode in self._ledger.undecided()]
-        patience = [
-            groups.patience_ends(self._ledger, self.job, g, self._leases.opened) for g in self._ledger.groups.values()
-        ]
+        heard_since = self._leases.heard_since()
+        patience = [groups.patience_ends(self._ledger, self.job, g, heard_since) for g in self._ledger.groups.values()]
         others = [*patience, self._mixing.next_deadline(self.job)]
         return min([*deadlines, *(deadline for deadline in others if deadline is not None)], default=None)
+
+    # ---- the job -------------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> JobConfig:
+        """The settings in force. A batch keeps those it was composed with."""
+        return self._ledger.settings.job
+
+    @property
+    def job_revision(self) -> int:
+        """Which change of the settings made them what they are; counts from 1."""
+        return self._ledger.settings.revision
 
     # ---- batches -------------------------------------------------------------------------------------------
 
@@ -151,8 +161,9 @@ class Outlook:
         if not self._ledger.groups:
             return "clients, to begin training episodes"
         live = sum(episode.group_id is not None for episode in self._ledger.live())
-        refills = groups.missing_refills(self._ledger, self.job, self._leases.opened, self._clock())
-        for_whom = " and ".join((["rewards"] if live or not refills else []) + ([refills] if refills else []))
+        refills = groups.missing_refills(self._ledger, self.job, self._leases.heard_since(), self._clock())
+        rewards = ["rewards"] if any(episode.group_id is not None for episode in self._ledger.undecided()) else []
+        for_whom = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
         if sets := self._mixing.waiting_for(self.job):
             for_whom += f" of {sets}"
         return (

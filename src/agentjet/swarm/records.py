@@ -118,6 +118,16 @@ class TaskSetShare:
 
 
 @dataclass(frozen=True, slots=True)
+class JobSettings:
+    """The job settings in force; `given` are those that the server was started with."""
+
+    revision: int
+    """Counts the changes of a data dir from 1."""
+    given: JobConfig
+    job: JobConfig
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The groups consumed by one `learn` call; `id` is the policy version it starts from.
 

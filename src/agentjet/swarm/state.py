@@ -22,7 +22,7 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
-from agentjet.swarm import admission, groups
+from agentjet.swarm import admission, groups, job_settings
 from agentjet.swarm.endings import STALLED, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
@@ -32,19 +32,34 @@ from agentjet.types import Call, EpisodeStatus
 
 
 class Swarm(Learning):
-    """Episodes, groups and batches of one policy. Synchronous; one thread at a time.
-
-    Set `job` to change the settings from here on; a batch keeps those it was composed with.
-    """
+    """Episodes, groups and batches of one policy. Synchronous; one thread at a time."""
 
     def __init__(
-        self, journal: Journal, job: JobConfig, *, clock: Callable[[], float] = time.time, policy_version: int = 0
+        self,
+        journal: Journal,
+        job: JobConfig,
+        *,
+        clock: Callable[[], float] = time.time,
+        stopwatch: Callable[[], float] = lambda: 0.0,
+        policy_version: int = 0,
     ) -> None:
-        """`policy_version` is where an empty journal starts; one with history knows its own."""
-        if policy_version and journal.is_empty():
-            with journal.transaction():
+        """`policy_version` is where an empty journal starts, and `job` what it starts with; one with history knows its
+        own version, and what `job` was replaced by. By the `stopwatch` it is seen that nobody was listened to for a
+        while: see `leases`.
+        """
+        with journal.transaction():
+            if policy_version and journal.is_empty():
                 journal.set_base_version(policy_version)
-        super().__init__(journal, job, clock=clock)
+            self.about_job = job_settings.take_up(journal, job)
+            """In words: whether the settings in force are `job`, where that is not to be expected."""
+        super().__init__(journal, clock=clock, stopwatch=stopwatch)
+
+    def replace_job(self, job: JobConfig) -> None:
+        """Put other settings in force from here on; a batch keeps those it was composed with."""
+        settings = self._ledger.settings
+        with self.transaction():
+            self._ledger.settings = replace(settings, revision=settings.revision + 1, job=job)
+            self._journal.put_job_settings(self._ledger.settings)
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
@@ -247,7 +262,7 @@ class Swarm(Learning):
             for episode in expired:
                 self._endings.settle(episode, self.job, now)
             for group in list(self._ledger.groups.values()):
-                deadline = groups.patience_ends(self._ledger, self.job, group, self._leases.opened)
+                deadline = groups.patience_ends(self._ledger, self.job, group, self._leases.heard_since())
                 if deadline is not None and deadline <= now:
                     groups.close(self._ledger, self.job, group, now)
             self._endings.clear(self._mixing.reap(self.job), "stalled", STALLED, now)

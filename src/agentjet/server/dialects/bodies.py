@@ -32,6 +32,10 @@ Text = Annotated[str, AfterValidator(_whole)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
 """An object that any JSON parser reads: without NaN and half characters, nested about 200 deep at most."""
 Count = Annotated[Int64, Field(ge=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+"""A text before which an answer ends. The bound keeps it cheap to look for it in every piece of the answer."""
+StopStrings = Annotated[list[StopString], Field(max_length=16)]
+"""OpenAI allows 4."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 

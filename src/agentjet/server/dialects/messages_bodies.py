@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.protocol import Int64, Temperature
-from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, RequestBody, Text
+from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, RequestBody, StopStrings, Text
 from agentjet.server.dialects.refusals import Neutral
 
 
@@ -147,7 +147,7 @@ class MessagesBody(CountBody, RequestBody):
     """A request. Everything of Anthropic's that is not honoured is refused, never ignored."""
 
     max_tokens: Count
-    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] | None = None
+    stop_sequences: StopStrings | None = None
     temperature: Annotated[Temperature, Field(le=1)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Int64, Field(ge=0)] | None = None

@@ -8,11 +8,8 @@ from pydantic import Field
 
 from agentjet.gateway.requests import CallRequest
 from agentjet.protocol import Int64, Temperature
-from agentjet.server.dialects.bodies import Body, Finite, RequestBody
+from agentjet.server.dialects.bodies import Body, Finite, RequestBody, StopString, StopStrings
 from agentjet.types import ANY_ANSWER, Constraint, Conversation
-
-Stop = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
-"""One text or a list of texts, none of them empty, before which the answer ends. Up to 16 of them: OpenAI allows 4."""
 
 
 class StreamOptions(Body):
@@ -30,7 +27,7 @@ class SampledBody(RequestBody):
     top_k: Annotated[Int64, Field(ge=-1)] | None = None
     """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
     seed: Int64 | None = None
-    stop: Stop | None = None
+    stop: StopString | StopStrings | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     stream_options: StreamOptions | None = None
 

@@ -1,0 +1,43 @@
+"""What cannot fit is refused before it is tokenised: nothing else goes on while a long text is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import InvalidRequest
+from agentjet.gateway.prompting import prepare
+from agentjet.rendering import Renderer
+from agentjet.timeline import ConversationTree
+from agentjet.types import Conversation, Message
+from tests.tiny import make_card
+
+
+class Counting(Renderer):
+    """Counts the bytes that it was given to tokenise."""
+
+    tokenised = 0
+
+    def tokenize(self, encoded: bytes) -> tuple[int, ...]:
+        self.tokenised += len(encoded)
+        return super().tokenize(encoded)
+
+
+@pytest.mark.parametrize("asked", ["messages", "prompt"])
+def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path: Path, asked: str) -> None:
+    card = make_card(tmp_path / "model")
+    renderer = Counting(card)
+    text = "x" * 1_000_000
+
+    def ask(text: str) -> int:
+        messages = (Message("user" if asked == "messages" else "prompt", text),)
+        conversation = Conversation(messages, prompt=None if asked == "messages" else text)
+        return len(prepare(renderer, ConversationTree(), conversation, "template").tokens)
+
+    assert renderer.least_tokens(text.encode()) > card.context_length
+    with pytest.raises(InvalidRequest, match="maximum context length is 2048 tokens") as refused:
+        ask(text)
+    assert (refused.value.code, refused.value.param, renderer.tokenised) == ("context_length_exceeded", asked, 0)
+    assert ask("x" * 100) >= renderer.least_tokens(b"x" * 100) > 0
+    assert 0 < renderer.tokenised < 1000
