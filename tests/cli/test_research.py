@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from agentjet import Swarm
 from agentjet.cli.main import app
+from agentjet.cli.research.demo import check_same, demo_plan
 from agentjet.cli.research.telling import Told
 from agentjet.errors import ConfigError
 from agentjet.research.folder import StudyFolder
@@ -301,3 +302,28 @@ def test_what_was_asked_is_told_as_it_is_meant(here: Path) -> None:
     new("does a kl penalty help?")
     research("steer", "study", "cap", "40")
     assert "not read yet cap (runs: 40)" in research("status", "study")
+
+
+def test_a_demo_writes_over_nothing(here: Path) -> None:
+    model = here / "mine" / "model" / "config.json"
+    model.parent.mkdir(parents=True)
+    model.write_text("{}")
+    with pytest.raises(ConfigError, match=r"--out mine has a model already, .* delete that"):
+        research("demo", "--out", "mine")
+    assert model.read_text() == "{}"
+    new("does a kl penalty help?")
+    with pytest.raises(
+        ConfigError, match=r"--out study holds another study \('does a kl penalty help\?'\), not the demo"
+    ):
+        research("demo", "--out", "study")
+    assert not (here / "study" / "journal.jsonl").exists() and not (here / "study" / "model").exists()
+
+
+def test_a_demo_goes_on_with_its_own_seed(here: Path) -> None:
+    (here / "model").mkdir()
+    files = StudyFolder(here / "demo")
+    files.write(demo_plan(here / "model", 3).study, "")
+    with pytest.raises(ConfigError, match=r"--seed 0: --out demo holds the demo with seed 3: give another folder"):
+        research("demo", "--out", "demo", "--seed", "0")
+    check_same(files, None)
+    check_same(files, 3)

@@ -11,18 +11,20 @@ import typer
 from agentjet.cli.research.run import Local
 
 if TYPE_CHECKING:
+    from agentjet.research.folder import StudyFolder
     from agentjet.research.planner.plan import Plan
     from agentjet.research.subject import Subject
 
 DEFAULT_OUT = Path("research-demo")
 DIGITS = "agentjet.cli.digits:"
+TOPIC = "Can a model of random weights learn to answer in digits, and does a wider clip help it?"
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the study; one that was interrupted is gone on with.")] = (
         DEFAULT_OUT
     ),
-    seed: Annotated[int, typer.Option(help="Where all seeds of the study come from.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Where all seeds of the study come from; default 0.")] = None,
     local: Local = 2,
 ) -> None:
     """Do a whole study through real servers: two claims about training a tiny model, one true and one that is nothing.
@@ -37,15 +39,48 @@ def demo(
 
     began = time.monotonic()
     files = StudyFolder(out)
-    if not (out / "study.json").exists():
+    if (out / "study.json").exists():
+        check_same(files, seed)
+    else:
+        check_empty(files)
         files.make()
         from agentjet.compute.embedded.random_model import make_random_model
 
         make_random_model(out / "model")
-        plan = demo_plan(out / "model", seed)
+        plan = demo_plan(out / "model", seed or 0)
         files.write(plan.study, plan.to_markdown())
     carry_out(out, local_places(local))
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
+
+
+def check_same(files: StudyFolder, seed: int | None) -> None:
+    """Raises `ConfigError` where the study in the folder is not the one that was asked for."""
+    from agentjet.errors import ConfigError
+
+    study = files.study()
+    if study.topic != TOPIC or study.subject is None or not study.subject.agent.startswith(DIGITS):
+        raise ConfigError(
+            f"--out {files.path} holds another study ({study.topic!r}), not the demo: give another folder, or go on "
+            f"with that one: agentjet research run {files.path}"
+        )
+    if seed not in (None, study.seed):
+        raise ConfigError(
+            f"--seed {seed}: --out {files.path} holds the demo with seed {study.seed}: give another folder, or leave "
+            "--seed out to go on with it"
+        )
+
+
+def check_empty(files: StudyFolder) -> None:
+    """Raises `ConfigError` where the demo would write over something."""
+    from agentjet.errors import ConfigError
+
+    files.check_new()
+    for name in ("model", "plan.md"):
+        if (files.path / name).exists():
+            raise ConfigError(
+                f"--out {files.path} has a {name} already, and the demo would write over it: give another folder, or "
+                "delete that"
+            )
 
 
 def demo_plan(model: Path, seed: int) -> Plan:
@@ -62,7 +97,7 @@ def demo_plan(model: Path, seed: int) -> Plan:
         Claim("wider clip", "rate 1e-2", "0", "no ratio reaches the clip on-policy, with one step a batch"),
     )
     study = Study(
-        topic="Can a model of random weights learn to answer in digits, and does a wider clip help it?",
+        topic=TOPIC,
         metric="share of digits in the answers to held-out tasks, at the last step",
         sesoi=0.15,
         arms=(
