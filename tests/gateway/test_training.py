@@ -295,7 +295,7 @@ async def test_a_policy_that_diverged_says_so_and_keeps_the_last_good_checkpoint
         run.compute.metrics = {"weights/finite": 0.0}
         await run.batch()
         assert "the policy has diverged" in run.gateway.status().waiting_for and "has diverged" in caplog.text
-        with pytest.raises(CheckpointError, match="has diverged"):
+        with pytest.raises(Conflict, match="has diverged"):
             await run.gateway.checkpoint()
     async with running(tmp_path / "d") as run:
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
