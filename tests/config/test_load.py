@@ -82,6 +82,7 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         ),
         (['job.seed="-9223372036854775809"'], "job.seed = '-9223372036854775809' (--set): a whole number has 64 bits"),
         (["job.batch_size=1180591620717411303424"], "(--set): a whole number has 64 bits at most"),
+        (["job.seed=1" + "0" * 5000], "(--set): unable to parse input string as an integer"),
         (["job.temperature=1e-44"], "job.temperature = 1e-44 (--set): input should be greater than or equal to 0.01"),
         (["job.temperature=11"], "job.temperature = 11 (--set): input should be less than or equal to 10"),
         (["job.batch_size=many"], "job.batch_size = 'many' (--set): input should be a valid integer"),
@@ -123,6 +124,8 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     assert "does not exist" in complaint(file=tmp_path / "nowhere.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("[job\n")
+    assert "is not valid TOML" in complaint(file=broken)
+    broken.write_text(f"[job]\nseed = 1{'0' * 5000}\n")
     assert "is not valid TOML" in complaint(file=broken)
     assert "cannot be read" in complaint(file=tmp_path)
 

@@ -318,7 +318,9 @@ async def test_a_refusal_is_about_the_type_that_was_meant(tmp_path: Path, stop: 
 async def test_a_temperature_too_cold_to_compute_with_names_the_way_out(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
         client = served.openai(await served.begin(mode="eval"))
-        with pytest.raises(openai.BadRequestError, match="0 is greedy, and any other temperature is at least 0"):
+        with pytest.raises(
+            openai.BadRequestError, match="temperature: 0 is greedy, and any other temperature is at least 0"
+        ):
             await client.chat.completions.create(model="policy", messages=HELLO, temperature=0.009)
         await client.chat.completions.create(model="policy", messages=HELLO, temperature=0.01)
         refused = await served.http.post(

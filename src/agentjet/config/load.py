@@ -85,7 +85,7 @@ def parse_value(text: str) -> Any:
     text = text.strip()
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # also a number of more digits than Python converts
         return text
     return parsed["value"] if len(parsed) == 1 and "#" not in text else text
 
@@ -97,7 +97,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"settings file {str(path)!r} does not exist") from None
     except OSError as error:
         raise ConfigError(f"settings file {str(path)!r} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"settings file {str(path)!r} is not valid TOML: {error}") from None
 
 

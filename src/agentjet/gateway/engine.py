@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from agentjet.compute import Compute
 from agentjet.config import JobConfig
-from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Later, WorkerDied
+from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied
 from agentjet.gateway import log_context, states
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.checkpoints import CheckpointStore
@@ -171,8 +171,8 @@ class Engine:
     async def checkpoint(self) -> CheckpointInfo:
         """Save the present policy, unless that was done already.
 
-        An errand: see `between_batches`. Raises `CheckpointError`, also for a policy that has diverged, which would
-        push out the last good one.
+        An errand: see `between_batches`. Raises `CheckpointError`, and `Conflict` for a policy that has diverged: its
+        checkpoint would push out the last good one.
         """
         version = self._swarm.policy_version
         for info in self._store.listing():
@@ -180,9 +180,9 @@ class Engine:
                 return info
         try:
             if has_diverged(self._swarm.last_step):
-                raise CheckpointError(DIVERGED)
+                raise Conflict(DIVERGED, code="policy_diverged")
             info = await self._store.write(version, self._compute.save, keep=self._swarm.job.keep_checkpoints)
-        except CheckpointError as error:
+        except (CheckpointError, Conflict) as error:
             self._emit("checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
         self._swarm.checkpointed(self._store.listing()[0].policy_version)
@@ -375,7 +375,7 @@ class Engine:
         """A checkpoint that may fail: the last good one stays, training goes on, the event and the log say so."""
         try:
             await self.checkpoint()
-        except CheckpointError as error:
+        except (CheckpointError, Conflict) as error:
             log.error("no checkpoint of policy version %d: %s", self._swarm.policy_version, error)
             return False
         return True

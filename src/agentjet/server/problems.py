@@ -132,7 +132,8 @@ def describe_validation(error: RequestValidationError, status: int, known: tuple
         )
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequest(f"{name}: {first['msg']} (given: {shown})", code="invalid_value", status=status, param=name)
+    said = first["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{name}: {said} (given: {shown})", code="invalid_value", status=status, param=name)
 
 
 def _most_telling(errors: Sequence[Any]) -> Any:
