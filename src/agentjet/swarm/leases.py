@@ -33,7 +33,7 @@ class Leases:
 
     def heard_since(self) -> float:
         """Since when signs of life are heard: the start, or the last time that nobody looked for long, because the
-        server was busy with one thing, or the machine asleep. What came meanwhile is yet to be heard.
+        server was busy with one thing, or stopped for a while. What came meanwhile is yet to be heard.
         """
         before, self._looked = self._looked, self._stopwatch()
         if self._looked - before > DEAF_AFTER:

@@ -63,6 +63,8 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         partial.mkdir(parents=True)
         write(partial)
         for file in partial.rglob("*"):
+            if file.is_file():  # safetensors writes for its user alone; who may read the folder is the umask's to say.
+                file.chmod(partial.stat().st_mode & 0o666)
             _flush(file)
         replaced = path.with_name(f".{path.name}.replaced")
         if path.exists():
