@@ -94,6 +94,7 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
     for said, arguments in (
         ("held-out tasks are trained on, too, such as 'a'", {"held_out": "play.py:train"}),
         ("there is no function 'gone'", {"held_out": "play.py:gone"}),
+        ("called without arguments, and raised SystemExit: 3", {"held_out": "play.py:leaves"}),
         ("called without arguments, and raised KeyError", {"held_out": "play.py:boom"}),
         ("called without arguments, and raised TypeError", {"held_out": "play.py:needy"}),
     ):
@@ -109,6 +110,21 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
             research("demo", "--out", out)
         with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
             new("does a kl penalty help?", "--out", out)
+    for agent, said in (
+        ("os.path:join", r"os\.path:join: 'os\.path' is part of Python itself, and no file of yours"),
+        (":agent", r":agent: expected FILE\.py:FUNCTION, or package\.module:function"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            new("does a kl penalty help?", "--agent", agent)
+    (here / "exits.py").write_text("raise SystemExit(0)")
+    with pytest.raises(ConfigError, match=r"exits\.py: SystemExit: 0"):
+        new("does a kl penalty help?", "--agent", "exits.py:agent")
+    for llm, said in (
+        (("nonsense", "--llm-model", "m"), "--llm 'nonsense' is no address: give one such as http"),
+        (("http://127.0.0.1:9/v1",), "give the model's name there, too"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            new("does a kl penalty help?", "--llm", *llm)
     for option in ("--agent", "--evaluator"):
         with pytest.raises(ConfigError, match=r"play\.py:lonely cannot be called as agent\(task, episode\): too many"):
             new("does a kl penalty help?", option, "play.py:lonely")

@@ -23,18 +23,7 @@ import pytest
 from agentjet.errors import ConfigError
 from agentjet.research.explore import settings
 from agentjet.research.journal import Book
-from agentjet.research.models import (
-    Amendment,
-    Arm,
-    Diagnosis,
-    Exchange,
-    Finding,
-    Hypothesis,
-    Outcome,
-    Study,
-    Subject,
-    Trial,
-)
+from agentjet.research.models import Amendment, Arm, Diagnosis, Exchange, Finding, Outcome, Study, Subject, Trial
 from agentjet.research.report import build, check, facts_of
 from agentjet.research.report.building import Report, render
 from agentjet.research.report.comparing import compare
@@ -331,31 +320,6 @@ def test_what_was_trained_is_told() -> None:
     assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 0 to 48"
 
 
-def test_agents_and_evaluator_are_told_where_they_differ() -> None:
-    subject = Subject("smollm2-135m", "agent.py:play", "tasks.jsonl", "held.jsonl", evaluator="judge.py:score")
-    for agents, rows in (
-        ({}, ["| arm | changes |", "| a | gain = 0 |"]),
-        ({"b": "b.py:play"}, ["| arm | agent | changes |", "| a | `agent.py:play` | gain", "| b | `b.py:play` | gain"]),
-    ):
-        book = Book()
-        book.open_study(replace(STUDY, subject=replace(subject, agents=agents)))
-        text = render(book).markdown.text
-        for row in ("| evaluator, which plays the held-out tasks | `judge.py:score` |", *rows):
-            assert row in text, row
-
-
-def test_what_the_plan_expected_is_told_and_nothing_else(report: Report) -> None:
-    assert "| F1 | b scores higher than a | b \\*bold\\* against a | confirmatory |" in report.markdown.text
-    assert "expected" not in report.markdown.text, "of an older study nobody knows what was"
-    claim, other = STUDY.hypotheses[0], Hypothesis("a scores higher than b", "a", "b", origin="llm")
-    book = Book()
-    conduct(replace(STUDY, hypotheses=(replace(claim, sign="-", why="it costs 3 turns"), other)), book, Formula())
-    told = render(book).markdown.text
-    assert "| compared | expected of the first | kind |" in told
-    assert f"| {claim.arm} against {claim.against} | lower: it costs 3 turns | confirmatory | prior |" in told
-    assert "| a against b | – | confirmatory | llm |" in told
-
-
 def test_a_verdict_on_untested_runs_says_so() -> None:
     """Of seven or more of twelve on a side, next to the verdict and among the limitations."""
     for ill, told in ((6, False), (7, True)):
@@ -441,26 +405,6 @@ def test_knobs_at_their_ends_and_apart_are_said() -> None:
     ]
     assert "“a” was judged at lr = 128, the largest value that was tried" in text
     assert "“b” was judged at lr = 1 and “a” at lr = 128: what separates them includes that" in text
-
-
-def test_who_was_tuned_is_said() -> None:
-    alike, none = "Every arm was tuned over the same values", "No arm has anything to tune"
-    a, b = STUDY.arms
-
-    def said(*arms: Arm) -> str:
-        book = Book()
-        conduct(replace(STUDY, arms=arms), book, Formula())
-        return render(book).markdown.text
-
-    assert alike in said(a, b)
-    fixed = [replace(arm, changes={**arm.changes, "lr": 1.0}, nuisance=()) for arm in (a, b)]
-    assert none in said(*fixed)
-    only_b = said(fixed[0], b)
-    assert "each tuned what the table of arms says, “a” nothing.\nWhat separates them includes that." in only_b
-    assert "tuned what the table of arms says.\n" in said(a, replace(b, nuisance=(replace(KNOB, values=(1.0, 2.0)),)))
-    book = Book()
-    book.open_study(STUDY)
-    assert "No setting was tried yet." in render(book).markdown.text
 
 
 def test_where_they_do_not_hold_they_are_not_said() -> None:

@@ -19,7 +19,7 @@ MODULE = "agentjet_loaded_{}"
 def load_function(named: str, *, option: str) -> Callable[..., Any]:
     """The function that `option` names. What lies beside its file can be imported from it. Raises `ConfigError`."""
     place, colon, name = named.rpartition(":")
-    if not colon or not name:
+    if not colon or not name or not place:
         raise ConfigError(f"{option} {named}: expected FILE.py:FUNCTION, or package.module:function")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -46,6 +46,8 @@ def source_of(named: str, *, option: str) -> Path:
         raise ConfigError(f"{option} {named}: {error}") from None
     if spec is None or spec.origin is None:
         raise ConfigError(f"{option} {named}: there is no module {place!r}")
+    if not spec.has_location:
+        raise ConfigError(f"{option} {named}: {place!r} is part of Python itself, and no file of yours")
     return Path(spec.origin)
 
 

@@ -161,7 +161,7 @@ def load_tasks(named: str, *, option: str) -> list[Task]:
     function = load_function(named, option=option)
     try:
         made = function()
-    except Exception as error:  # the boundary: the user's function may raise anything
+    except (Exception, SystemExit) as error:  # the boundary: the user's function may raise anything
         raise ConfigError(
             f"{option} = {named!r}: it is called without arguments, and raised {type(error).__name__}: {error}"
         ) from error

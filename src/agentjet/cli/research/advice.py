@@ -34,8 +34,10 @@ def voice_of(url: str | None, model: str, key_file: Path | None) -> Voice | None
         if model or key_file is not None:
             raise ConfigError("--llm-model and --llm-key-file are for an --llm")
         return None
-    if not url.startswith(("http://", "https://")) or not model:
-        raise ConfigError("--llm is an address (http://.../v1), and needs --llm-model")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--llm {url!r} is no address: give one such as http://127.0.0.1:8000/v1")
+    if not model:
+        raise ConfigError(f"--llm {url}: give the model's name there, too (--llm-model)")
     try:
         return Endpoint(url, model, key_file.read_text(encoding="utf-8").strip() if key_file else "")
     except OSError as error:
