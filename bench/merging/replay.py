@@ -24,6 +24,8 @@ from agentjet.timeline.identity import context_digest
 from agentjet.types import Call, Conversation, Message, ModelCard, ToolCall
 
 LOGPROB = -10.0
+LONGEST = 2**20
+"""Context length: nothing is sampled, and what was recorded may be longer than the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Replay:
     """One conversation after the other, each into a tree of its own."""
 
     def __init__(self, card: ModelCard) -> None:
-        self._renderer = Renderer(card)
+        self._renderer = Renderer(replace(card, context_length=LONGEST))
         self._end = card.end_tokens
 
     def play(

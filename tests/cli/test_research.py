@@ -117,7 +117,7 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             new("does a kl penalty help?", "--agent", agent)
     (here / "exits.py").write_text("raise SystemExit(0)")
-    with pytest.raises(ConfigError, match=r"exits\.py: SystemExit: 0"):
+    with pytest.raises(ConfigError, match=r"exits\.py: importing it ends the program \(SystemExit: 0\)"):
         new("does a kl penalty help?", "--agent", "exits.py:agent")
     for llm, said in (
         (("nonsense", "--llm-model", "m"), "--llm 'nonsense' is no address: give one such as http"),
