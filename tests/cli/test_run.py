@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -111,6 +112,8 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
         ('{"task_set": 3}', "line 1: task_set = 3"),
         ("\n \n", "there is no task in it"),
         (json.dumps({"text": "x" * 200_000}), "line 1: the row has 200012 bytes"),
+        ('{"id": "a"}\n{"board": ' + "[" * 40_000 + "]" * 40_000 + "}", "line 2: maximum recursion depth"),
+        ('{"seed": ' + "7" * 5_000 + "}", r"line 1: .*4300 digits"),
     ],
 )
 def test_bad_tasks_are_named_by_line(tmp_path: Path, text: str, error: str) -> None:
@@ -148,6 +151,7 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
     assert judge("stdout", tmp_path, whole) == Reward(-1.0, {"critic": 2}, {"turns": 3})
     (tmp_path / "reward.json").write_text('{\n "reward": 1\n}\n')
     assert judge("file:reward.json", tmp_path) == Reward(1.0)
+    assert judge("stdout", tmp_path, "7" * 5_000) == Reward(math.inf), "which no episode may finish with"
     assert [judge("exit-code", tmp_path, code=code) for code in (0, 1)] == [1.0, 0.0]
     assert reward_source("exit-code").any_exit_code and not reward_source("stdout").any_exit_code
 
@@ -158,6 +162,7 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
         ("", "stdout is empty"),
         ("done\n", "the last line of stdout is 'done': expected a number"),
         ("true", "expected a number"),
+        ("[" * 40_000, "expected a number"),
         ('{"reward": "1"}', "expected a number"),
         ('{"reward": 1, "rewards": {}}', "has the key 'rewards': there are reward, by_role and metrics"),
         ('{"reward": 1, "metrics": {"turns": "many"}}', "expected an object of numbers"),

@@ -38,6 +38,7 @@ from tests.tiny import make_model
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AGENT = """
+import zlib
 import httpx
 from agentjet import Task
 
@@ -47,7 +48,8 @@ def agent(task, episode):
     body = {"model": episode.model, "messages": [{"role": "user", "content": task.id}]}
     key = {"Authorization": f"Bearer {episode.api_key}"}
     answer = HTTP.post(f"{episode.base_url}/chat/completions", json=body, headers=key).raise_for_status().json()
-    return float(len(answer["choices"][0]["message"]["content"] or "") % 5)
+    length = len(answer["choices"][0]["message"]["content"] or "") % 5
+    return length + zlib.crc32(episode.id.encode()) / 2**40  # no two score alike: each step has something to learn
 
 def broken(task, episode):
     raise OSError("the game's server is gone")

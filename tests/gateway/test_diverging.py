@@ -42,8 +42,10 @@ async def test_a_policy_that_diverged_says_so_and_keeps_the_last_good_checkpoint
         run.compute.metrics = {"weights/finite": 0.0}
         await run.batch()
         assert "the policy has diverged" in run.gateway.status().waiting_for and "has diverged" in caplog.text
-        with pytest.raises(Conflict, match="has diverged"):
-            await run.gateway.checkpoint()
+        for written in (run.gateway.checkpoint, run.gateway.export):
+            with pytest.raises(Conflict, match="has diverged"):
+                await written()
+    assert not (tmp_path / "d" / "exports").exists()
     async with running(tmp_path / "d") as run:
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
         assert run.gateway.status().policy_version == 2

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import ssl
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -22,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from agentjet.client.settings import TOKEN_VARIABLE, ClientSettings
 from agentjet.errors import (
+    ConfigError,
     Conflict,
     Forbidden,
     InvalidRequest,
@@ -82,8 +85,7 @@ class Connection:
             headers=_headers(settings),
             timeout=retry.timeout,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
-            # Reading the known certificates, and those of SSL_CERT_FILE, takes 20 ms, which plain http does not need.
-            verify=httpx.create_ssl_context() if settings.url.startswith("https") else False,
+            verify=_certificates() if settings.url.startswith("https") else False,
             trust_env=not settings.is_loopback,
             transport=transport,
         )
@@ -196,6 +198,18 @@ class Connection:
 def _headers(settings: ClientSettings) -> dict[str, str]:
     headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
     return headers if settings.lease is None else {**headers, LEASE_HEADER: str(settings.lease)}
+
+
+def _certificates() -> ssl.SSLContext:
+    """Those known here, and those of SSL_CERT_FILE: reading them takes 20 ms, which plain http does not need."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        given = {name: os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ}
+        raise ConfigError(
+            f"the trusted certificates cannot be read, {given}: {error}; name a file of certificates (PEM) there, or "
+            "unset it"
+        ) from None
 
 
 def _problem(response: httpx.Response) -> Problem | None:

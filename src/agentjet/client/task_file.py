@@ -42,6 +42,8 @@ def _row(line: str, place: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}, column {error.colno}: {error.msg}") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
+        raise ConfigError(f"{place}: {error}") from None
     if not isinstance(row, dict):
         raise ConfigError(f'{place}: a task is a JSON object such as {{"question": "..."}}, not {line.strip()[:40]}')
     if len(line.encode()) > MAX_ROW_BYTES:

@@ -179,8 +179,7 @@ class Engine:
             if info.policy_version == version:
                 return info
         try:
-            if has_diverged(self._swarm.last_step):
-                raise Conflict(DIVERGED, code="policy_diverged")
+            self.refuse_diverged()
             info = await self._store.write(version, self._compute.save, keep=self._swarm.job.keep_checkpoints)
         except (CheckpointError, Conflict) as error:
             self._emit("checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
@@ -188,6 +187,11 @@ class Engine:
         self._swarm.checkpointed(self._store.listing()[0].policy_version)
         self._emit("checkpoint", {"ok": True, "policy_version": version, "path": info.path})
         return info
+
+    def refuse_diverged(self) -> None:
+        """Raises `Conflict` where the present policy has diverged: nothing written of it is of use."""
+        if has_diverged(self._swarm.last_step):
+            raise Conflict(DIVERGED, code="policy_diverged")
 
     def refusal(self) -> Later:
         """What a request for an engine that is not running gets."""

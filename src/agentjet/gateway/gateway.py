@@ -268,9 +268,13 @@ class Gateway:
         return await self.engine.between_batches("checkpoint", self.engine.checkpoint)
 
     async def export(self) -> CheckpointInfo:
-        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir."""
+        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir.
+
+        Raises `Conflict` for a policy that has diverged.
+        """
 
         async def errand() -> CheckpointInfo:
+            self.engine.refuse_diverged()
             version = self.swarm.policy_version
             path = self.config.server.data_dir / "exports" / f"step_{version:06d}"
             if not path.exists():
