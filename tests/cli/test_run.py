@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,10 @@ def test_paths_of_a_command_hold_in_another_folder(folder: Path) -> None:
     version = source.version("")
     (folder / "data" / "words.txt").write_text("b")
     assert source.version("") != version != source.version("another reward")
+    version = source.version("")
+    assert replace(source, arguments=("python", *words[1:])).version("") != version, "another program"
+    assert replace(source, arguments=(f"{here}/interpreter", *words[1:])).version("") == version
+    assert replace(source, arguments=(*words, "--terse")).version("") != version
 
 
 def test_a_version_runs_from_a_copy_in_which_everything_else_is_found(folder: Path, tmp_path: Path) -> None:

@@ -115,7 +115,9 @@ def test_a_wrong_token_is_refused_at_once_and_told_where_the_token_is(server: Fa
     assert not time.sleeps
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), Reward(1.0, metrics={"x": float("nan")}), None, "1.0"])
+@pytest.mark.parametrize(
+    "reward", [float("nan"), float("inf"), 10**400, Reward(1.0, metrics={"x": float("nan")}), None, "1.0"]
+)
 def test_a_reward_that_is_no_finite_number_is_never_sent(server: FakeServer, reward: float) -> None:
     async def scenario() -> None:
         episode = await connect(server).begin("t")

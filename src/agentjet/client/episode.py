@@ -227,6 +227,8 @@ def checked_reward(reward: object) -> Reward:
     for name, value in numbers.items():
         try:
             fits = math.isfinite(value) and abs(value) <= LARGEST and not isinstance(value, str)
+        except OverflowError:  # a whole number beyond every float
+            value, fits = math.inf, False
         except TypeError:
             raise InvalidRequest(
                 f"{name} is {value!r}: an agent returns a number or a Reward",

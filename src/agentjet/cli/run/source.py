@@ -42,9 +42,15 @@ class CommandSource:
         return [self._resolved(word, index, roots) for index, word in enumerate(self.arguments)]
 
     def version(self, reward_version: str, roots: Sequence[tuple[Path, Path]] = ()) -> str:
-        """The code version: a hash over the files, or what stands for them in `roots`, and that of the reward."""
+        """The code version: a hash over the files, or what stands for them in `roots`, the program's name and the words
+        that name nothing here, and that of the reward."""
         contents = {os.path.relpath(file, self.here): _moved(file, roots).read_bytes() for file in self.files()}
-        return hash_of({**contents, "--reward": reward_version.encode()})
+        program, *rest = self.arguments
+        words = [
+            Path(program).name,
+            *(word for index, word in enumerate(rest, 1) if self._path_in(word, index) is None),
+        ]
+        return hash_of({**contents, "--": "\0".join(words).encode(), "--reward": reward_version.encode()})
 
     def _named(self) -> Iterator[Path]:
         for index, word in enumerate(self.arguments):
