@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from agentjet.config import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0
+"""Beyond it a ratio of probabilities is taken for this one."""
 
 
 def correction_weights(

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from agentjet.algorithms.correction import MAX_LOG_RATIO
 from agentjet.config import AlgorithmConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAX_LOG_RATIO = 20.0
 
 
 def clip_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> Tensor:
