@@ -182,6 +182,12 @@ why = "half the tokens"
 """
 
 
+CLAIMED = """[[hypotheses]]
+arm = "{}"
+against = "{}"
+why = "half"""
+
+
 def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
     (tmp_path / "space.toml").write_text(SPACE, encoding="utf-8")
     (tmp_path / "short.py").write_text("def agent(task, episode): ...\n", encoding="utf-8")
@@ -228,6 +234,10 @@ def test_whole_settings_are_tuned_over_whole_numbers(tmp_path: Path) -> None:
     [
         ("sesoi = 0.05", "sesio = 0.05", "sesio: there is no such key; did you mean sesoi"),
         ("sesoi = 0.05", "sesoi = 0", "sesoi = 0: it must be above 0"),
+        ("looks = [4, 6]", "looks = [4, 100000000]", "looks.1 = 100000000: it must be 1000 or less"),
+        ("looks = [4, 6]", f"looks = {[*range(4, 40)]}", "looks = .*20 of them or fewer"),
+        ('why = "half', CLAIMED.format("short", "base"), "'short' and 'base' are compared twice, .* keep one"),
+        ('why = "half', CLAIMED.format("base", "short"), "'base' and 'short' are compared twice"),
         ("low = 1e-6", "low = 1", "is not below high"),
         ("low = 1e-6", "low = 0.0", "has no logarithm"),
         ("low = 1e-6", "values = [1.0]", "either values, or low and high"),
