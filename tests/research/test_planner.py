@@ -18,9 +18,10 @@ from agentjet.research.journal import Book
 from agentjet.research.models import Subject
 from agentjet.research.planner.offline import plan, runs_of
 from agentjet.research.planner.priors import base_value, check_job, knob, priors
+from agentjet.research.planner.reading import Kind
 from agentjet.research.planner.rehearsal import rehearse
 from agentjet.research.planner.space import read_space
-from agentjet.research.planner.topics import Kind, understand
+from agentjet.research.planner.topics import understand
 from agentjet.research.scheduler import conduct
 from tests.research.world import STUDY, Formula
 
@@ -54,8 +55,8 @@ def test_topics_are_understood(topic: str, kind: Kind, settings: list[str], igno
         ("learnin rate", "'learning rate'"),
         ("is the moon larger than cheese", "--space"),
         ("a length penalty", "the agent of each arm"),
-        ("kl penalty -1 vs 5", "kl_coef = -1.0: from 0 to 10"),
-        ("group size 2.5 vs 4", "job.group_size = 2.5: a whole number"),
+        ("kl penalty -1 vs 5", "kl_coef = -1.0: give a value from 0 to 10"),
+        ("group size 2.5 vs 4", "job.group_size = 2.5: give a whole number"),
         ("group size 3 vs 5", "job.batch_size would have to be 21.3"),
     ],
 )

@@ -58,10 +58,11 @@ def plan(
     found = space.sketch(folder) if space else sketch(understood, base) if understood else Sketch()
     for arm in found.arms if subject or understood else ():
         check_arm(arm, base)
+    if understood or subject:
+        check_differ(found.arms, base)
     if space and subject:
         agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
         subject = with_agents(subject, agents)
-        check_differ(found.arms, base)
         for arm_name in agents if subject.code else ():
             subject.player(arm_name)
     study = Study(
@@ -134,10 +135,11 @@ def hypothesis(claim: Claim) -> Hypothesis:
 
 
 def meanings(understood: Understood) -> list[tuple[str, str]]:
-    return [
+    named = (
         (mention.words, f"{mention.setting} = {mention.choice}" if mention.choice else mention.setting)
         for mention in understood.mentions
-    ]
+    )
+    return list(dict.fromkeys(named))
 
 
 def check_arm(arm: Arm, base: Setting) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from agentjet.research.models import EXPECTED, Arm, Hypothesis, Study
+from agentjet.research.planner.reading import Kind
 from agentjet.research.planner.rehearsal import Cost, rehearse
-from agentjet.research.planner.topics import MEANINGS, Kind
+from agentjet.research.planner.topics import MEANINGS
 
 ARMS = ("arm", "changes", "code", "tunes before it is judged")
 
