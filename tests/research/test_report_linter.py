@@ -51,7 +51,7 @@ def test_what_may_be_said(prose: str) -> None:
         ("A fifth of them.", "'fifth' is a number"),
         ("One in a gross fell to nil.", "'nil' is a number"),
         ("A score of times.", "'score of times' is a number"),
-        ("By an order of magnitude.", "'order of magnitude' is a number"),
+        ("By an order\nof magnitude.", "is a number and no reference"),
         ("By x{{F1.low}}e{{F1.seeds}}.", "makes a number of its own"),
         ("By {{F1.low}}{{F1.seeds}}.", "makes a number of its own"),
         ("By {{F1.low}}.{{F1.seeds}}.", "makes a number of its own"),

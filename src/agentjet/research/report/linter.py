@@ -19,7 +19,7 @@ VOCABULARY = tomllib.loads((Path(__file__).parent / "vocabulary.toml").read_text
 NUMBER_WORDS = frozenset(VOCABULARY["numbers"].split())
 OVERSTATED = frozenset(VOCABULARY["overstated"].split())
 CLAIMS = {verdict: frozenset(words.split()) for verdict, words in VOCABULARY["claims"].items()}
-NUMBER_PHRASE = re.compile(r"\borders? of magnitude\b|\bscores? of times\b|\bper cent\b")
+NUMBER_PHRASE = re.compile(r"\borders?\s+of\s+magnitude\b|\bscores?\s+of\s+times\b|\bper\s+cent\b")
 NO_DIFFERENCE = re.compile(
     r"\bno (?:real |measurable )?(?:difference|effect|influence)\b|\bas (?:good|bad) as\b|\bon (?:a )?par\b"
 )
