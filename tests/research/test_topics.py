@@ -128,6 +128,7 @@ def test_conditions_stand_in_the_plan() -> None:
     assert (collapsing, lower) == ({LR: 1e-3}, {LR: 3.3e-4})
     assert "job.algorithm.dual_clip is not varied" in made("does a kl penalty and dual clip help").to_markdown()
     assert "job.optimizer.lr is not varied" in made("does warmup help when the learning rate matters").to_markdown()
+    assert "here a remedy; set it" in made("why does my training with this learning rate collapse").to_markdown()
     smaller = made("is group size 4 or 16 better when the batch size is 8").to_markdown()
     assert "job.batch_size = 8 in all arms, but where one sets it itself" in smaller
 

@@ -188,6 +188,7 @@ def bound(items: Items, i: int, found: dict[int, int]) -> int | None:
 
 
 def following(items: Items, i: int) -> int | None:
+    """The setting right after it."""
     for j in range(i + 1, len(items)):
         if is_setting(items[j][1]):
             return j
@@ -197,6 +198,7 @@ def following(items: Items, i: int) -> int | None:
 
 
 def preceding(items: Items, i: int, found: dict[int, int]) -> int | None:
+    """The last setting, where all words since are known and none leads elsewhere."""
     for j in reversed(range(i)):
         phrase, meaning = items[j]
         if j in found:

@@ -99,7 +99,7 @@ def conditions_of(understood: Understood, base: Setting) -> tuple[dict[str, Valu
         if not values and (prior.switch or prior.on is not None):
             values.append(with_it(name, base))
     plain = {name: values[0] for name, values in given.items() if len(set(values)) == 1}
-    return plain, [beside(name, ", ".join(understood.settings) or "none") for name in given if name not in plain]
+    return plain, [beside(name, ", ".join(understood.settings) or "a remedy") for name in given if name not in plain]
 
 
 def values_of(mention: Mention, base: Setting) -> list[Value]:
