@@ -40,6 +40,8 @@ def arms(topic: str) -> list[Setting]:
         ("lr 10^-5 vs 3*10^-4", LR, [1e-5, 3e-4]),
         ("is lr 1e-5 worse than 1e-4", LR, [1e-5, 1e-4]),
         ("kl penalty 0, 0.01 or 0.1", KL, [0.0, 0.01, 0.1]),
+        ("group size 4,8,16", GROUP, [4, 8, 16]),
+        ("kl penalty 0/0.1", KL, [0.0, 0.1]),
         ("2x learning rate", LR, [2e-5, 4e-5]),
         ("learning rate 3 times the present", LR, [2e-5, 6e-5]),
         ("twice the group size", GROUP, [8, 16]),
@@ -71,6 +73,7 @@ def test_numbers_without_a_place_are_listed(topic: str, ignored: tuple[str, ...]
     [
         ("lr 1 million vs 2", "'1 million' is no number that the planner reads: write it in full"),
         ("lr 1,5 vs 2", "'1,5' is no number"),
+        ("batch size 1,000,000 vs 8", "'1,000,000' is no number"),
         ("learning rate 3e-4% vs 1e-4", "'3e-4%' is no number"),
         ("learning rate 1e-5 vs 1e-5", "1e-05 and 1e-05 are equal; name two values, such as 'learning rate: 2.2e-06"),
         ("does a smaller batch size of 8 hurt?", "job.batch_size: 8 is its present value; name another one"),

@@ -36,8 +36,16 @@ def words_of(text: str) -> list[str]:
         if word in UNITS and words and NUMBER.fullmatch(words[-1]):
             words[-1] += f" {word}"
         else:
-            words.append(word)
+            words += _listed(word)
     return words
+
+
+def _listed(word: str) -> list[str]:
+    """The numbers of a list without blanks, where it can be nothing else: no decimal comma, no fraction, no thousands."""
+    parts = re.split("[,/]", word)
+    is_list = len(parts) > 2 or "e" in word or "." in word
+    is_thousands = all(len(part) == 3 and part.isdigit() for part in parts[1:])
+    return parts if is_list and not is_thousands and all(map(NUMBER.fullmatch, parts)) else [word]
 
 
 def amount_of(word: str) -> Amount | None:
