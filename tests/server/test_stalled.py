@@ -36,7 +36,10 @@ async def stalled(served: Served, episode: dict[str, Any]) -> socket.socket:
     asked = {
         "model": "policy",
         "messages": [{"role": "user", "content": "hello"}],
-        **{"stream": True, "logprobs": True, "n": CHOICES, "max_tokens": TOKENS},
+        "stream": True,
+        "logprobs": True,
+        "n": CHOICES,
+        "max_tokens": TOKENS,
     }
     body = json.dumps(asked).encode()
     head = (

@@ -101,8 +101,9 @@ class Deliveries:
     def _lost(self, delivery: Delivery) -> None:
         if not self._forget(delivery) or self._swarm.episode(delivery.episode_id).status != "live":
             return
-        tree = self._swarm.tree(delivery.episode_id, delivery.role)
-        if known := [call_id for call_id in delivery.recorded if tree.knows(call_id)]:
+        if delivery.recorded:
+            tree = self._swarm.tree(delivery.episode_id, delivery.role)
+            known = [call_id for call_id in delivery.recorded if tree.knows(call_id)]  # Not what the disk refused.
             with suppress(Later):
                 self._swarm.undelivered(delivery.episode_id, known)
         else:
