@@ -101,9 +101,8 @@ class Deliveries:
     def _lost(self, delivery: Delivery) -> None:
         if not self._forget(delivery) or self._swarm.episode(delivery.episode_id).status != "live":
             return
-        if delivery.recorded:
-            tree = self._swarm.tree(delivery.episode_id, delivery.role)
-            known = [call_id for call_id in delivery.recorded if tree.knows(call_id)]  # Not what the disk refused.
+        tree = self._swarm.tree(delivery.episode_id, delivery.role)  # Does not know what the disk refused.
+        if known := [call_id for call_id in delivery.recorded if tree.knows(call_id)]:
             with suppress(Later):
                 self._swarm.undelivered(delivery.episode_id, known)
         else:
