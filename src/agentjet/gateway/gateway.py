@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
 
@@ -133,7 +133,7 @@ class Gateway:
         await self.engine.stop()
 
     async def close(self) -> None:
-        """`drain`, then close the journal; idempotent."""
+        """`drain`, then end what is still being answered, then close the journal; idempotent."""
         try:
             await self.drain()
         finally:  # Whatever the worker does at its end, the data dir is free for the next.
@@ -141,6 +141,7 @@ class Gateway:
                 self._reaper.cancel()
                 await asyncio.wait([self._reaper])
                 self._reaper = None
+            self._calls.deliveries.close()
             await self._commits.close()
             self._journal.close()
 
@@ -201,21 +202,21 @@ class Gateway:
         await self._commits.durable()
         return episode
 
-    def call(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
-        """The chunks of an answer; closing the iterator cancels the sampling, and then nothing is recorded.
+    def call(
+        self, episode_id: str, role: str, request: CallRequest, *, hang_up: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[CallChunk]:
+        """The chunks of an answer, which was delivered when the iterator is asked for one more after the last.
 
+        Closing it before cancels the sampling; nothing more is recorded, and what was is never trained. `hang_up` is
+        called when the answer must end while a chunk that was given out is still being read.
         Raises, before the first chunk, every `RequestError` there is. A call already answered in part can only fail
-        with `Later`.
+        with `Later`, or `Conflict` when its episode ended.
         """
-        return self._calls.run(episode_id, role, request)
+        return self._calls.run(episode_id, role, request, hang_up)
 
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
         """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`."""
         return await self._calls.count_tokens(episode_id, role, conversation)
-
-    def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
-        """The answer to `request` did not reach its agent; `call_ids` name what was recorded of it."""
-        self._calls.undelivered(episode_id, role, request, call_ids)
 
     def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """What a call of a live episode and role was asked, and what it answered; None when there is no such call, or
@@ -309,7 +310,7 @@ class Gateway:
             groups_complete=swarm.groups_complete,
             groups_open=swarm.groups_open,
             episodes=swarm.status_counts(),
-            calls_active=self._calls.active,
+            calls_active=len(self._calls.deliveries),
             last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
             holding=swarm.holding(),
@@ -341,7 +342,7 @@ class Gateway:
         self.last_event = event.seq
         _log_event(event)
         if event.kind == "episode" and event.body["status"] != "live":
-            self._calls.episode_ended(event.body["episode_id"])
+            self._calls.deliveries.episode_ended(event.body["episode_id"])
         self.changed.notify()
 
     async def _reap(self) -> None:

@@ -200,7 +200,8 @@ class Swarm(Learning):
 
     @contextmanager
     def calling(self, episode_id: str) -> Iterator[Episode]:
-        """While a call is held or sampled its lease stands still: the server's slowness is not the agent's silence.
+        """While a call is held or sampled its lease stands still: the server's slowness is not the agent's silence. It
+        runs again while the agent reads the answer.
 
         `max_episode_seconds` still counts. Raises `Conflict` when the episode has ended.
         """
@@ -286,6 +287,17 @@ class Swarm(Learning):
     @on_event.setter
     def on_event(self, listener: Callable[[Event], None] | None) -> None:
         self._ledger.on_event = listener
+
+    @property
+    def handing_out(self) -> Callable[[str], Sequence[str]]:
+        """Asked, when an episode ends, for its recorded calls that are still on their way to its agent: they are
+        undelivered then.
+        """
+        return self._ledger.handing_out
+
+    @handing_out.setter
+    def handing_out(self, ask: Callable[[str], Sequence[str]]) -> None:
+        self._ledger.handing_out = ask
 
     def transaction(self) -> AbstractContextManager[None]:
         """Group several changes into one. When it fails nothing of it happened, in memory neither."""

@@ -41,7 +41,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _listed(word: str) -> list[str]:
-    """The numbers of a list without blanks, where it can be nothing else: no decimal comma, no fraction, no thousands."""
+    """The numbers of a list without blanks, where it can be no decimal comma, no fraction and no thousands."""
     parts = re.split("[,/]", word)
     is_list = len(parts) > 2 or "e" in word or "." in word
     is_thousands = all(len(part) == 3 and part.isdigit() for part in parts[1:])
