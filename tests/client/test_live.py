@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -164,6 +165,46 @@ def test_an_edit_mended_after_a_typo_is_taken_up(files: Files) -> None:
     assert [change.kind for change in report.code_changes] == ["not loaded", "loaded"]
     assert "live_words.py" in report.code_changes[0].why
     assert report.rewards[-1] == 0.75
+
+
+def test_an_edit_is_loaded_though_the_one_before_hangs(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mending edit is written while the hanging one is being imported, which then never ends."""
+    run, hang = Run(), threading.Event()
+
+    def edit_and_hang() -> None:
+        files.write("live_agent", AGENT + "    # mended\n" + "REWARD = 0.75\n")
+        hang.wait()
+
+    monkeypatch.setattr("builtins.EDIT_AND_HANG", edit_and_hang, raising=False)
+    files.edit(1, "live_agent", "EDIT_AND_HANG()\n" + AGENT)
+    try:
+        report = asyncio.run(run.train(files.agent(), 3))
+    finally:
+        hang.set()
+    old, new = report.by_code_version
+    assert [(it.kind, it.before, it.to) for it in report.code_changes] == [("loaded", old, new)]
+    assert report.rewards[-1] == 0.75
+
+
+def test_an_edit_that_does_not_load_in_time_is_left_behind(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, hang = Run(), threading.Event()
+    monkeypatch.setattr("agentjet.client.live.LOAD_SECONDS", 0.6)
+    monkeypatch.setattr("agentjet.client.live.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("builtins.HANG", hang.wait, raising=False)
+    files.edit(1, "live_words", "HANG()\nREWARD = 0.75\n")
+    agent = files.agent()
+    before = sys.modules["live_agent"], sys.modules["live_words"]
+    try:
+        report = asyncio.run(run.train(agent, 3, progress=True))
+    finally:
+        hang.set()
+    [change] = report.code_changes
+    assert (change.kind, change.why) == ("not loaded", "TimeoutError: loading it did not end within 1 s")
+    assert set(report.rewards) == {0.25}
+    assert (sys.modules["live_agent"], sys.modules["live_words"]) == before
+    assert capsys.readouterr().out.count("still being loaded") == 1
 
 
 def test_a_version_that_only_fails_is_rolled_back(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
