@@ -4,6 +4,7 @@ cannot be loaded, or only fails, is not kept. 3. An agent's version is a hash of
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import re
 import sys
@@ -298,6 +299,30 @@ def test_a_module_that_is_imported_newly_belongs_to_the_version(files: Files) ->
     files.write("live_more", "REWARD = 0.625\n")
     assert code.stamp() != stamp
     assert code.load().code_version != first
+
+
+def test_a_module_of_a_package_is_loaded_anew_however_it_is_imported(files: Files) -> None:
+    (files.folder / "live_package").mkdir()
+    files.write("live_package/words", "REWARD = 0.25\n")
+    files.write("live_package/tasks", "")
+    files.write(
+        "live_package/agent", "from live_package import words\n\ndef agent(task, episode):\n    return words.REWARD\n"
+    )
+    old = importlib.import_module("live_package.agent").agent
+    tasks = importlib.import_module("live_package.tasks")  # by the script alone
+    code = ModuleCode(old)
+    try:
+        files.write("live_package/words", "REWARD = 0.75\n")
+        new = code.load().agent
+        assert (old(None, None), new(None, None)) == (0.25, 0.75)
+        assert importlib.import_module("live_package").tasks is tasks
+        files.write("live_package/words", "REWARD = = 1\n")
+        with pytest.raises(SyntaxError):
+            code.load()
+        assert importlib.import_module("live_package").words.REWARD == 0.75
+    finally:
+        for name in [name for name in sys.modules if name.startswith("live_package")]:
+            del sys.modules[name]
 
 
 def test_the_version_of_an_agent(files: Files) -> None:

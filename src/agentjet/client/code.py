@@ -157,6 +157,7 @@ class _Import:
     def __init__(self, finder: _InMemory) -> None:
         self._finder = finder
         self._old = {name: sys.modules.pop(name) for name in finder.files}
+        _unbind(self._old)
         sys.meta_path.insert(0, finder)
         importlib.invalidate_caches()
 
@@ -176,7 +177,9 @@ class _Import:
         return sys.modules[name]
 
     def end(self) -> None:
+        """Let go. What was not imported anew stays what its package calls it, for whoever else uses it."""
         sys.meta_path.remove(self._finder)
+        _bind({name: module for name, module in self._old.items() if name not in sys.modules})
 
     def undo(self) -> None:
         """Have the modules from before imported again."""
@@ -209,6 +212,14 @@ class _SourceInMemory(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> Any:
         return self.source_to_code(self._source, self.path)
+
+
+def _unbind(modules: Mapping[str, ModuleType]) -> None:
+    """Have their packages know them no longer: `from package import module` asks there before it imports."""
+    for name, module in modules.items():
+        package, _, child = name.rpartition(".")
+        if getattr(sys.modules.get(package), child, None) is module:
+            delattr(sys.modules[package], child)
 
 
 def _bind(modules: Mapping[str, ModuleType]) -> None:

@@ -213,19 +213,20 @@ class LiveCode:
         try:
             clock = asyncio.get_running_loop().time
             began, told = clock(), False
-            while not loading.done() and clock() - began < LOAD_SECONDS:
+            while True:
+                await asyncio.wait([loading], timeout=LOOK_SECONDS)
+                if loading.done():
+                    return loading.result()
                 if code.stamp() != self._stamp:
                     return None
-                if not told and clock() - began > SLOW_SECONDS:
+                if clock() - began > LOAD_SECONDS:
+                    raise TimeoutError(f"loading it did not end within {LOAD_SECONDS:.0f} s")
+                if clock() - began > SLOW_SECONDS and not told:
                     told = True
                     self._say(
                         f"the edited code is still being loaded; no group begins until it is, for {LOAD_SECONDS:.0f} s "
                         "at most. Another edit is loaded in its place"
                     )
-                await asyncio.wait([loading], timeout=LOOK_SECONDS)
-            if not loading.done():
-                raise TimeoutError(f"loading it did not end within {LOAD_SECONDS:.0f} s")
-            return loading.result()
         finally:
             if not loading.done():
                 loading.cancel()
