@@ -44,6 +44,8 @@ from agentjet.types import Conversation, Message
 log = logging.getLogger(__name__)
 
 LONGEST_NAP = 1.0
+DISK_SECONDS = 2.0
+"""Between two tries of a disk that refuses."""
 """Seconds between two looks at the clock for leases, at most."""
 EVENTS_PAGE = 1000
 
@@ -321,6 +323,8 @@ class Gateway:
         )
 
     def _waiting_for(self) -> str:
+        if self.swarm.disk_refusal:
+            return f"the disk. {self.swarm.disk_refusal}"
         if self.engine.state not in ("rolling", "learning"):
             return self.engine.reason or _WORDS[self.engine.state]
         return DIVERGED if has_diverged(self.swarm.last_step) else self.swarm.waiting_for()
@@ -346,16 +350,20 @@ class Gateway:
         self.changed.notify()
 
     async def _reap(self) -> None:
-        """Reclaim what outlived its lease, when it does."""
+        """Reclaim what outlived its lease, when it does; while the disk refuses writes, see whether it takes one."""
+        now = asyncio.get_running_loop().time
+        next_try = 0.0
         while True:
             deadline = self.swarm.next_deadline()
             nap = LONGEST_NAP if deadline is None else min(LONGEST_NAP, max(0.001, deadline - self._clock()))
             await self.changed.wait(nap)
             try:
+                if self.swarm.disk_refusal and now() >= next_try:
+                    next_try = now() + DISK_SECONDS
+                    self.swarm.try_disk()
                 if deadline is not None and deadline <= self._clock():
                     self.swarm.reap()
-            except Later as later:
-                log.error("leases cannot be reclaimed just now: %s", later)
+            except Later:  # The journal has said why.
                 await asyncio.sleep(LONGEST_NAP)
 
 

@@ -328,6 +328,16 @@ class Swarm(Learning):
         """
         self._journal.sync()
 
+    @property
+    def disk_refusal(self) -> str:
+        """Why nothing can be recorded now, and the way out; empty while everything is."""
+        return self._journal.refusal
+
+    def try_disk(self) -> None:
+        """Have something written, which ends `disk_refusal` where the disk takes it. Raises `Later` where not."""
+        with self.transaction():
+            self._journal.try_disk()
+
     def announce(self) -> None:
         """Pass on the events of what was committed, now that it is on disk."""
         self._ledger.announce()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,7 +91,7 @@ def new(
     made = advised(made, out, voice, workshop)
     files.write(made.study, made.to_markdown())
     typer.echo(made.to_markdown())
-    typer.echo(f"The plan is {out / 'plan.md'}. Run it with: agentjet research run {out}")
+    typer.echo(f"The plan is {out / 'plan.md'}. Run it with: agentjet research run {shlex.quote(str(out))}")
 
 
 def fixed(subject: Subject) -> Subject:

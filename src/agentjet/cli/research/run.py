@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,7 +98,7 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
         ):
             chapters = see_through(study, journal, runner, Steering(files.steering), adviser)
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; go on with: agentjet research run {folder}", err=True)
+        typer.echo(f"interrupted; go on with: agentjet research run {shlex.quote(str(folder))}", err=True)
         raise typer.Exit(130) from None
     for line in Steering(files.steering).unread([chapter.book for chapter in chapters]):
         typer.echo(f"asked too late, and not done: {requested(line)}")
