@@ -52,9 +52,9 @@ def awake() -> Iterator[None]:
     """While inside, no core sleeps: on each something of the lowest priority counts, and yields to all that has work.
 
     A core that sleeps takes a while to wake, in a virtual machine the more; that is the machine's cost, not the
-    server's, and a server with much to do does not have it.
+    server's, and a server with much to do does not have it. Whatever ends this process ends them.
     """
-    command = [sys.executable, "-c", "import os; os.nice(19)\nwhile True: pass"]
+    command = [sys.executable, "-c", f"import os; os.nice(19)\nwhile os.getppid() == {os.getpid()}: pass"]
     counting = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     try:
         yield
