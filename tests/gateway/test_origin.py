@@ -58,10 +58,13 @@ async def test_a_checkpoint_of_other_settings_is_not_passed_over(tmp_path: Path)
     def become_other(compute: ScriptedCompute) -> None:
         compute.__class__ = Other
 
-    async with running(tmp_path / "d", prepare=become_other, wait_ready=False) as run:
+    card = replace(make_card(tmp_path / "tokenizer"), weights="b2")
+    async with running(tmp_path / "d", card=card, prepare=become_other, wait_ready=False) as run:
         with pytest.raises(ConfigError, match=r"step_000002 has model.lora.rank = 4"):
             await run.gateway.ready()
         assert run.compute.starts == 1
+    async with running(tmp_path / "d", card=replace(card, weights="a1")) as run:
+        assert run.gateway.swarm.policy_version == 2, "what was refused is not recorded"
 
 
 async def test_why_a_checkpoint_is_of_no_use_is_said_first(tmp_path: Path) -> None:

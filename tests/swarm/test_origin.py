@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from agentjet.config import LoraConfig, ModelConfig
+from agentjet.config import JobConfig, LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
-from agentjet.swarm import Journal
+from agentjet.protocol import BeginRequest
+from agentjet.swarm import Journal, Swarm
 from agentjet.types import ModelCard
 from tests.swarm.world import World
 
@@ -33,12 +34,11 @@ def begun(folder: Path, model: ModelConfig) -> Path:
     """A journal of one episode, whose worker has been up."""
     path = folder / "journal.sqlite"
     journal = Journal.open(path, model=model)
-    assert journal.trace_origin({}) == []
+    swarm = Swarm(journal, JobConfig())
+    assert swarm.trace_origin(CARD) == []
+    swarm.record_origin()
+    swarm.begin(BeginRequest(task_id="t"))
     journal.close()
-    world = World(folder)
-    world.swarm.trace_origin(CARD)
-    world.begin()
-    world.close()
     return path
 
 
@@ -99,6 +99,7 @@ def test_what_changes_weights_by_rounding_is_said_once(tmp_path: Path) -> None:
     world = World(tmp_path)
     elsewhere = replace(CARD, threads=8, device="cuda:0")
     said = world.swarm.trace_origin(elsewhere)
+    world.swarm.record_origin()
     assert [line.partition(":")[0] for line in said] == [
         "model.device was 'cpu' and is 'cuda",
         "model.threads was 2 and is 8",
@@ -111,18 +112,22 @@ def test_a_mistyped_setting_counts_once_something_was_recorded(tmp_path: Path) -
     path = tmp_path / "journal.sqlite"
     journal = Journal.open(path, model=settings("smal", lora={"rank": 40}))
     journal.trace_origin({"model_weights": "of another model"})
+    journal.record_origin()
     journal.close()
     begun(tmp_path, settings())
     Journal.open(path, model=settings()).close()
 
 
-def test_a_data_dir_without_a_record_takes_one(tmp_path: Path) -> None:
+def test_a_data_dir_without_a_record_takes_what_its_policy_comes_up_with(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.begin()
     world.journal._set_meta("origin", '{"model.name":"small"}')  # as the schema before this one is brought forward
     world.close()
     with pytest.raises(ConfigError, match=r"model.name = 'small', not with 'large'"):
         Journal.open(world.path, model=settings("large"))
-    Journal.open(world.path, model=settings()).close()
+    Journal.open(world.path, model=settings(lora={"rank": 40})).close()  # the checkpoint did not fit
+    journal = Journal.open(world.path, model=settings())
+    journal.record_origin()
+    journal.close()
     with pytest.raises(ConfigError, match=r"model.lora.rank = 4, not with 8"):
         Journal.open(world.path, model=settings(lora={"rank": 8}))

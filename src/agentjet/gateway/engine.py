@@ -249,7 +249,9 @@ class Engine:
         """Start the worker and take it to where the journal stands."""
         self._store.sweep()
         await self._start_worker()
-        for batch in await self._load_newest():
+        batches = await self._load_newest()
+        self._swarm.record_origin()
+        for batch in batches:
             if self._stopping:
                 return
             await self._learn(batch)

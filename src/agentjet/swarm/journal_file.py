@@ -30,6 +30,7 @@ class JournalFile:
         self._depth = 0
         self._lost: sqlite3.OperationalError | None = None
         self._log: LogSync | None = None
+        self._traced: dict[str, str | int] = {}
 
     # ---- the file ------------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class JournalFile:
         if model is not None:
             if not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
                 # A setting may be mistyped at the first start: it counts once something was recorded.
-                self._set_meta("origin", "{}")
+                self._db.execute("DELETE FROM meta WHERE key = 'origin'")
             self.trace_origin(of_settings(model))
 
     @property
@@ -106,14 +107,17 @@ class JournalFile:
         return recorded
 
     def trace_origin(self, given: Origin) -> list[str]:
-        """Record what is new of the policy's origin; returns, in words, what changed that may. Raises `ConfigError`
-        for what may not, and then nothing is recorded.
+        """Compare with the policy's origin; returns, in words, what changed that may. Raises `ConfigError` for what
+        may not.
         """
-        recorded = self.origin
-        changed = changes(recorded, given, self.path.parent)
-        if dict(recorded) != (now := {**recorded, **given}):
-            self._set_meta("origin", json.dumps(now))
+        changed = changes(self.origin, given, self.path.parent)
+        self._traced |= given
         return changed
+
+    def record_origin(self) -> None:
+        """Keep all that was traced: the policy came up with it."""
+        if (now := {**self.origin, **self._traced}) != self.origin:
+            self._set_meta("origin", json.dumps(now))
 
     def commit_together(self) -> None:
         """From here on transactions are committed by the next `commit`, and on disk after the `sync` that follows it,

@@ -68,12 +68,16 @@ class Swarm(Learning):
         return str(self._journal.origin.get("model.dtype", ""))
 
     def trace_origin(self, card: ModelCard) -> list[str]:
-        """A worker is up, and has loaded and learned nothing yet: record what the policy begins from, or compare.
+        """A worker is up, and has loaded and learned nothing yet: compare with what the policy was begun with.
 
-        Returns, in words, what changed that may. Raises `ConfigError` when it is another policy that begins there.
+        Returns, in words, what changed that may. Raises `ConfigError` when another policy would begin there.
         """
+        return self._journal.trace_origin(of_worker(card))
+
+    def record_origin(self) -> None:
+        """The worker, and the newest checkpoint where there is one, agree with what was traced: it holds from here."""
         with self.transaction():
-            return self._journal.trace_origin(of_worker(card))
+            self._journal.record_origin()
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
