@@ -67,6 +67,8 @@ class ScriptedCompute:
         self.learned: list[int] = []
         """Batches learned by the present worker, replays included."""
         self.starts = 0
+        self.dtype = ""
+        """Which the last start was told to keep."""
         self.running = False
         self.weights = ""
         self.version = 0
@@ -96,8 +98,9 @@ class ScriptedCompute:
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self) -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelCard:
         await self.may_start.wait()
+        self.dtype = dtype
         self.starts += 1
         if self.fail_start:
             raise self.fail_start.pop(0)

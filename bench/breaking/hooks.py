@@ -137,9 +137,9 @@ class MortalCompute(EmbeddedCompute):
         self.say(killed="worker", pid=self.pid, at=verb)
         os.kill(self.pid, signal.SIGKILL)
 
-    async def start(self) -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelCard:
         self._strike("start")
-        card = await super().start()
+        card = await super().start(dtype=dtype)
         self.say(worker=self.pid)
         return card
 

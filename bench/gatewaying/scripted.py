@@ -64,7 +64,7 @@ class ScriptedCompute:
         self._answer = answer_tokens(card)
         self._seconds = seconds
 
-    async def start(self) -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelCard:
         return self._card
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:

@@ -186,7 +186,8 @@ class ModelCard:
 
     `tokenizer_path` is a folder with `tokenizer.json`; `chat_template` is Jinja source; `end_tokens` end a
     turn; `can_branch` tells whether a sequence's state may be shared by several continuations; `weights` is a
-    fingerprint of those at version 0, empty where the backend takes none.
+    fingerprint of the configured model's, which version 0 has, empty where the backend takes none; `threads` are those
+    of the CPU that learn, 0 where another device does.
     """
 
     name: str
@@ -202,6 +203,7 @@ class ModelCard:
     dtype: str = "float32"
     tool_format: str = ""
     weights: str = ""
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

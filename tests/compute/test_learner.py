@@ -3,7 +3,7 @@
 1. every node attends to its path exactly once, however the forest is cut (gradients: `test_gradients.py`);
 2. pieces and selections of a forest keep every target in its context; what has no advantage is not computed;
 3. the sampler's log-probabilities are the learner's (mismatch near zero);
-4. a replay from a checkpoint is equal bit by bit;
+4. a replay is equal bit by bit, from version 0 or a checkpoint; one made under other settings is refused;
 5. a batch whose gradient is not finite changes nothing.
 """
 
@@ -18,13 +18,15 @@ import torch
 
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import Learner, learning_rate
+from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.tree_attention import cut
-from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.errors import CheckpointError
+from agentjet.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfig, OptimizerConfig
+from agentjet.errors import CheckpointError, ConfigError
 from agentjet.timeline.forest import Row, build_forest, select, split
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.tiny import make_model
 
 
 def job(algorithm: AlgorithmConfig | None = None, **settings: object) -> JobConfig:
@@ -167,10 +169,57 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder: Path, tmp_path: P
     policy = make_policy(tiny_folder)
     checkpoint.save(tmp_path / "step_000000", policy, Learner(policy), {"policy_version": 0})
     other = make_policy(tiny_folder, rank=4)
-    with pytest.raises(CheckpointError, match="adapters = False, this server True"):
+    with pytest.raises(ConfigError, match="adapters = False, this server True"):
+        checkpoint.load(tmp_path / "step_000000", other, Learner(other))
+    other = make_policy(make_model(tmp_path / "other", seed=1))
+    with pytest.raises(ConfigError, match=f"model_weights = '{policy.card.weights}', this server"):
         checkpoint.load(tmp_path / "step_000000", other, Learner(other))
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.load(tmp_path / "nothing", policy, Learner(policy))
+
+
+@pytest.mark.parametrize(
+    ("key", "lora"),
+    [
+        ("rank = 4, this server 8", LoraConfig(rank=8, alpha=8)),
+        ("alpha = 8, this server 16", LoraConfig(rank=4, alpha=16)),
+        ("target_modules", LoraConfig(rank=4, alpha=8, target_modules="q_proj,v_proj")),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(
+    tiny_folder: Path, tmp_path: Path, key: str, lora: LoraConfig
+) -> None:
+    def adapted(lora: LoraConfig) -> Policy:
+        return load_policy(ModelConfig(name=str(tiny_folder), device="cpu", dtype="float32", threads=1, lora=lora))
+
+    policy = adapted(LoraConfig(rank=4, alpha=8))
+    checkpoint.save(tmp_path / "step_000000", policy, Learner(policy), {"policy_version": 0})
+    other = adapted(lora)
+    before = {name: p.detach().clone() for name, p in other.trainable().items()}
+    with pytest.raises(ConfigError, match=f"model.lora.{key}"):
+        checkpoint.load(tmp_path / "step_000000", other, Learner(other))
+    assert all(torch.equal(p, before[name]) for name, p in other.trainable().items())
+    same = adapted(LoraConfig(rank=4, alpha=8))
+    assert checkpoint.load(tmp_path / "step_000000", same, Learner(same))["policy_version"] == 0
+
+
+def test_adapters_begin_alike_whatever_was_drawn_before(tiny_folder: Path) -> None:
+    first = make_policy(tiny_folder, rank=4)
+    torch.randn(3)
+    second = make_policy(tiny_folder, rank=4)
+    for (name, p), q in zip(first.trainable().items(), second.trainable().values(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_weights_of_another_shape_are_a_checkpoint_that_does_not_fit(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = make_policy(tiny_folder)
+    learner = Learner(policy)
+    checkpoint.save(tmp_path / "step_000000", policy, learner, {"policy_version": 0})
+    trainer = learner.state()
+    name = next(iter(trainer["masters"]))
+    torch.save({**trainer, "masters": {name: torch.zeros(3)}}, tmp_path / "step_000000" / "trainer.pt")
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        checkpoint.load(tmp_path / "step_000000", policy, learner)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -4,12 +4,14 @@
 2. `learn` is idempotent in its batch id, and refuses a gap;
 3. a killed worker is reported at once to everybody who waits, and restarts from a checkpoint to the same weights bit
 by bit;
-4. a checkpoint that cannot be written leaves the last good one and no litter; a vanished parent leaves no orphan.
+4. a checkpoint that cannot be written leaves the last good one and no litter; a vanished parent leaves no orphan;
+5. `model.dtype = "auto"` is timed once: later workers are told what it came to.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import resource
 import signal
@@ -29,6 +31,7 @@ from agentjet.compute.embedded import EmbeddedCompute, checkpoint, frames
 from agentjet.compute.embedded.learner import Learner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.worker import Worker
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied
 from agentjet.timeline.allowed import EVERYTHING
@@ -224,6 +227,23 @@ def test_an_unreadable_model_is_a_config_error(tmp_path: Path) -> None:
         await compute.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("setting", "begun_with", "becomes"),
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
+    ],
+)
+def test_a_type_that_is_left_open_is_the_one_begun_with(
+    tiny_folder: Path, tmp_path: Path, setting: str, begun_with: str, becomes: str
+) -> None:
+    settings = config(tiny_folder, tmp_path).model_dump(mode="json")
+    settings["model"]["dtype"] = setting
+    card = Worker(io.BytesIO())._start(settings, begun_with)
+    assert (card["dtype"], card["threads"]) == (becomes, 1)
 
 
 def test_a_vanished_parent_leaves_no_orphan(tiny_folder: Path, tmp_path: Path) -> None:

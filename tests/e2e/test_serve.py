@@ -70,7 +70,8 @@ def test_serve_learn_stop_and_resume(model: Path, tmp_path: Path) -> None:
         assert [event for event in (data_dir / "metrics.jsonl").read_text().splitlines() if '"step": 2' in event]
 
 
-def test_killed_and_started_again_it_has_the_same_weights(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 4])
+def test_killed_and_started_again_it_has_the_same_weights(model: Path, tmp_path: Path, rank: int) -> None:
     data_dir = tmp_path / "run"
 
     def exported(server: Server) -> bytes:
@@ -79,7 +80,7 @@ def test_killed_and_started_again_it_has_the_same_weights(model: Path, tmp_path:
         folder.rename(folder.with_name("compared"))
         return weights
 
-    with Server(model, data_dir) as server:
+    with Server(model, data_dir, model__lora__rank=rank) as server:
         server.batch()
         server.batch()
         before = exported(server)
@@ -87,7 +88,7 @@ def test_killed_and_started_again_it_has_the_same_weights(model: Path, tmp_path:
         first = server.ask(episode, "hello")
         [worker] = server.workers()
         server.kill()
-    with Server(model, data_dir) as server:
+    with Server(model, data_dir, model__lora__rank=rank) as server:
         assert not is_running(worker), "the worker ended with its gateway"
         assert server.get("/status")["policy_version"] == 2
         (data_dir / "exports" / "compared").rename(data_dir / "exports" / "before")

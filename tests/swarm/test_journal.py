@@ -1,4 +1,4 @@
-"""Pins the file: whose it is, one writer, and that a write the disk refuses leaves no half of itself anywhere."""
+"""Pins the file: one writer, older schemas, and that a write the disk refuses leaves no half of itself anywhere."""
 
 from __future__ import annotations
 
@@ -16,18 +16,6 @@ from agentjet.swarm import Journal
 from tests.swarm.world import World
 
 
-def test_a_data_dir_belongs_to_one_model(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    Journal.open(path, model="smal").close()  # a typing error, of which nothing was recorded
-    Journal.open(path, model="small").close()
-    world = World(tmp_path)
-    world.begin()
-    world.close()
-    Journal.open(path, model="small").close()
-    with pytest.raises(ConfigError, match=r"belongs to model 'small', not to model.name = 'large'"):
-        Journal.open(path, model="large")
-
-
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     first = Journal.open(path)
@@ -37,7 +25,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> None:
     world = World(tmp_path, batch_size=1)
     world.play("learned", 0, 1)
@@ -61,9 +49,12 @@ def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> Non
         for table, columns in newer.items():
             for column in columns.split():
                 db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        db.execute("ALTER TABLE batches ADD COLUMN seed INTEGER NOT NULL DEFAULT 0")
+        if version < 5:
+            db.execute("ALTER TABLE batches ADD COLUMN seed INTEGER NOT NULL DEFAULT 0")
+        db.execute("INSERT INTO meta VALUES ('model', 'small')")
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
     world.open()
+    assert world.journal.origin == {"model.name": "small"}
     assert world.swarm.batches_from(0) == [batch]
     assert world.swarm.groups[0].task_set == episode.task_set == "algebra"
     assert world.swarm.tree(episode.id, "").calls == (call,)

@@ -26,10 +26,11 @@ from agentjet.types import ModelCard, Sampled, SamplingParams
 class Compute(Protocol):
     """A backend: samples from, teaches, saves and loads one policy."""
 
-    async def start(self) -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelCard:
         """Start (or restart) the worker on the configured model; version 0 weights unless `load` follows.
 
-        Raises `ConfigError` when the model cannot be had and `WorkerDied` when the worker ends while loading.
+        A policy keeps the `dtype` it was begun with, where there is one and `model.dtype` leaves it open. Raises
+        `ConfigError` when the model cannot be had and `WorkerDied` when the worker ends while loading.
         """
         ...
 
@@ -50,7 +51,10 @@ class Compute(Protocol):
         ...
 
     async def load(self, path: Path) -> int:
-        """Restore weights, optimiser and random state from a checkpoint folder; returns its policy version."""
+        """Restore weights and optimiser from a checkpoint folder; returns its policy version.
+
+        Raises `CheckpointError` when it cannot be read, `ConfigError` when it was made under other settings.
+        """
         ...
 
     async def export(self, path: Path) -> None:

@@ -31,7 +31,7 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters. `rank = 0` trains all weights."""
+    """Low-rank adapters. `rank = 0` trains all weights. A data dir keeps those it was begun with."""
 
     rank: Int64 = Field(0, ge=0, le=1024)
     """Rank of the adapters; 0 trains every weight of the model."""
@@ -42,14 +42,15 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model is trained, and on what."""
+    """Which model is trained, and on what. A data dir keeps the `name` and the `dtype` it was begun with."""
 
     name: str = "smollm2-135m"
     """A Hugging Face id, a local folder, or the bundled name `smollm2-135m`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the weights live; `auto` takes CUDA when there is one."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the weights; `auto` times bfloat16 on the device and falls back to float32. Masters are always float32.
+    """Type of the weights; `auto` times bfloat16 on the device and falls back to float32, once in a data dir. Masters
+    are always float32.
     """
     context_length: Int64 = Field(0, ge=0)
     """Longest prompt + completion in tokens; 0 takes the model's own."""

@@ -249,16 +249,20 @@ class Engine:
         """Start the worker and take it to where the journal stands."""
         self._store.sweep()
         await self._start_worker()
-        version = await self._load_newest()
-        for batch in self._swarm.resume(version):
+        batches = await self._load_newest()
+        self._swarm.record_origin()
+        for batch in batches:
             if self._stopping:
                 return
             await self._learn(batch)
         if not self._stopping:
             self._roll()
 
-    async def _load_newest(self) -> int:
-        """Load the newest checkpoint that can be loaded; returns its policy version, 0 without any."""
+    async def _load_newest(self) -> list[Batch]:
+        """Load the newest checkpoint that can be loaded, if any; returns the batches to learn from there on.
+
+        Raises `ConfigError` when it was made under other settings: it is whole, so nothing else is tried.
+        """
         refused: list[str] = []
         for info in reversed(self._store.listing()):
             try:
@@ -268,12 +272,16 @@ class Engine:
                 self._emit("checkpoint", {"ok": False, "policy_version": info.policy_version, "error": str(error)})
                 refused.append(str(error))
                 continue
-            return version
+            return self._swarm.resume(version)
+        try:
+            batches = self._swarm.resume(0)
+        except CheckpointError as error:
+            raise CheckpointError("; ".join([*refused, str(error)])) from error
         if refused:
             # A load that failed may have left anything behind: version 0 takes a fresh worker.
             await self._compute.close()
             await self._start_worker()
-        return 0
+        return batches
 
     def check_room(self, job: JobConfig) -> None:
         """Raises `ConfigError` when its completions leave no room for a prompt, as far as the model is known."""
@@ -282,7 +290,9 @@ class Engine:
 
     async def _start_worker(self) -> None:
         self.num_workers += 1
-        card = await self._compute.start()
+        card = await self._compute.start(dtype=self._swarm.dtype)
+        for change in self._swarm.trace_origin(card):
+            log.warning("%s", change)
         _check_room(self._swarm.job, card)
         if self.renderer is None or card != self.card:
             self.renderer = await asyncio.to_thread(Renderer, card)

@@ -63,7 +63,7 @@ class Gateway:
     ) -> None:
         """Opens the data dir, making it where it is missing. The `stopwatch` tells when the event loop stood still.
 
-        Raises `ConfigError` when it is in use or another model's.
+        Raises `ConfigError` when it is in use or another policy's.
         """
         self.config = config
         data_dir = config.server.data_dir
@@ -75,7 +75,7 @@ class Gateway:
         self._model_name = Path(name).name if Path(name).is_dir() else name
         self._clock = clock
         self.began = clock()
-        self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
+        self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
         self.store = CheckpointStore(data_dir)
         # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
         newest = self.store.newest() or 0

@@ -1,6 +1,6 @@
 """Episodes, groups and batches: the state machine, its leases and its journal. No HTTP, no torch, no asyncio.
 
-journal = Journal.open(data_dir / "journal.sqlite", model=config.model.name)
+journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
 swarm = Swarm(journal, config.job, clock=time.time)
 episode = swarm.begin(BeginRequest(task_id="t1"))
 with swarm.calling(episode.id):                      # the lease stands still while the server itself is busy

@@ -5,6 +5,7 @@ brought forward; what a disk refuses is undone and said.
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import sqlite3
@@ -13,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, Later
 from agentjet.swarm.log_sync import LONGEST_LOG, LogSync
+from agentjet.swarm.origin import Origin, changes, of_settings
 from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 
 log = logging.getLogger(__name__)
@@ -35,15 +38,16 @@ class JournalFile:
         self._log: LogSync | None = None
         self.refusal = ""
         """Why the disk takes no writes now, and the way out; empty from the next write that it takes."""
+        self._traced: dict[str, str | int] = {}
 
     # ---- the file ------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, path: Path, *, model: str = "") -> Self:
+    def open(cls, path: Path, *, model: ModelConfig | None = None) -> Self:
         """Open or create.
 
-        Raises `ConfigError` when another process has it, the disk refuses to, or it belongs to another model or a newer
-        AgentJet.
+        Raises `ConfigError` when another process has it, the disk refuses to, its policy has another origin than
+        `model`, or a newer AgentJet wrote it.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +91,7 @@ class JournalFile:
             os.close(self._lock)
             self._lock = -1
 
-    def _prepare(self, model: str) -> None:
+    def _prepare(self, model: ModelConfig | None) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.execute("PRAGMA foreign_keys = ON")
@@ -107,16 +111,30 @@ class JournalFile:
                 f"{self.path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: "
                 "use the AgentJet that wrote it, or choose another server.data_dir"
             )
-        owner = self._meta("model", "")
-        if not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
-            owner = ""  # A name may be mistyped at the first start: it counts once something was recorded.
-        if model and owner and owner != model:
-            raise ConfigError(
-                f"server.data_dir = {str(self.path.parent)!r} belongs to model {owner!r}, "
-                f"not to model.name = {model!r}: choose another folder, or that model"
-            )
-        if model and not owner:
-            self._set_meta("model", model)
+        if model is not None:
+            if not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
+                # A setting may be mistyped at the first start: it counts once something was recorded.
+                self._db.execute("DELETE FROM meta WHERE key = 'origin'")
+            self.trace_origin(of_settings(model))
+
+    @property
+    def origin(self) -> Origin:
+        """As far as it is recorded: an older AgentJet knew the model's name only."""
+        recorded: dict[str, str | int] = json.loads(self._meta("origin", "{}"))
+        return recorded
+
+    def trace_origin(self, given: Origin) -> list[str]:
+        """Compare with the policy's origin; returns, in words, what changed that may. Raises `ConfigError` for what
+        may not.
+        """
+        changed = changes(self.origin, given, self.path.parent)
+        self._traced |= given
+        return changed
+
+    def record_origin(self) -> None:
+        """Keep all that was traced: the policy came up with it."""
+        if (now := {**self.origin, **self._traced}) != self.origin:
+            self._set_meta("origin", json.dumps(now))
 
     def commit_together(self) -> None:
         """From here on transactions are committed by the next `commit`, and on disk after the `sync` that follows it,

@@ -8,7 +8,7 @@ completion's tokens, joined, with the length of each in `piece_lengths` (int32).
 A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -179,6 +179,9 @@ MIGRATIONS = {
     """,
     4: """
     ALTER TABLE batches DROP COLUMN seed;
+    """,
+    5: """
+    UPDATE meta SET key = 'origin', value = json_object('model.name', value) WHERE key = 'model';
     """,
 }
 """From each older version to the next."""

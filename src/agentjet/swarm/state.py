@@ -26,9 +26,10 @@ from agentjet.swarm import admission, groups, job_settings
 from agentjet.swarm.endings import STALLED, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
+from agentjet.swarm.origin import of_worker
 from agentjet.swarm.records import Episode
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import Call, EpisodeStatus
+from agentjet.types import Call, EpisodeStatus, ModelCard
 
 
 class Swarm(Learning):
@@ -60,6 +61,23 @@ class Swarm(Learning):
         with self.transaction():
             self._ledger.settings = replace(settings, revision=settings.revision + 1, job=job)
             self._journal.put_job_settings(self._ledger.settings)
+
+    @property
+    def dtype(self) -> str:
+        """The type that the policy's weights had from its beginning; empty before that is known."""
+        return str(self._journal.origin.get("model.dtype", ""))
+
+    def trace_origin(self, card: ModelCard) -> list[str]:
+        """A worker is up, and has loaded and learned nothing yet: compare with what the policy was begun with.
+
+        Returns, in words, what changed that may. Raises `ConfigError` when another policy would begin there.
+        """
+        return self._journal.trace_origin(of_worker(card))
+
+    def record_origin(self) -> None:
+        """The worker, and the newest checkpoint where there is one, agree with what was traced: it holds from here."""
+        with self.transaction():
+            self._journal.record_origin()
 
     # ---- episodes ------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class EmbeddedCompute:
         """The worker's process id while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def start(self) -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelCard:
         """See `Compute.start`."""
         await self._reap()
         self._closing = False
@@ -66,7 +66,7 @@ class EmbeddedCompute:
                 env=PATIENT | os.environ,
             )
         self._reader = asyncio.create_task(self._read_frames(self._process))
-        card = await self._ask("start", config=self._config.model_dump(mode="json"))
+        card = await self._ask("start", config=self._config.model_dump(mode="json"), dtype=dtype)
         card["end_tokens"] = tuple(card["end_tokens"])
         return ModelCard(**card)
 

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from agentjet.compute.embedded.fingerprint import model_fingerprint
@@ -53,6 +54,7 @@ def make_card(config: ModelConfig, folder: str, model: PreTrainedModel) -> Model
         dtype=str(model.dtype).removeprefix("torch."),
         tool_format=tool_format,
         weights=model_fingerprint(model),
+        threads=torch.get_num_threads() if model.device.type == "cpu" else 0,
     )
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from agentjet.compute.embedded.learner import Learner
 from agentjet.compute.embedded.policy import Policy
-from agentjet.errors import CheckpointError
+from agentjet.errors import CheckpointError, ConfigError
 
 FORMAT = 1
 
@@ -33,19 +33,26 @@ def save(path: Path, policy: Policy, learner: Learner, state: dict[str, Any]) ->
 
 
 def load(path: Path, policy: Policy, learner: Learner) -> dict[str, Any]:
-    """Restore weights and optimiser; returns the saved state. Raises `CheckpointError` when it is another model's."""
+    """Restore weights and optimiser; returns the saved state.
+
+    Raises `CheckpointError` when it cannot be read, `ConfigError` when it was made under other settings.
+    """
     try:
         state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        made_with = state | (_saved_adapters(path) if state["adapters"] else {})
         trainer = torch.load(path / "trainer.pt", map_location=policy.device, weights_only=True, mmap=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    for key, ours in _identity(policy).items():
-        if state.get(key) != ours:
-            raise CheckpointError(
-                f"checkpoint {path} has {key} = {state.get(key)!r}, this server {ours!r}: "
-                "use the settings it was made with"
+    for key, ours in (_identity(policy) | _adapters(policy)).items():
+        if made_with.get(key, ours) != ours:
+            raise ConfigError(
+                f"checkpoint {path} has {key} = {made_with[key]!r}, this server {ours!r}: "
+                "use the settings it was made with, or another server.data_dir"
             )
-    learner.restore(trainer)
+    try:
+        learner.restore(trainer)
+    except (LookupError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {error}") from error
     return state
 
 
@@ -100,5 +107,29 @@ def _flush(path: Path) -> None:
 
 
 def _identity(policy: Policy) -> dict[str, Any]:
-    """What a checkpoint must agree on with the policy it is loaded into."""
-    return {"parameters": policy.card.num_parameters, "adapters": policy.has_adapters, "dtype": policy.card.dtype}
+    """What a checkpoint must agree on with the policy it is loaded into, besides the settings of its adapters."""
+    card = policy.card
+    return {
+        "parameters": card.num_parameters,
+        "model_weights": card.weights,
+        "adapters": policy.has_adapters,
+        "dtype": card.dtype,
+    }
+
+
+def _adapters(policy: Policy) -> dict[str, Any]:
+    """The settings of a policy's adapters, with the modules they stand for; empty where it has none."""
+    if not policy.has_adapters:
+        return {}
+    peft = cast(Any, policy.model).peft_config["default"]
+    return _lora(peft.r, peft.lora_alpha, peft.target_modules)
+
+
+def _saved_adapters(path: Path) -> dict[str, Any]:
+    """Of a checkpoint, as `peft` wrote them."""
+    saved = json.loads((path / "policy" / "adapter_config.json").read_text())
+    return _lora(saved["r"], saved["lora_alpha"], saved["target_modules"])
+
+
+def _lora(rank: int, alpha: int, modules: Iterable[str]) -> dict[str, Any]:
+    return {"model.lora.rank": rank, "model.lora.alpha": alpha, "model.lora.target_modules": sorted(modules)}

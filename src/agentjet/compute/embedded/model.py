@@ -25,6 +25,11 @@ from agentjet.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+BEGINNING = 0
+"""Seed of what is drawn while a model is loaded (adapters, weights that its files lack): every worker begins alike, or
+a replay would end elsewhere. Set after the type was found, which may take draws or not.
+"""
+
 
 def load_policy(config: ModelConfig) -> Policy:
     """Load the configured model on its device; raises `ConfigError` naming what is wrong and the way out."""
@@ -37,6 +42,7 @@ def load_policy(config: ModelConfig) -> Policy:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.name = {config.name!r}: {first_line(error)}") from error
     dtype = resolve_dtype(config.dtype, device, hf_config)
+    torch.manual_seed(BEGINNING)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model = model.to(device).eval()
     card = make_card(config, folder, model)

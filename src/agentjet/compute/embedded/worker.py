@@ -30,7 +30,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.plain_sampler import PlainSampler
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
-from agentjet.config import JobConfig, ServeConfig
+from agentjet.config import JobConfig, ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.allowed import pack_sets
 from agentjet.timeline.forest import Forest
@@ -125,9 +125,12 @@ class Worker:
             if op not in _BY_ID:
                 self._send({"id": frame["id"], "ok": result})
 
-    def _start(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _start(self, config: dict[str, Any], dtype: str) -> dict[str, Any]:
         settings = ServeConfig.model_validate(config)
-        self.policy = load_policy(settings.model)
+        model = settings.model
+        if dtype and model.dtype == "auto":  # What two timings find may differ.
+            model = ModelConfig.model_validate({**config["model"], "dtype": dtype})
+        self.policy = load_policy(model)
         sampler = Sampler if self.policy.card.can_branch else PlainSampler
         self.sampler = sampler(self.policy, settings.sampler.max_concurrent, settings.sampler.cache_tokens)
         self.learner = Learner(self.policy)

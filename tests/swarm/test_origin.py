@@ -1,0 +1,133 @@
+"""What a policy version means does not change over a restart.
+
+Pins:
+1. a setting that would make other weights of the same batches is refused by name, with both values; others are not;
+2. so are other base weights, once the worker is up;
+3. what changes weights by rounding only is said, once;
+4. a mistyped setting counts only once something was recorded; a data dir that has no record yet takes one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.config import JobConfig, LoraConfig, ModelConfig
+from agentjet.errors import ConfigError
+from agentjet.protocol import BeginRequest
+from agentjet.swarm import Journal, Swarm
+from agentjet.types import ModelCard
+from tests.swarm.world import World
+
+CARD = ModelCard("small", "", "", 100, (2,), device="cpu", dtype="bfloat16", weights="a1", threads=2)
+
+
+def settings(name: str = "small", *, dtype: Any = "auto", **others: Any) -> ModelConfig:
+    lora = {"rank": 4, "target_modules": "q_proj,v_proj"} | others.pop("lora", {})
+    return ModelConfig(name=name, dtype=dtype, lora=LoraConfig(**lora), **others)
+
+
+def begun(folder: Path, model: ModelConfig) -> Path:
+    """A journal of one episode, whose worker has been up."""
+    path = folder / "journal.sqlite"
+    journal = Journal.open(path, model=model)
+    swarm = Swarm(journal, JobConfig())
+    assert swarm.trace_origin(CARD) == []
+    swarm.record_origin()
+    swarm.begin(BeginRequest(task_id="t"))
+    journal.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "was", "now", "other"),
+    [
+        ("model.name", "'small'", "'large'", settings("large")),
+        ("model.dtype", "'bfloat16'", "'float32'", settings(dtype="float32")),
+        ("model.lora.rank", "4", "8", settings(lora={"rank": 8})),
+        ("model.lora.rank", "4", "0", settings(lora={"rank": 0})),
+        ("model.lora.alpha", "32", "64", settings(lora={"alpha": 64})),
+        ("model.lora.target_modules", "'q_proj,v_proj'", "'q_proj'", settings(lora={"target_modules": "q_proj"})),
+    ],
+)
+def test_what_would_make_other_weights_is_refused(
+    tmp_path: Path, key: str, was: str, now: str, other: ModelConfig
+) -> None:
+    path = begun(tmp_path, settings())
+    for _ in range(2):  # A refusal records nothing.
+        with pytest.raises(ConfigError) as refused:
+            Journal.open(path, model=other)
+        assert f"{str(tmp_path)!r} was begun with {key} = {was}, not with {now}" in str(refused.value)
+        assert "another server.data_dir" in str(refused.value)
+    Journal.open(path, model=settings()).close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        settings(dtype="bfloat16"),
+        settings(threads=3, device="cpu", context_length=64),
+        settings(lora={"target_modules": "v_proj, q_proj"}),
+    ],
+)
+def test_what_changes_nothing_is_free(tmp_path: Path, other: ModelConfig) -> None:
+    Journal.open(begun(tmp_path, settings()), model=other).close()
+
+
+def test_settings_of_adapters_are_free_where_there_are_none(tmp_path: Path) -> None:
+    path = begun(tmp_path, settings(lora={"rank": 0}))
+    Journal.open(path, model=settings(lora={"rank": 0, "alpha": 1, "target_modules": "q_proj"})).close()
+
+
+def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) -> None:
+    begun(tmp_path, settings())
+    world = World(tmp_path)
+    assert world.swarm.dtype == "bfloat16"
+    for card in (replace(CARD, weights="b2"), replace(CARD, dtype="float32")):
+        with pytest.raises(ConfigError, match=r"model_weights = 'a1' .* not with 'b2'|dtype = 'bfloat16', not with"):
+            world.swarm.trace_origin(card)
+    assert world.swarm.trace_origin(CARD) == []
+    assert world.swarm.trace_origin(replace(CARD, weights="")) == [], "a backend that takes no fingerprint"
+    world.close()
+
+
+def test_what_changes_weights_by_rounding_is_said_once(tmp_path: Path) -> None:
+    begun(tmp_path, settings())
+    world = World(tmp_path)
+    elsewhere = replace(CARD, threads=8, device="cuda:0")
+    said = world.swarm.trace_origin(elsewhere)
+    world.swarm.record_origin()
+    assert [line.partition(":")[0] for line in said] == [
+        "model.device was 'cpu' and is 'cuda",
+        "model.threads was 2 and is 8",
+    ]
+    assert world.reopen().trace_origin(elsewhere) == []
+    world.close()
+
+
+def test_a_mistyped_setting_counts_once_something_was_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal.open(path, model=settings("smal", lora={"rank": 40}))
+    journal.trace_origin({"model_weights": "of another model"})
+    journal.record_origin()
+    journal.close()
+    begun(tmp_path, settings())
+    Journal.open(path, model=settings()).close()
+
+
+def test_a_data_dir_without_a_record_takes_what_its_policy_comes_up_with(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.begin()
+    world.journal._set_meta("origin", '{"model.name":"small"}')  # as the schema before this one is brought forward
+    world.close()
+    with pytest.raises(ConfigError, match=r"model.name = 'small', not with 'large'"):
+        Journal.open(world.path, model=settings("large"))
+    Journal.open(world.path, model=settings(lora={"rank": 40})).close()  # the checkpoint did not fit
+    journal = Journal.open(world.path, model=settings())
+    journal.record_origin()
+    journal.close()
+    with pytest.raises(ConfigError, match=r"model.lora.rank = 4, not with 8"):
+        Journal.open(world.path, model=settings(lora={"rank": 8}))
