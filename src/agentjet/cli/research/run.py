@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,8 +92,9 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
     try:
         with (
             signals_unwind(),
+            on_disk(folder),
             Told(files.journal, typer.echo) as journal,
-            SwarmRunner(study.subject, folder, places) as runner,
+            SwarmRunner(study.subject, folder, places, typer.echo) as runner,
         ):
             chapters = see_through(study, journal, runner, Steering(files.steering), adviser)
     except KeyboardInterrupt:
@@ -106,3 +107,17 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
     for annex in annexes:
         typer.echo(f"What was added after the data has a report of its own: {annex}, and {annex.with_suffix('.md')}.")
     return chapters
+
+
+@contextmanager
+def on_disk(folder: Path) -> Iterator[None]:
+    """Raises `ConfigError` where a file cannot be had: the disk is full, the folder was moved."""
+    from agentjet.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or folder}: {error.strerror}. What is in the journal stands: make room, or have the "
+            f"study's folder where it was, and go on with: agentjet research run {folder}"
+        ) from error
