@@ -149,7 +149,9 @@ class SwarmRunner:
             self._ended.notify_all()
 
     def _carry_out(self, key: str, place: Place) -> None:
-        """One trial at one place; a server that dies is had again, and the run goes on. Raises `ConfigError`."""
+        """One trial at one place; a server that dies is had again, and the run goes on. Raises `ConfigError`,
+        and `Unserved` for a place that is gone.
+        """
         trial = Trial.from_json(read(self._launches / key / "trial.json"))
         run = self._runs / name_of_run(trial)
         run.mkdir(exist_ok=True)

@@ -102,7 +102,8 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
         raise typer.Exit(130) from None
     for line in Steering(files.steering).unread([chapter.book for chapter in chapters]):
         typer.echo(f"asked too late, and not done: {requested(line)}")
-    report, *annexes = build_all([chapter.book for chapter in chapters], folder)
+    with on_disk(folder):
+        report, *annexes = build_all([chapter.book for chapter in chapters], folder)
     typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
     for annex in annexes:
         typer.echo(f"What was added after the data has a report of its own: {annex}, and {annex.with_suffix('.md')}.")
