@@ -56,6 +56,7 @@ bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the libr
 	$(BIN)/python -m bench.gateway
 	$(BIN)/python -m bench.chaos
 	$(BIN)/python -m bench.research
+	$(BIN)/python -m bench.error_rates
 	$(BIN)/python -m bench.footprint
 
 # Agents of every kind, each with dependencies of its own: they live apart from the server's.

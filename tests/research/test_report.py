@@ -188,8 +188,29 @@ def test_numbers_are_those_of_the_outcomes() -> None:
 
 def test_both_chances_of_a_wrong_call_are_said(report: Report) -> None:
     text = " ".join(report.markdown.text.split())
-    assert "refuted wrongly with a chance of at most 0.05, and called too small to matter wrongly with as much" in text
-    assert "one of these errors only, several together to both: at most 0.1." in text
+    assert (
+        "refuted wrongly with a chance of about 0.05, and called too small to matter wrongly with about as much" in text
+    )
+    assert "of interest is no less than 20 % of what seeds differ by" in text
+    assert "at most 0.06 where arms spread alike, and 0.1 where they do not; with a finer effect of interest" in text
+    assert "one of these errors only, several together to both: about 0.1." in text
+
+
+def test_what_stopping_early_does_to_an_estimate_is_said_where_it_was_done() -> None:
+    """At the only look there is, whether a seed is lost or none, nothing stopped early."""
+    arms = (Arm("a", {"lr": 16.0, "gain": 0.0}), Arm("b", {"lr": 16.0, "gain": 2.0}))
+    study = replace(STUDY, arms=arms, sesoi=0.2)
+    for declared, lost, seeds, early in (
+        ((4, 8, 12), set(), 4, True),
+        ((6,), set(), 6, False),
+        ((6,), {1, 13, 14}, 5, False),
+    ):
+        book = Book()
+        [finding], _ = conduct(replace(study, looks=declared), book, Formula(noise=0.9, lost=lost))
+        assert (finding.verdict, finding.seeds) == ("supported", seeds)
+        text = render(book).markdown.text
+        assert ("Whoever stops as soon as a difference shows overstates it" in text) == early
+        assert (f"probably nearer to none than {said(book, 'F1.estimate')}." in text) == early
 
 
 def test_the_ledger_is_the_desks_and_the_grid_is_counted() -> None:
@@ -409,7 +430,9 @@ def test_knobs_at_their_ends_and_apart_are_said() -> None:
 
 def test_where_they_do_not_hold_they_are_not_said() -> None:
     found, text = limits(replace(STUDY, evaluator="abc"), Formula(hill))
-    assert not any(found[name] for name in ("edges", "apart", "unequal", "untuned", "lost", "repeated", "unpinned"))
+    assert not any(
+        found[name] for name in ("edges", "apart", "unequal", "fine", "untuned", "lost", "repeated", "unpinned")
+    )
     for sentence in ("lies beyond is unknown", "what separates them", "tuned over nothing", "No hash of the evaluator"):
         assert sentence not in text
     assert "None of 4 confirming runs of “a” diverged. That leaves room for 53 % of its seeds to fail." in text
@@ -419,9 +442,11 @@ def test_where_they_do_not_hold_they_are_not_said() -> None:
 def test_unequal_spreads_and_untuned_arms_are_said() -> None:
     arms = (Arm("quiet", {"lr": 1.0, "gain": 0.0}), Arm("loud", {"lr": 1.0, "gain": 9.0}))
     hypotheses = (replace(STUDY.hypotheses[0], arm="loud", against="quiet"),)
-    found, text = limits(replace(STUDY, arms=arms, hypotheses=hypotheses, budget=90.0), Uneven())
+    found, text = limits(replace(STUDY, arms=arms, hypotheses=hypotheses, budget=90.0, sesoi=0.5), Uneven())
     assert found["unequal"] and "Scores of “loud” spread" in text
-    assert "at most 0.06 were told apart instead of 0.05, however unequal" in text
+    assert "up to 0.068 were called wrongly, however unequal the spreads, and 0.057 with equal ones; of several" in text
+    [fine] = found["fine"]  # type: ignore[misc]  # one claim
+    assert f"of interest is {fine['of'].text} of what seeds of “loud” and “quiet” differ by, and less" in text
     assert "“quiet” was run at one setting, gain = 0, lr = 1, and tuned over nothing" in text
     assert "No arm has anything to tune" in text
 

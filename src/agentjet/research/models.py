@@ -111,7 +111,9 @@ class Study(Record):
     reserve: float = 0.4
     """The share of the budget that exploring may not touch."""
     alpha: float = 0.05
-    """The chance that any confirmatory claim is called where nothing that matters is, over all looks."""
+    """The chance, about, that any confirmatory claim is called where nothing that matters is, over all looks. It is
+    more where `sesoi` is less than a fifth of what seeds differ by, or arms spread unequally (`bench.error_rates`).
+    """
     looks: tuple[int, ...] = (4, 8, 12)
     """Seeds per arm at which the confirmation is looked at."""
     rungs: tuple[float, ...] = (1 / 9, 1 / 3, 1.0)
@@ -245,7 +247,9 @@ class Finding(Record):
     low: float | None = None
     high: float | None = None
     confidence: float | None = None
-    """Nominal level of the interval at this look; over all looks it is 1 - alpha or better."""
+    """Nominal level of the interval at this look. Over all looks it is about 1 - 2 * (the claim's share of alpha),
+    since alpha is of one side.
+    """
     p_value: float | None = None
     """Welch's, two-sided, to be held against 1 - `confidence` of the look, not against alpha."""
     permutation_p: float | None = None

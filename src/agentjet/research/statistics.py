@@ -135,8 +135,9 @@ def read(
     Supported or refuted: the interval lies beyond the smallest effect of interest on that side (the minimum-effect test
     of Murphy and Myors 1999). Practically equivalent: it lies inside ±sesoi (two one-sided tests, Schuirmann 1987), at
     `equivalence_level` a side; None leaves that for a later look. Anything else is inconclusive so far. Scores without
-    any spread in both arms are too: identical runs are no evidence. `difference_level` is of both sides together; only
-    one side can err, so half of it is the chance to call an effect that does not matter.
+    any spread in both arms are too: identical runs are no evidence. `difference_level` is of both sides together. Where
+    `sesoi` is large beside the error only one of them can err, and half of it is the chance to call an effect that does
+    not matter; the smaller `sesoi`, the nearer the chance is to all of it.
     """
     found = welch(a, b)
     low, high = found.interval(difference_level)

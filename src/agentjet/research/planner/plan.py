@@ -77,7 +77,8 @@ class Plan:
         looks = ", ".join(map(str, study.looks))
         lines = [
             f"Score: {study.metric}. Smallest effect of interest: **{study.sesoi:g}**; less does not matter.",
-            f"Seeds: fresh after tuning, the same for all arms; looks at {looks} an arm; alpha {study.alpha:g} in all.",
+            f"Seeds: fresh after tuning, the same for all arms; looks at {looks} an arm; alpha {study.alpha:g} in all, "
+            "about: more where that effect is less than a fifth of what seeds differ by, or arms spread unequally.",
             "A claim is supported or refuted when its whole interval lies beyond that effect, practically equivalent "
             "when it lies within at the last look, else inconclusive.",
             f"Evaluator: {evaluator}; it scores every arm.",

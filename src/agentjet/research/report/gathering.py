@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 
 import numpy as np
 
+from agentjet.research.confirm import CALLED
 from agentjet.research.models import EXPECTED, Arm, Finding, Hypothesis, canonical
 from agentjet.research.report.facts import (
     NOTHING,
@@ -34,7 +36,7 @@ from agentjet.research.report.happenings import (
     unanswered_facts,
     untested_facts,
 )
-from agentjet.research.report.limits import gather_limits
+from agentjet.research.report.limits import gather_limits, simulated_facts
 from agentjet.research.report.proceedings import Explored, Launched, Proceedings
 from agentjet.research.statistics import largest_unseen_rate
 
@@ -48,6 +50,7 @@ def gather(done: Proceedings) -> Facts:
     trials = {one.trial.id: trial_facts(facts, one, rounding) for one in done.launched}
     facts.groups.update(
         study=study_facts(facts, done, rounding),
+        simulated=simulated_facts(facts),
         stage=done.stage,
         findings=[
             finding_facts(facts, number, hypothesis, done, rounding, trials)
@@ -157,9 +160,16 @@ def finding_facts(
         verdict_is=verdict,
         measured=said.estimate is not None,
         exploratory=not hypothesis.confirmatory,
+        early=verdict in CALLED and seeds_launched(said, done) < done.study.looks[-1],
         untested=untested_facts(facts, number, said, hypothesis, done),
         trials=[trials[name] for name in said.trials if name in trials],
     )
+
+
+def seeds_launched(found: Finding, done: Proceedings) -> int:
+    """An arm, for the look that a finding was read at; those that were lost are among them."""
+    arms = [one.trial.arm for one in done.launched if one.trial.id in found.trials]
+    return max(Counter(arms).values(), default=0)
 
 
 def expected_text(hypothesis: Hypothesis) -> str:

@@ -19,7 +19,12 @@ VOCABULARY = tomllib.loads((Path(__file__).parent / "vocabulary.toml").read_text
 NUMBER_WORDS = frozenset(VOCABULARY["numbers"].split())
 OVERSTATED = frozenset(VOCABULARY["overstated"].split())
 CLAIMS = {verdict: frozenset(words.split()) for verdict, words in VOCABULARY["claims"].items()}
-NO_DIFFERENCE = re.compile(r"\bno (?:real |measurable )?(?:difference|effect|influence)\b|\bas (?:good|bad) as\b")
+NUMBER_PHRASE = re.compile(r"\borders?\s+of\s+magnitude\b|\bscores?\s+of\s+times\b|\bper\s+cent\b")
+NO_DIFFERENCE = re.compile(
+    r"\bno (?:real |measurable )?(?:difference|effect|influence)\b|\bas (?:good|bad) as\b|\bon (?:a )?par\b"
+)
+TOUCHING = r"[\w+\-−–/^%×·]"
+GLUED = re.compile(rf"{TOUCHING}{REFERENCE.pattern}|{REFERENCE.pattern}(?:{TOUCHING}|[.,:]?\{{\{{|[.,:]\w)")
 SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\n(?=[-|>#])|\|")
 ARM_NAME = re.compile(r"A\d+\.name")
 WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*")
@@ -32,7 +37,7 @@ def lint(prose: str, facts: Facts) -> list[str]:
     verdicts = {group["name"].text: group for group in facts.groups["findings"]}
     problems = []
     for sentence in filter(str.strip, SENTENCE_ENDS.split(TAG.sub("", prose))):
-        found = [*unresolved(sentence, facts), *numerals(sentence), *overclaims(sentence, verdicts)]
+        found = [*unresolved(sentence, facts), *glued(sentence), *numerals(sentence), *overclaims(sentence, verdicts)]
         problems += [f"{problem}, in: {' '.join(sentence.split())}" for problem in found]
     return problems
 
@@ -56,6 +61,12 @@ def unresolved(sentence: str, facts: Facts) -> Iterator[str]:
         yield "a reference is written {{F1.estimate}}"
 
 
+def glued(sentence: str) -> Iterator[str]:
+    """References that make another number together with what touches them: a sign, a digit, a letter, a reference."""
+    for match in GLUED.finditer(sentence):
+        yield f"{match[0]!r} makes a number of its own: let a reference stand by itself"
+
+
 def numerals(sentence: str) -> Iterator[str]:
     """Digits of any script, and numbers in words."""
     rest = REFERENCE.sub(" ", sentence)
@@ -63,8 +74,10 @@ def numerals(sentence: str) -> Iterator[str]:
         if any(character.isnumeric() for character in token):
             yield f"{token!r} is a numeral and no reference"
     for word in WORD.findall(rest.lower()):
-        if not NUMBER_WORDS.isdisjoint(word.split("-")):
+        if any(part.removesuffix("fold") in NUMBER_WORDS for part in word.split("-")) or word.endswith("-fold"):
             yield f"{word!r} is a number and no reference"
+    for phrase in NUMBER_PHRASE.findall(rest.lower()):
+        yield f"{phrase!r} is a number and no reference"
 
 
 def overclaims(sentence: str, findings: dict[str, Group]) -> Iterator[str]:

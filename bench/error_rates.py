@@ -1,0 +1,132 @@
+"""How often the researcher calls what it must not, by simulation: `python -m bench.error_rates`.
+
+Normal scores of two arms, looked at by the rule of `agentjet.research.confirm`; nothing is given up, which could only
+call less. Wrong is "supported" or "refuted" of an effect no larger than the smallest effect of interest: of none, and
+of one of just that size. That size is in what seeds differ by, which is the root mean square of both arms' deviations,
+and one arm's scores spread `UNEQUAL` times as far as the other's. Several claims share alpha by Holm's procedure:
+before the first wrong call each of those that must not be called is read at no more than an equal share, so that the
+sum of their chances is the most that all of them err by. A table, then one JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from scipy import special
+
+from agentjet.research.statistics import nominal_level
+
+ALPHA = 0.05
+LOOKS = (4, 8, 12)
+UNEQUAL = (1.0, 3.0, 5.0, 10.0, 30.0)
+INTERESTS = (1e-9, 0.05, 0.1, 0.2, 0.3)
+OTHERS = ((4,), (12,), (4, 8), LOOKS, (6, 12, 24), (4, 6, 8, 10, 12))
+CLAIMS = (1, 2, 4, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Of many studies of twins at once: the differences of means, Welch's errors and degrees of freedom."""
+
+    estimates: NDArray[np.float64]
+    errors: NDArray[np.float64]
+    degrees: NDArray[np.float64]
+
+    def half_widths(self, level: float) -> NDArray[np.float64]:
+        """Of the intervals at `level` of both sides; Student's quantile is interpolated over 1/degrees."""
+        grid = np.linspace((1 / self.degrees).min(), (1 / self.degrees).max(), 1_000)
+        quantiles = special.stdtrit(1 / grid, 1 - level / 2)
+        return np.asarray(np.interp(1 / self.degrees, grid, quantiles) * self.errors)
+
+
+def looked_at(scores: NDArray[np.float64], unequal: float, looks: Sequence[int]) -> list[Look]:
+    """`scores` (2, studies, seeds) are standard normal; the first arm's come to spread wider, both by 1 in the mean."""
+    narrow = math.sqrt(2 / (1 + unequal**2))
+    wide, other = scores[0] * unequal * narrow, scores[1] * narrow
+    found = []
+    for seeds in looks:
+        a, b = wide[:, :seeds], other[:, :seeds]
+        parts = a.var(axis=1, ddof=1) / seeds, b.var(axis=1, ddof=1) / seeds
+        total = parts[0] + parts[1]
+        degrees = total**2 * (seeds - 1) / (parts[0] ** 2 + parts[1] ** 2)
+        found.append(Look(a.mean(axis=1) - b.mean(axis=1), np.sqrt(total), degrees))
+    return found
+
+
+def called(looks: Sequence[Look], *, effect: float, sesoi: float, level: float) -> NDArray[np.bool_]:
+    """Whether any look calls a difference, by study (`agentjet.research.statistics.read`)."""
+    any_look = np.zeros(len(looks[0].errors), bool)
+    for look in looks:
+        half = look.half_widths(level)
+        estimates = look.estimates + effect
+        any_look |= (estimates - half > sesoi) | (estimates + half < -sesoi)
+    return any_look
+
+
+def single(scores: NDArray[np.float64]) -> dict[float, list[tuple[float, float]]]:
+    """Of one claim, by how unequal spreads are, then by `INTERESTS`: called without an effect, and with that one."""
+    level = nominal_level(LOOKS, 2 * ALPHA)
+    return {
+        unequal: [
+            (
+                float(called(looks, effect=0.0, sesoi=size, level=level).mean()),
+                float(called(looks, effect=size, sesoi=size, level=level).mean()),
+            )
+            for size in INTERESTS
+        ]
+        for unequal in UNEQUAL
+        for looks in [looked_at(scores, unequal, LOOKS)]
+    }
+
+
+def worst(scores: NDArray[np.float64], size: float, spreads: Sequence[float]) -> float:
+    """The largest chance of any wrong call, in alphas, over `OTHERS`, `CLAIMS` and these inequalities of spread."""
+    return max(
+        num * float(called(found, effect=size, sesoi=size, level=nominal_level(looks, 2 * ALPHA / num)).mean()) / ALPHA
+        for looks in OTHERS
+        for unequal in spreads
+        for found in [looked_at(scores, unequal, looks)]
+        for num in CLAIMS
+    )
+
+
+def draw(studies: int, seed: int = 0) -> NDArray[np.float64]:
+    return np.random.default_rng(seed).normal(size=(2, studies, max(looks[-1] for looks in OTHERS)))
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--studies", type=int, default=200_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    scores = draw(options.studies, options.seed)
+    rates = single(scores)
+    table = Table("spreads", *(f"{size:.2g}: none, of that size" for size in INTERESTS))
+    for unequal, row in rates.items():
+        table.add_row(f"{unequal:g} times apart", *(f"{none:.4f}, {just:.4f}" for none, just in row))
+    Console(width=140).print(table)
+    result = {
+        "studies": options.studies,
+        "single": {f"{unequal:g}": row for unequal, row in rates.items()},
+        "worst_in_alphas": {
+            "equal_from_a_fifth": worst(scores, 0.2, (1.0,)),
+            "unequal_from_a_fifth": worst(scores, 0.2, UNEQUAL),
+            "equal": worst(scores, 1e-9, (1.0,)),
+            "unequal": worst(scores, 1e-9, UNEQUAL),
+        },
+    }
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()
