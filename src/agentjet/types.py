@@ -5,6 +5,7 @@ Shape letters used everywhere: B calls or rows, T tokens, N forest nodes, M targ
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,6 +35,10 @@ ESCAPED_BYTE = b"\xff\xff\xff\xff"
 
 MAX_NAME = 256
 """Characters of a task's id, and of a task set's name."""
+MAX_NESTING = 256
+"""How deep the arguments of a tool call may be nested to count as JSON. More than other parsers read (about 200), and
+far from what a walk through them may not take: that depends on who walks, and the same text must always be the same.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,24 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+    def value(self) -> Any:
+        """What the arguments are in JSON. Raises `ValueError` where they are none, or are nested too deeply."""
+        try:
+            value = json.loads(self.arguments)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+        if self.arguments.count("[") + self.arguments.count("{") > MAX_NESTING and _is_nested_deeply(value):
+            raise ValueError("nested too deeply")
+        return value
+
+
+def _is_nested_deeply(value: Any) -> bool:
+    layer = [value]
+    for _ in range(MAX_NESTING):
+        nested = [item for item in layer if isinstance(item, dict | list)]
+        layer = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+    return any(isinstance(item, dict | list) for item in layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from agentjet.cli.data_dir import check_data_dir
 from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, described
 from agentjet.cli.main import app
 from agentjet.cli.picture import apart, draw_rewards, smooth
+from agentjet.cli.printing import printable
 from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
 from agentjet.client import Estimate, Swarm
@@ -71,8 +72,8 @@ def test_checkpoints_and_export(served: Served, tmp_path: Path) -> None:
     assert "step_000000" in run("checkpoints", "--create", *at(served))
     [saved] = json.loads(run("checkpoints", "--json", *at(served)))
     assert saved["policy_version"] == 0
-    out = tmp_path / "exported"
-    assert f"agentjet eval {out}" in run("export", str(out), *at(served))
+    out = tmp_path / "it is exported"
+    assert f"agentjet eval '{out}'" in run("export", str(out), *at(served)), "to be copied into a shell"
     assert (out / "model.txt").is_file()
     with pytest.raises(ConfigError, match="exists"):
         run("export", str(out), *at(served))
@@ -231,6 +232,31 @@ def test_the_report_is_one_file_and_escapes_what_models_say(tmp_path: Path) -> N
 def test_smoothing_is_centred_and_keeps_the_ends() -> None:
     assert smooth([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert smooth([0.0, 0.0, 5.0, 0.0, 0.0]) == [0.0, 5 / 3, 1.0, 5 / 3, 0.0]
+
+
+def test_nothing_that_others_wrote_steers_the_terminal(served: Served) -> None:
+    evil = "a\x1b[31mRED\x07\u202e\x9b2J\nep9"
+    with Swarm(served.url, TOKEN, client_id="c\x1b]0;t\x07") as swarm:
+        live = swarm.begin(evil)
+        bad = swarm.begin("b")
+        bad.abort("why\x1b[2J")
+        printed = [
+            run("episodes", "list", *at(served)),
+            run("episodes", "show", live.id, *at(served)),
+            run("episodes", "show", bad.id, *at(served)),
+            run("status", *at(served)),
+        ]
+        live.abort("over")
+    assert all(set(text) & set("\x1b\x07\u202e\x9b") == set() for text in printed), printed
+    assert r"a\x1b[31mRED" in printed[0] and r"\nep9" in printed[1], "it is there to be read, in its line"
+    assert r"why\x1b[2J" in printed[2] and r"c\x1b]0" in printed[3]
+    assert json.loads(run("episodes", "show", live.id, "--json", *at(served)))["task_id"] == evil
+
+
+def test_what_people_write_is_printed_as_it_is() -> None:
+    plain = "Grüße, 世界\tسلام می‌خواهم 👩‍🚀 1\u202f000 €\n"
+    assert printable(plain) == plain
+    assert printable("\ud800\r\x00") == r"\ud800\r\x00"
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.0, 0.0), (0.5, 0.52), (0.52, 0.5), (0.01, 0.7)])

@@ -151,6 +151,42 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
         research("run", "study", "--server", "http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("content", [b"sk-se\ncret", b"sk-se cret", "sk-sé-cret".encode(), b"sk-se\xffcret", b"\n"])
+def test_a_key_that_no_header_can_carry_is_refused_and_never_shown(here: Path, content: bytes) -> None:
+    (here / "key").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"--llm-key-file key: give a file with the key alone") as refused:
+        new("grpo vs rloo", "--llm", "http://127.0.0.1:9/v1", "--llm-model", "m", "--llm-key-file", "key")
+    assert "cret" not in str(refused.value) and not (here / "study").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--agent-cli", "'"), r"--agent-cli \"'\": No closing quotation; quote it as a shell would"),
+        (("--agent-cli", ""), "--agent-cli '' is no command: give one, or leave it out"),
+        (("--agent-cli", "   "), "--agent-cli '   ' is no command"),
+        (("--run-minutes", "inf"), "--run-minutes inf: give the finite minutes of a full run"),
+    ],
+)
+def test_options_that_say_nothing_are_named(here: Path, options: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        new("grpo vs rloo", *options)
+    assert not (here / "study").exists()
+
+
+def test_a_run_has_a_length_that_it_can_have(here: Path) -> None:
+    named = ("--agent", "play.py:agent", "--tasks", "play.py:train", "--held-out", "play.py:held_out")
+    asked = ["research", "new", "grpo vs rloo", *named, "--out", "study", "--budget", "60", "--steps", "1000000000000"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2 and "--steps" in result.output and "1000000" in result.output
+
+
+def test_what_an_agents_file_raises_is_a_line(here: Path) -> None:
+    (here / "broken.py").write_text("raise RuntimeError('\\nit is broken\\n' + 'and more\\n' * 50)\n")
+    with pytest.raises(ConfigError, match=r"broken\.py: RuntimeError: it is broken$"):
+        new("grpo vs rloo", held_out="broken.py:held_out")
+
+
 def test_steering_asks(here: Path) -> None:
     new("does a kl penalty help?")
     with pytest.raises(ConfigError, match="resume: the study is not paused"):
@@ -319,6 +355,7 @@ def test_an_adviser_that_gives_nothing_says_why(here: Path) -> None:
     )
     assert "plan: nothing was proposed: http://127.0.0.1:9/v1: " in said
     assert "agent-cli: nothing was proposed: there is no command 'nosuchcmd'" in said
+    assert said.count("nosuchcmd") == 1, "it is said once"
 
 
 def test_what_is_told_is_for_people(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ cannot be loaded, or only fails, is not kept. 3. An agent's version is a hash of
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -166,6 +168,46 @@ def test_an_edit_mended_after_a_typo_is_taken_up(files: Files) -> None:
     assert report.rewards[-1] == 0.75
 
 
+def test_an_edit_is_loaded_though_the_one_before_hangs(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mending edit is written while the hanging one is being imported, which then never ends."""
+    run, hang = Run(), threading.Event()
+
+    def edit_and_hang() -> None:
+        files.write("live_agent", AGENT + "    # mended\n" + "REWARD = 0.75\n")
+        hang.wait()
+
+    monkeypatch.setattr("builtins.EDIT_AND_HANG", edit_and_hang, raising=False)
+    files.edit(1, "live_agent", "EDIT_AND_HANG()\n" + AGENT)
+    try:
+        report = asyncio.run(run.train(files.agent(), 3))
+    finally:
+        hang.set()
+    old, new = report.by_code_version
+    assert [(it.kind, it.before, it.to) for it in report.code_changes] == [("loaded", old, new)]
+    assert report.rewards[-1] == 0.75
+
+
+def test_an_edit_that_does_not_load_in_time_is_left_behind(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, hang = Run(), threading.Event()
+    monkeypatch.setattr("agentjet.client.live.LOAD_SECONDS", 0.6)
+    monkeypatch.setattr("agentjet.client.live.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("builtins.HANG", hang.wait, raising=False)
+    files.edit(1, "live_words", "HANG()\nREWARD = 0.75\n")
+    agent = files.agent()
+    before = sys.modules["live_agent"], sys.modules["live_words"]
+    try:
+        report = asyncio.run(run.train(agent, 3, progress=True))
+    finally:
+        hang.set()
+    [change] = report.code_changes
+    assert (change.kind, change.why) == ("not loaded", "TimeoutError: loading it did not end within 1 s")
+    assert set(report.rewards) == {0.25}
+    assert (sys.modules["live_agent"], sys.modules["live_words"]) == before
+    assert capsys.readouterr().out.count("still being loaded") == 1
+
+
 def test_a_version_that_only_fails_is_rolled_back(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run()
     files.edit(1, "live_words", "REWARD = 1 / 0 if False else None\n")
@@ -257,6 +299,30 @@ def test_a_module_that_is_imported_newly_belongs_to_the_version(files: Files) ->
     files.write("live_more", "REWARD = 0.625\n")
     assert code.stamp() != stamp
     assert code.load().code_version != first
+
+
+def test_a_module_of_a_package_is_loaded_anew_however_it_is_imported(files: Files) -> None:
+    (files.folder / "live_package").mkdir()
+    files.write("live_package/words", "REWARD = 0.25\n")
+    files.write("live_package/tasks", "")
+    files.write(
+        "live_package/agent", "from live_package import words\n\ndef agent(task, episode):\n    return words.REWARD\n"
+    )
+    old = importlib.import_module("live_package.agent").agent
+    tasks = importlib.import_module("live_package.tasks")  # by the script alone
+    code = ModuleCode(old)
+    try:
+        files.write("live_package/words", "REWARD = 0.75\n")
+        new = code.load().agent
+        assert (old(None, None), new(None, None)) == (0.25, 0.75)
+        assert importlib.import_module("live_package").tasks is tasks
+        files.write("live_package/words", "REWARD = = 1\n")
+        with pytest.raises(SyntaxError):
+            code.load()
+        assert importlib.import_module("live_package").words.REWARD == 0.75
+    finally:
+        for name in [name for name in sys.modules if name.startswith("live_package")]:
+            del sys.modules[name]
 
 
 def test_the_version_of_an_agent(files: Files) -> None:

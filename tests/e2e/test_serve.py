@@ -5,16 +5,20 @@ Pinned here:
 2. Ctrl-C saves a checkpoint and leaves no process behind; the same command resumes at that version;
 3. killed outright, it replays the journal to the same weights, bit by bit, and a live episode goes on with its key;
 4. a worker that is killed is replaced, and the agents notice nothing;
-5. what cannot work is refused before the model is loaded, in a sentence that names the setting.
+5. an agent that does not read its answer delays no stop, and what it was not handed is marked in the journal;
+6. what cannot work is refused before the model is loaded, in a sentence that names the setting.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +132,27 @@ def refused(model: Path | str, data_dir: Path, *options: str, **settings: Any) -
     assert done.returncode == 2, said
     assert "Traceback" not in said
     return said
+
+
+def test_a_stalled_reader_delays_no_stop(model: Path, tmp_path: Path) -> None:
+    with Server(model, tmp_path / "run", sampler__cache_tokens=16384) as server, socket.socket() as reader:
+        episode = server.begin()
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        reader.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)  # Keeps the server's buffer small, too.
+        reader.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        asked = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "logprobs": True}
+        body = json.dumps({**asked, "stream": True, "n": 8, "max_tokens": 500}).encode()
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {episode['api_key']}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        reader.sendall(head.encode() + body)
+        server.until(lambda: len(server.get(f"/episodes/{episode['episode_id']}")["calls"]) == 8)
+        assert server.get("/status")["calls_active"] == 1
+        assert server.interrupt() == 0
+        assert "Traceback" not in server.output and "timeout graceful shutdown exceeded" not in server.output
+    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as journal:
+        assert journal.execute("SELECT count(*) FROM undelivered").fetchone() == (8,)
 
 
 def test_a_port_in_use(model: Path, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from agentjet.errors import ConfigError
@@ -20,6 +22,7 @@ from agentjet.research.models import Arm, Hypothesis, Study, Subject
 from agentjet.research.planner import fence
 from agentjet.research.planner.agent_cli import Workshop, propose_code
 from agentjet.research.planner.consult import MAX_ACTIONS, Message, ModelAdviser, Silence, read_answer, refine
+from agentjet.research.planner.endpoint import Endpoint
 from agentjet.research.planner.plan import Plan
 from agentjet.research.planner.rehearsal import rehearse
 from agentjet.research.scheduler import Chapter, see_through
@@ -80,6 +83,17 @@ def test_an_arm_that_the_budget_does_not_carry_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "word"),
+    [("proven best", "proven"), ("Well-Proven", "proven"), ("supported", "supported"), ("a_better_lr", "better")],
+)
+def test_a_model_does_not_name_an_arm_by_what_it_hopes(name: str, word: str) -> None:
+    book = Book()
+    assert refine(planned(), Scripted([saying({**ARM, "arm": name})]), book) == planned()
+    assert book.amendments[0].refused == f"arm = {name!r}: {word!r} judges it; name the arm by what it changes"
+    assert len(refine(planned(), Scripted([saying({**ARM, "arm": "six times 6.0"})]), Book()).study.arms) == 3
+
+
+@pytest.mark.parametrize(
     "wrong", ["no", "[]", '{"actions": {}}', '{"actions": [], "score": 1}', saying(NONSENSE), saying(*[ARM] * 9)]
 )
 def test_a_wrong_answer_is_sent_back_with_the_reason(wrong: str) -> None:
@@ -110,6 +124,24 @@ def test_silence_is_no_harm() -> None:
     book = Book()
     assert refine(planned(), Scripted([]), book) == planned()
     assert [exchange.failed for exchange in book.exchanges] == ["nothing more to say"]
+
+
+class Refusing(httpx.BaseTransport):
+    """A connection whose failure says what it was sent."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        raise httpx.LocalProtocolError(f"Illegal header value {request.headers['authorization'].encode()!r}")
+
+
+def test_a_failed_request_never_tells_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=Refusing()))
+    for key in ("sk-secret", "sk\\'secret"):
+        book = Book()
+        refine(planned(), Endpoint("http://127.0.0.1:9/v1", "m", key), book)
+        [exchange] = book.exchanges
+        assert exchange.failed == f"http://127.0.0.1:9/v1: Illegal header value b{'Bearer (the key)'!r}".replace(
+            "'", '"' if "'" in key else "'"
+        )
 
 
 # ---- after the data -------------------------------------------------------------------------------------------------
@@ -238,6 +270,7 @@ def test_a_coding_agents_version_is_an_arm(plan_with_files: Plan, tmp_path: Path
     assert book.exchanges[0].answer.split() == ["agent.py", "tools.py"], "it is not shown what judges it"
     assert (made.study.hypotheses[-1].origin, made.study.hypotheses[-1].confirmatory) == ("llm", False)
     assert "return 1" not in (tmp_path / "agent.py").read_text(encoding="utf-8")
+    assert f"| {arm.name} scores higher than a | proposed by a coding agent | exploratory |" in made.to_markdown()
 
 
 @fenced

@@ -18,9 +18,10 @@ from agentjet.research.journal import Book
 from agentjet.research.models import Subject
 from agentjet.research.planner.offline import plan, runs_of
 from agentjet.research.planner.priors import base_value, check_job, knob, priors
+from agentjet.research.planner.reading import Kind
 from agentjet.research.planner.rehearsal import rehearse
 from agentjet.research.planner.space import read_space
-from agentjet.research.planner.topics import Kind, understand
+from agentjet.research.planner.topics import understand
 from agentjet.research.scheduler import conduct
 from tests.research.world import STUDY, Formula
 
@@ -54,8 +55,8 @@ def test_topics_are_understood(topic: str, kind: Kind, settings: list[str], igno
         ("learnin rate", "'learning rate'"),
         ("is the moon larger than cheese", "--space"),
         ("a length penalty", "the agent of each arm"),
-        ("kl penalty -1 vs 5", "kl_coef = -1.0: from 0 to 10"),
-        ("group size 2.5 vs 4", "job.group_size = 2.5: a whole number"),
+        ("kl penalty -1 vs 5", "kl_coef = -1.0: give a value from 0 to 10"),
+        ("group size 2.5 vs 4", "job.group_size = 2.5: give a whole number"),
         ("group size 3 vs 5", "job.batch_size would have to be 21.3"),
     ],
 )
@@ -182,6 +183,12 @@ why = "half the tokens"
 """
 
 
+CLAIMED = """[[hypotheses]]
+arm = "{}"
+against = "{}"
+why = "half"""
+
+
 def test_a_file_says_what_no_topic_can(tmp_path: Path) -> None:
     (tmp_path / "space.toml").write_text(SPACE, encoding="utf-8")
     (tmp_path / "short.py").write_text("def agent(task, episode): ...\n", encoding="utf-8")
@@ -228,6 +235,10 @@ def test_whole_settings_are_tuned_over_whole_numbers(tmp_path: Path) -> None:
     [
         ("sesoi = 0.05", "sesio = 0.05", "sesio: there is no such key; did you mean sesoi"),
         ("sesoi = 0.05", "sesoi = 0", "sesoi = 0: it must be above 0"),
+        ("looks = [4, 6]", "looks = [4, 100000000]", "looks.1 = 100000000: it must be 1000 or less"),
+        ("looks = [4, 6]", f"looks = {[*range(4, 40)]}", "looks = .*20 of them or fewer"),
+        ('why = "half', CLAIMED.format("short", "base"), "'short' and 'base' are compared twice, .* keep one"),
+        ('why = "half', CLAIMED.format("base", "short"), "'base' and 'short' are compared twice"),
         ("low = 1e-6", "low = 1", "is not below high"),
         ("low = 1e-6", "low = 0.0", "has no logarithm"),
         ("low = 1e-6", "values = [1.0]", "either values, or low and high"),

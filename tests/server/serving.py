@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from agentjet.client.threads import LoopThread
 from agentjet.server import Keys, create_app
-from agentjet.server.listening import listen
+from agentjet.server.listening import listen, options
 from tests.fakes import Running, running
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class Served:
     http: httpx.AsyncClient
     """Control routes, with the client token."""
     agents: AsyncExitStack
+    listener: socket.socket
 
     async def begin(self, **body: Any) -> dict[str, Any]:
         """A new episode, as the server answers it."""
@@ -68,20 +70,12 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
     """See `tests.fakes.running`."""
     async with running(data_dir, *args, **kwargs) as run:
         keys = Keys(token=TOKEN, admin_token=ADMIN, viewer_token=VIEWER, clock=run.clock)
-        tls = run.gateway.config.server
+        server_config = run.gateway.config.server
         listener = listen("127.0.0.1", 0)
         app = create_app(run.gateway, keys)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=5,
-            ssl_certfile=tls.tls_cert or None,
-            ssl_keyfile=tls.tls_key or None,
-        )
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(options(app, server_config))
         task = asyncio.create_task(server.serve([listener]))
-        url = f"{'https' if tls.tls_cert else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
+        url = f"{'https' if server_config.tls_cert else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         try:
             async with (
                 httpx.AsyncClient(
@@ -93,7 +87,7 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
                 ) as http,
                 AsyncExitStack() as agents,
             ):
-                yield Served(run, url, keys, app, http, agents)
+                yield Served(run, url, keys, app, http, agents, listener)
         finally:
             await run.gateway.drain()
             server.should_exit = True

@@ -161,6 +161,7 @@ ODD = {
     "infinite": '{"a": 1e400}',
     "half a pair": '{"a": "\\ud800"}',
     "deep": '{"a": ' + "[" * 300 + "]" * 300 + "}",
+    "deeper": '{"a": ' + "[" * 400 + "]" * 400 + "}",
     "twice": '{"a": 1, "a": 2}',
     "the form for invalid JSON": '{"INVALID_JSON": "{"}',
 }
@@ -180,6 +181,38 @@ async def test_odd_arguments_come_back_as_they_were(
         history = [*HELLO, answer.to_param(), {"role": "user", "content": [result(use.id, "x")]}]
         await ask(client, tools=TOOLS, messages=history, max_tokens=20)
         assert_one_timeline(served, episode)
+
+
+@pytest.mark.parametrize("depth", [300, 400, 900])
+async def test_a_history_may_be_nested_as_deep_as_the_context_is_long(
+    tmp_path: Path, tool_card: ModelCard, depth: int
+) -> None:
+    arguments = '{"a": ' + "[" * depth + "]" * depth + "}"
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    chat: list[Any] = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+    ]
+    use = {"type": "tool_use", "id": "c", "name": "add", "input": {"INVALID_JSON": arguments}}
+    messages: list[Any] = [
+        *HELLO,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result("c", "x")]},
+    ]
+    items: list[Any] = [
+        *HELLO,
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": arguments},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+    ]
+    async with serving(tmp_path / "d", saying(lambda prompt: "so"), card=tool_card, job={"max_tokens": 20}) as served:
+        episode = await served.begin()
+        openai = served.openai(episode)
+        await openai.chat.completions.create(model="policy", messages=chat)
+        await openai.responses.create(model="policy", input=items)
+        await ask(served.anthropic(episode), messages=messages, max_tokens=20)
+        first, *others = shown(served)
+        assert arguments in first and others == [first, first]
 
 
 async def test_another_dialect_continues_the_same_timeline(tmp_path: Path, tool_card: ModelCard) -> None:

@@ -10,7 +10,9 @@ Pinned here:
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -53,6 +55,45 @@ async def test_alive_and_ready(tmp_path: Path) -> None:
         refused = await stranger.get("/metrics")
         assert (refused.status_code, refused.json()["code"]) == (401, "token_missing")
         assert {"200", "503"} <= served.app.openapi()["paths"]["/readyz"]["get"]["responses"].keys()
+
+
+class FullDisk:
+    """A database whose disk takes nothing."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def execute(self, statement: str, *args: Any) -> sqlite3.Cursor:
+        if statement == "COMMIT":
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._database.execute(statement, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._database, name)
+
+
+async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path / "d") as served:
+        journal = served.run.gateway._journal
+        database, journal._db = journal._db, FullDisk(journal._db)  # type: ignore[assignment]
+        for _ in range(3):
+            refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
+            assert (refused.status_code, refused.json()["code"]) == (503, "journal_unavailable")
+        path = str(tmp_path / "d" / "journal.sqlite")
+        assert path in refused.json()["detail"] and "free some space" in refused.json()["detail"]
+        waiting = (await served.http.get("/swarm/v1/status")).json()["waiting_for"]
+        assert waiting == f"the disk. {refused.json()['detail']}"
+        ready = await served.http.get("/readyz")
+        assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "rolling"})
+        assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR"]
+        journal._db = database
+        await served.run.until(lambda: not served.run.gateway.swarm.disk_refusal)  # by itself: nothing is asked
+        assert (await served.http.get("/readyz")).status_code == 200
+        assert (await served.http.get("/swarm/v1/status")).json()["waiting_for"].startswith("clients")
+        assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR", "WARNING"]
+        await served.begin()
 
 
 async def test_metrics(tmp_path: Path) -> None:

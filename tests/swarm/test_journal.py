@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sqlite3
 from contextlib import closing
@@ -130,6 +132,24 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
     assert len(world.swarm.tree(live.id, "").calls) == 1
     world.journal._db.execute("PRAGMA max_page_count = 1000000")
     assert world.finish(finished, 1.0).status == "finished"
+
+
+def test_a_data_dir_that_cannot_be_written_to_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, *args: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    path = tmp_path / "d" / "journal.sqlite"
+    Journal.open(path).close()
+    with monkeypatch.context() as mounted:
+        mounted.setattr("os.open", read_only)
+        with pytest.raises(ConfigError, match=r"server\.data_dir = '.*d' .* \(Read-only file system: .*\.lock\)"):
+            Journal.open(path)
+    path.with_name("journal.sqlite.lock").unlink()
+    path.with_name("journal.sqlite.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"server\.data_dir = .*Is a directory.* choose another folder"):
+        Journal.open(path)
 
 
 def test_an_error_inside_a_transaction_undoes_all_of_it(world: World) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentjet.timeline.identity import Identities, answer_key
-from agentjet.types import Conversation, Message, ToolCall
+from agentjet.types import MAX_NESTING, Conversation, Message, ToolCall
 
 
 def conversation_key(conversation: Conversation) -> str:
@@ -51,6 +51,20 @@ def test_arguments_that_are_no_json_are_compared_as_text() -> None:
     assert answer_key(calling('{"a": 1')) != answer_key(calling('{"a":1'))
     assert answer_key(calling('"a"')) != answer_key(calling("a"))
     assert answer_key(calling("[" * 100_000)) != answer_key(calling("[" * 99_999))
+
+
+@pytest.mark.parametrize("depth", [MAX_NESTING, MAX_NESTING + 1])
+def test_the_same_arguments_are_the_same_whoever_compares_them(depth: int) -> None:
+    """How much of Python's stack is in use decides nothing."""
+
+    def deep_down(frames: int, text: str) -> str:
+        return deep_down(frames - 1, text) if frames else answer_key(calling(text))
+
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        text = opening * depth + "1" + closing * depth
+        assert deep_down(300, text) == answer_key(calling(text))
+        is_json = answer_key(calling(text)) == answer_key(calling(text.replace("1", " 1")))
+        assert is_json == (depth <= MAX_NESTING)
 
 
 def test_reasoning_belongs_to_a_message_but_not_to_its_answer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ class Demo:
             with self._phase("start"):
                 swarm = server.connect()
             with swarm:
-                watch = f"agentjet watch --url {server.url} --token-file {self._server_dir / 'token'}"
+                watch = f"agentjet watch --url {server.url} --token-file {shlex.quote(str(self._server_dir / 'token'))}"
                 typer.echo(f"the server is ready; look on with: {watch}")
                 before = self._score(swarm, "base_eval")
                 typer.echo(f"before: {before}")
@@ -104,7 +105,7 @@ class Demo:
         write_report(self.out / "report.html", config.model.name, result, before, after, picture)
         (self.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         typer.echo(f"{result['seconds']:.0f} s in all. Look at {picture} and {self.out / 'report.html'}, then try:")
-        typer.echo(f"  agentjet eval {self.out / 'model'} --greedy")
+        typer.echo(f"  agentjet eval {shlex.quote(str(self.out / 'model'))} --greedy")
 
     @property
     def _server_dir(self) -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentjet.cli.options import Json, Token, TokenFile, Url, connect
+from agentjet.cli.printing import one_line, printable, say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,10 +39,10 @@ def list_episodes(
     else:
         for e in found.episodes:
             reward = "" if e.reward is None else f"reward {e.reward:g}"
-            trained = e.mode if e.mode == "eval" else e.reason[:60] if e.trained_in is None else f"batch {e.trained_in}"
-            typer.echo(
-                f"{e.episode_id}  {e.status:8}  {e.task_id:20.20}  {e.num_calls:3} calls  {reward:12}  {trained}"
-            )
+            why = one_line(e.reason)[:60]
+            trained = e.mode if e.mode == "eval" else why if e.trained_in is None else f"batch {e.trained_in}"
+            task = one_line(e.task_id)
+            typer.echo(f"{e.episode_id}  {e.status:8}  {task:20.20}  {e.num_calls:3} calls  {reward:12}  {trained}")
 
 
 @app.command("show")
@@ -111,7 +112,7 @@ def finish_episode(
 ) -> None:
     """End an episode with its reward."""
     with connect(url, token, token_file) as swarm:
-        typer.echo(f"{episode_id}: {swarm.finish(episode_id, reward).status}, reward {reward:g}")
+        say(f"{episode_id}: {swarm.finish(episode_id, reward).status}, reward {reward:g}")
 
 
 @app.command("abort")
@@ -124,17 +125,17 @@ def abort_episode(
 ) -> None:
     """End an episode without a score: it is not trained on."""
     with connect(url, token, token_file) as swarm:
-        typer.echo(f"{episode_id}: {swarm.abort(episode_id, reason).status}")
+        say(f"{episode_id}: {swarm.abort(episode_id, reason).status}")
 
 
 def described(tree: EpisodeTree) -> list[Text]:
     """An episode as coloured lines for people."""
     from rich.text import Text
 
-    facts = [tree.status, *(["eval"] if tree.mode == "eval" else []), f"task {tree.task_id}"]
+    facts = [tree.status, *(["eval"] if tree.mode == "eval" else []), f"task {one_line(tree.task_id)}"]
     facts += [] if tree.reward is None else [f"reward {tree.reward:g}"]
     facts += [] if tree.trained_in is None else [f"trained in batch {tree.trained_in}"]
-    facts += [tree.reason] if tree.reason else []
+    facts += [printable(tree.reason)] if tree.reason else []
     lines = [Text(f"{tree.episode_id}: {', '.join(facts)}", "bold")]
     if not tree.calls:
         gone = "a checkpoint covers them: they are not kept" if tree.num_calls else "none"
@@ -177,5 +178,5 @@ def _body(call: CallView) -> Text:
     texts = call.texts or [f"<{token}>" for token in call.tokens]
     body = Text()
     for text, version in zip(texts, call.versions, strict=True):
-        body.append(text, CONTEXT if version is None else ORPHAN if call.orphan else SAMPLED)
+        body.append(printable(text), CONTEXT if version is None else ORPHAN if call.orphan else SAMPLED)
     return body

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentjet.cli.options import Json, Override, Token, TokenFile, connect
+from agentjet.cli.printing import printable
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def evaluate(
     with _server(target, token, token_file, override or []) as swarm:
         score = score_policy(swarm, exam, progress=not as_json)
     name = target or f"{endpoint_model} at {endpoint}"
-    typer.echo(json.dumps({"target": name, **score.to_json()}, indent=2) if as_json else f"{name}: {score}")
+    typer.echo(json.dumps({"target": name, **score.to_json()}, indent=2) if as_json else printable(f"{name}: {score}"))
 
 
 def _endpoint(url: str | None, model: str | None, key_file: Path | None) -> Endpoint | None:

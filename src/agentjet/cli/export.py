@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -41,7 +42,7 @@ def export(
         if not source.is_dir():
             raise ConfigError(f"{what} was written on the server's machine, in {source}: fetch it from there")
     _copy(source, out)
-    typer.echo(f"{what} is in {out}; score it with: agentjet eval {out}")
+    typer.echo(f"{what} is in {out}; score it with: agentjet eval {shlex.quote(str(out))}")
 
 
 def _copy(source: Path, out: Path) -> None:

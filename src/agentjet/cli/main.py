@@ -11,6 +11,7 @@ from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
 from agentjet.cli.eval import evaluate
 from agentjet.cli.export import export
+from agentjet.cli.printing import printable
 from agentjet.cli.research import app as research
 from agentjet.cli.run import run
 from agentjet.cli.serve import serve
@@ -49,7 +50,7 @@ def main() -> None:
     try:
         app()
     except AgentJetError as error:
-        print(f"agentjet: {error}", file=sys.stderr)
+        print(f"agentjet: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "agentjet":

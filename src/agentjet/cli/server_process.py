@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -136,7 +137,7 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     _say(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
     _say(
         "Next, in another terminal:\n"
-        f"  export AGENTJET_URL={url} AGENTJET_TOKEN=$(cat {data_dir / 'token'})\n"
+        f"  export AGENTJET_URL={url} AGENTJET_TOKEN=$(cat {shlex.quote(str(data_dir / 'token'))})\n"
         "  agentjet status"
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from agentjet.cli.options import Json, Token, TokenFile, Url, connect
+from agentjet.cli.printing import one_line
 
 if TYPE_CHECKING:
     from agentjet.protocol import CodeVersionStatus, StatusResponse, TaskSetStatus
@@ -41,7 +42,8 @@ def described(status: StatusResponse) -> list[tuple[str, str]]:
     sets = status.task_sets.items()
     lines += [("task sets" if i == 0 else "", _task_set(name, one)) for i, (name, one) in enumerate(sets)]
     metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN]
-    return [*lines, *([("last step", ", ".join(metrics))] if metrics else [])]
+    lines += [("last step", ", ".join(metrics))] if metrics else []
+    return [(name, one_line(value)) for name, value in lines]
 
 
 def _client(status: StatusResponse, name: str) -> str:

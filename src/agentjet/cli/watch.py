@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentjet.cli.options import Token, TokenFile, Url, connect
+from agentjet.cli.printing import printable
 from agentjet.cli.status import described
 from agentjet.errors import Later, Unreachable
 
@@ -33,7 +34,7 @@ def watch(
                 try:
                     live.update(_table(swarm.status()), refresh=True)
                 except (Unreachable, Later) as error:
-                    live.console.print(str(error), markup=False)
+                    live.console.print(printable(str(error)), markup=False)
         except KeyboardInterrupt:
             pass
 

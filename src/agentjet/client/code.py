@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ class Code(Protocol):
 
     def load(self) -> Version:
         """The agent as its files are now. Raises whatever is wrong with them."""
+
+    def abandon(self) -> None:
+        """Leave a `load` that goes on in another thread behind: it changes nothing any more."""
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
@@ -99,6 +103,9 @@ class ModuleCode:
 
         self._files = _own_files(module)
         """As they were imported when the present version was loaded."""
+        self._importing: _Import | None = None
+        self._turn = threading.Lock()
+        """Held while an import begins, or ends, or is left behind."""
 
     def stamp(self) -> Stamp:
         return stamp_of(self._files.values())
@@ -106,37 +113,85 @@ class ModuleCode:
     def load(self) -> Version:
         """Import the agent's module and those beside it anew; what is in use of the old ones stays as it is.
 
-        On an error the old modules stay the imported ones.
+        On an error, or when it is abandoned, the old modules stay the imported ones.
         """
         files = _own_files(sys.modules[self._module])
         sources = {name: file.read_bytes() for name, file in files.items()}
-        old = {name: sys.modules.pop(name) for name in files}
-        finder = _InMemory(files, sources)
-        sys.meta_path.insert(0, finder)
-        importlib.invalidate_caches()
+        with self._turn:
+            importing = self._importing = _Import(_InMemory(files, sources))
         try:
-            module = importlib.import_module(self._module)
+            module = importing.module(self._module)
             agent = getattr(module, self._name)
             if not callable(agent):
                 raise TypeError(f"{self._name} of {files[self._module]} is no function any more")
         except BaseException:
-            sys.modules.update(old)
-            _bind(old)
+            with self._turn:
+                if self._importing is importing:
+                    self._undo(importing)
             raise
-        finally:
-            sys.meta_path.remove(finder)
-        self._files = _own_files(module)
+        with self._turn:
+            if self._importing is not importing:
+                raise RuntimeError("nobody waited for this import any more")
+            self._importing = None
+            importing.end()
+            self._files = _own_files(module)
         contents = {
             str(file): sources[name] if name in sources else file.read_bytes() for name, file in self._files.items()
         }
         return Version(hash_of(_relative(contents)), agent)
+
+    def abandon(self) -> None:
+        with self._turn:
+            if self._importing is not None:
+                self._undo(self._importing)
+
+    def _undo(self, importing: _Import) -> None:
+        self._importing = None
+        importing.end()
+        importing.undo()
+
+
+class _Import:
+    """Modules being imported in place of those of the same names, which are out of the way from the beginning on."""
+
+    def __init__(self, finder: _InMemory) -> None:
+        self._finder = finder
+        self._old = {name: sys.modules.pop(name) for name in finder.files}
+        _unbind(self._old)
+        sys.meta_path.insert(0, finder)
+        importlib.invalidate_caches()
+
+    def module(self, name: str) -> ModuleType:
+        """The module `name`. It is executed without Python's lock on that name, which an import that hangs holds for
+        ever; what it imports is not.
+        """
+        package = name.rpartition(".")[0]
+        if package:
+            importlib.import_module(package)
+        if name not in sys.modules:  # its package may have imported it
+            spec = self._finder.find_spec(name, None)
+            assert spec is not None and spec.loader is not None, "its source is at hand"
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            _bind({name: module})
+        return sys.modules[name]
+
+    def end(self) -> None:
+        """Let go. What was not imported anew stays what its package calls it, for whoever else uses it."""
+        sys.meta_path.remove(self._finder)
+        _bind({name: module for name, module in self._old.items() if name not in sys.modules})
+
+    def undo(self) -> None:
+        """Have the modules from before imported again."""
+        sys.modules.update(self._old)
+        _bind(self._old)
 
 
 class _InMemory(importlib.abc.MetaPathFinder):
     """Finds the modules whose source it holds."""
 
     def __init__(self, files: Mapping[str, Path], sources: Mapping[str, bytes]) -> None:
-        self._files = files
+        self.files = files
         self._sources = sources
 
     def find_spec(
@@ -144,7 +199,7 @@ class _InMemory(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._sources:
             return None
-        file = self._files[fullname]
+        file = self.files[fullname]
         loader = _SourceInMemory(fullname, str(file), self._sources[fullname])
         folders = [str(file.parent)] if file.name == "__init__.py" else None
         return importlib.util.spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folders)
@@ -157,6 +212,14 @@ class _SourceInMemory(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> Any:
         return self.source_to_code(self._source, self.path)
+
+
+def _unbind(modules: Mapping[str, ModuleType]) -> None:
+    """Have their packages know them no longer: `from package import module` asks there before it imports."""
+    for name, module in modules.items():
+        package, _, child = name.rpartition(".")
+        if getattr(sys.modules.get(package), child, None) is module:
+            delattr(sys.modules[package], child)
 
 
 def _bind(modules: Mapping[str, ModuleType]) -> None:

@@ -2,8 +2,9 @@
 
 When the files change, no group begins with the old version any more; those that have begun are completed by it, so that
 no group mixes versions and no finished episode is lost. Then the files are loaded and groups begin again. What cannot
-be loaded is not taken up. A version whose first episodes all fail is rolled back to the one before it, until the files
-change again; its failures cost no task an attempt.
+be loaded, or not in time, is not taken up; a newer edit is loaded without waiting for an older one's end. A version
+whose first episodes all fail is rolled back to the one before it, until the files change again; its failures cost no
+task an attempt.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ LOOK_SECONDS = 0.5
 """Between two looks at the files."""
 SETTLE_SECONDS = 0.2
 """So long the files must stay as they are before they are loaded: an editor may be in the midst of writing."""
+SLOW_SECONDS = 5.0
+"""A load that takes longer is said: meanwhile no group begins."""
+LOAD_SECONDS = 120.0
+"""A load that takes longer is left behind in its thread, and the run goes on with the version before it."""
 MIN_TRIAL = 4
 """Least number of episodes a version is judged by."""
 
@@ -168,7 +173,7 @@ class LiveCode:
                 self._say(f"the agent's files changed; code {before.code_version} completes the groups it has begun")
             await self._none_begun.wait()
             try:
-                await self._load(await self._settled(self._code), self._code)
+                await self._load(self._code)
             finally:
                 self.current.left.clear()
 
@@ -181,11 +186,11 @@ class LiveCode:
             if stamp == before:
                 return stamp
 
-    async def _load(self, stamp: Stamp, code: Code) -> None:
-        self._stamp = stamp
+    async def _load(self, code: Code) -> None:
         before = self.current
         try:
-            version = await in_thread(code.load)
+            while (version := await self._newest(code)) is None:
+                self._say("the files changed again while they were being loaded: they are loaded anew")
         except Exception as error:  # the boundary: whatever is wrong with an edit, it ends no run
             why = f"{type(error).__name__}: {error}"
             self.changes.append(CodeChange("not loaded", before=before.code_version, to="", why=why))
@@ -197,6 +202,35 @@ class LiveCode:
         self._versions.append(self.current)
         self.changes.append(CodeChange("loaded", before=before.code_version, to=version.code_version))
         self._say(f"code {version.code_version} takes the place of {before.code_version}")
+
+    async def _newest(self, code: Code) -> Version | None:
+        """The version of the files once they are quiet; None when they change before it is loaded.
+
+        Raises whatever is wrong with them, and `TimeoutError` when loading them does not end.
+        """
+        self._stamp = await self._settled(code)
+        loading = asyncio.create_task(in_thread(code.load))
+        try:
+            clock = asyncio.get_running_loop().time
+            began, told = clock(), False
+            while True:
+                await asyncio.wait([loading], timeout=LOOK_SECONDS)
+                if loading.done():
+                    return loading.result()
+                if code.stamp() != self._stamp:
+                    return None
+                if clock() - began > LOAD_SECONDS:
+                    raise TimeoutError(f"loading it did not end within {LOAD_SECONDS:.0f} s")
+                if clock() - began > SLOW_SECONDS and not told:
+                    told = True
+                    self._say(
+                        f"the edited code is still being loaded; no group begins until it is, for {LOAD_SECONDS:.0f} s "
+                        "at most. Another edit is loaded in its place"
+                    )
+        finally:
+            if not loading.done():
+                loading.cancel()
+                code.abandon()
 
     def _roll_back(self, bad: Loaded, why: str) -> None:
         bad.is_rolled_back = True

@@ -14,6 +14,8 @@ from agentjet.errors import ConfigError
 
 MODULE = "agentjet_loaded_{}"
 """What a file is imported as: it may be called like anything else that is imported."""
+LONGEST_LINE = 300
+"""Characters of what an exception says."""
 
 
 def load_function(named: str, *, option: str) -> Callable[..., Any]:
@@ -28,11 +30,18 @@ def load_function(named: str, *, option: str) -> Callable[..., Any]:
     except SystemExit as error:
         raise ConfigError(f"{option} {place}: importing it ends the program (SystemExit: {error.code})") from None
     except Exception as error:  # the boundary: the user's file may raise anything
-        raise ConfigError(f"{option} {place}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{option} {place}: {in_a_line(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{option} {named}: there is no function {name!r} in {place}")
     return function  # type: ignore[no-any-return]
+
+
+def in_a_line(error: BaseException) -> str:
+    """An exception of the user's code as the end of a sentence: its type, and its first line as far as that goes."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    cut = first if len(first) <= LONGEST_LINE else f"{first[: LONGEST_LINE - 3]}..."
+    return f"{type(error).__name__}: {cut}"
 
 
 def source_of(named: str, *, option: str) -> Path:

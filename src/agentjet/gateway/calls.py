@@ -3,8 +3,10 @@ agent.
 
 * A call is recorded, in memory and on disk, before its last chunk is given out. One that is closed earlier (its
   client left) is sampled no further and leaves no trace: an answer that nobody heard is not trained on.
-* Sampling runs in a task of its own: a slow reader delays neither the sampler nor a batch.
-* A request sent again as a retry says which recorded answer did not arrive: see `retries`.
+* Sampling runs in a task of its own: a slow reader delays neither the sampler nor a batch. The lease stands still while
+  the server is at work, and runs while the agent reads: each chunk that it takes is a sign of life.
+* What was recorded and did not arrive trains nothing: see `deliveries`. A request sent again as a retry says of which
+  answer that is true: see `retries`.
 * A worker that dies under a call is not noticed by the agent, unless part of the answer was given out already. A call
   under which `MAX_DEATHS` workers died is given up: it may be what killed them.
 """
@@ -14,15 +16,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentjet.compute import Compute
 from agentjet.errors import (
     ComputeError,
-    Conflict,
     InvalidRequest,
     Later,
     OutOfCache,
@@ -33,11 +34,11 @@ from agentjet.errors import (
 from agentjet.gateway import log_context
 from agentjet.gateway.answer import Answer
 from agentjet.gateway.commits import Commits
+from agentjet.gateway.deliveries import Deliveries, Delivery, Outbox
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import CallLimits
 from agentjet.gateway.prompting import Prompt, prepare
 from agentjet.gateway.requests import CallChunk, CallRequest, sampling_params, seeded
-from agentjet.gateway.retries import Retries
 from agentjet.gateway.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
@@ -73,17 +74,11 @@ class _Order:
     renderer: Renderer
     tool_format: str
     deadline: float
-    ordinal: int
-    """How many calls of the episode came before it."""
+    delivery: Delivery
     repeats: list[str] | None = None
     """Calls that this one repeats, for the choices not yet recorded; None until the first is."""
-    kept_back: list[str] = field(default_factory=list)
-    """Calls that are recorded and not given out yet."""
     workers_lost: set[int] = field(default_factory=set)
     """Those that died under it, as `Model.num_workers` counts them."""
-
-
-Outbox = asyncio.Queue[CallChunk | BaseException]
 
 
 class CallPath:
@@ -112,62 +107,37 @@ class CallPath:
         self._clock = clock
         self._limits = limits
         self._tracing = tracing
-        self._under_way: dict[str, list[Outbox]] = {}
-        self._retries = Retries()
+        self.deliveries = Deliveries(swarm)
+        """Of the calls that are held, sampled or read."""
 
-    @property
-    def active(self) -> int:
-        """Calls held or being sampled."""
-        return sum(map(len, self._under_way.values()))
-
-    def episode_ended(self, episode_id: str) -> None:
-        """Cut off its calls: nobody delays a batch by what will not be trained."""
-        for outbox in self._under_way.get(episode_id, ()):
-            outbox.put_nowait(
-                Conflict(f"Episode {episode_id} ended while it was answered.", code="episode_ended_meanwhile")
-            )
-        self._retries.forget(episode_id)
-
-    def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
-        """The answer did not reach the agent; `call_ids` are what was recorded of it."""
-        if call_ids:
-            self._swarm.undelivered(episode_id, call_ids)
-        else:
-            self._retries.unanswered(episode_id, role, request.fingerprint)
-
-    async def run(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
+    async def run(
+        self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
+    ) -> AsyncGenerator[CallChunk]:
         """The chunks of an answer. See `Gateway.call`."""
         log_context.episode_id.set(episode_id)
-        with self._swarm.calling(episode_id) as episode, self._limits.calling(episode):
-            order = await self._order(episode, role, request)
-            outbox: Outbox = asyncio.Queue()
-            tasks = [asyncio.create_task(self._choice(order, index, outbox)) for index in range(request.choices)]
-            self._under_way.setdefault(episode_id, []).append(outbox)
+        with (
+            self.deliveries.delivering(episode_id, role, request, hang_up) as delivery,
+            self._limits.calling(self._swarm.episode(episode_id)),
+        ):
+            with self._swarm.calling(episode_id) as episode:
+                order = await self._order(episode, delivery)
+            tasks = [asyncio.create_task(self._choice(order, index)) for index in range(request.choices)]
             try:
                 ended = 0
                 while ended < request.choices:
-                    item = await outbox.get()
+                    item = await delivery.outbox.get()
                     if isinstance(item, BaseException):
                         raise item
-                    if item.call is not None:
-                        ended += 1
-                        order.kept_back.remove(item.call.id)
+                    ended += item.call is not None
+                    delivery.being_read = True
                     yield item
+                    delivery.being_read = False
+                    self._swarm.heartbeat(episode_id)  # Raises when the episode ended while this was read.
             finally:
-                self._under_way[episode_id].remove(outbox)
-                if not self._under_way[episode_id]:
-                    del self._under_way[episode_id]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                self._never_given_out(order)
-
-    def _never_given_out(self, order: _Order) -> None:
-        """What was recorded when its agent left, while the disk was waited for say, did not reach it."""
-        tree = self._swarm.tree(order.episode.id, order.role)
-        if lost := [call_id for call_id in order.kept_back if tree.knows(call_id)]:
-            with suppress(Later):
-                self._swarm.undelivered(order.episode.id, lost)
+                if left := [task for task in tasks if not task.done()]:
+                    for task in left:
+                        task.cancel()
+                    await asyncio.gather(*left, return_exceptions=True)
 
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
         """Length of the prompt that a call with `conversation` would have just now. Nothing is sampled or recorded."""
@@ -185,9 +155,9 @@ class CallPath:
         assert card is not None and renderer is not None, "the gate opens for a worker that is up"
         return card, renderer
 
-    async def _order(self, episode: Episode, role: str, request: CallRequest) -> _Order:
+    async def _order(self, episode: Episode, delivery: Delivery) -> _Order:
         """Everything that can be wrong with a request is found here, before it is held for a batch."""
-        job = self._swarm.job
+        job, role, request = self._swarm.job, delivery.role, delivery.request
         params = sampling_params(request, job, episode)
         deadline = asyncio.get_running_loop().time() + self._call_timeout
         card, renderer = await self._known_model()
@@ -211,13 +181,13 @@ class CallPath:
             )
         grammar = renderer.grammar(request.conversation, request.constraint)
         params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
-        ordinal = episode.num_calls + len(self._under_way.get(episode.id, ()))
-        return _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline, ordinal)
+        return _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline, delivery)
 
-    async def _choice(self, order: _Order, index: int, outbox: Outbox) -> None:
+    async def _choice(self, order: _Order, index: int) -> None:
         """One choice, from the gate to the journal; what goes wrong is put into the outbox."""
+        outbox = order.delivery.outbox
         try:
-            with self._tracing.call(order.episode.id, order.role):
+            with self._swarm.calling(order.episode.id), self._tracing.call(order.episode.id, order.role):
                 await self._sample_until_done(order, index, outbox)
         except Exception as error:  # Raised again by `run`, in the caller's task.
             outbox.put_nowait(error)
@@ -229,7 +199,7 @@ class CallPath:
             explicit=order.request.seed,
             job_seed=self._swarm.job.seed,
             episode_id=order.episode.id,
-            ordinal=order.ordinal,
+            ordinal=order.delivery.ordinal,
             choice=index,
         )
         while True:
@@ -334,7 +304,7 @@ class CallPath:
             allowed=pack_sets(answer.allowed) if order.episode.mode == "train" else b"",
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
-        order.kept_back.append(call.id)
+        order.delivery.recorded.append(call.id)
         await self._commits.durable()
         self._tracing.recorded(call)
         return CallChunk(
@@ -345,5 +315,5 @@ class CallPath:
         """The call whose place the next choice takes. Looked up as late as this: the first try may have ended since."""
         if order.repeats is None:
             tree = self._swarm.tree(order.episode.id, order.role)
-            order.repeats = self._retries.earlier(order.episode.id, order.role, order.request, tree)
+            order.repeats = self.deliveries.repeated(order.delivery, tree)
         return order.repeats.pop() if order.repeats else None

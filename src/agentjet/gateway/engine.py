@@ -317,8 +317,8 @@ class Engine:
                 if not self._stopping and (swarm.pending or swarm.ready()):
                     await self._step()
             except Later as later:
-                # The journal cannot be written now. The batch stays where it is: learning it again changes nothing.
-                log.error("%s", later)
+                # The journal cannot be written now, and has said so. The batch stays where it is: learning it again
+                # changes nothing.
                 await self._sleep(later.retry_after)
             if not self._stopping:
                 self._roll()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +44,8 @@ from agentjet.types import Conversation, Message
 log = logging.getLogger(__name__)
 
 LONGEST_NAP = 1.0
+DISK_SECONDS = 2.0
+"""Between two tries of a disk that refuses."""
 """Seconds between two looks at the clock for leases, at most."""
 EVENTS_PAGE = 1000
 
@@ -133,7 +135,7 @@ class Gateway:
         await self.engine.stop()
 
     async def close(self) -> None:
-        """`drain`, then close the journal; idempotent."""
+        """`drain`, then end what is still being answered, then close the journal; idempotent."""
         try:
             await self.drain()
         finally:  # Whatever the worker does at its end, the data dir is free for the next.
@@ -141,6 +143,7 @@ class Gateway:
                 self._reaper.cancel()
                 await asyncio.wait([self._reaper])
                 self._reaper = None
+            self._calls.deliveries.close()
             await self._commits.close()
             self._journal.close()
 
@@ -201,21 +204,21 @@ class Gateway:
         await self._commits.durable()
         return episode
 
-    def call(self, episode_id: str, role: str, request: CallRequest) -> AsyncGenerator[CallChunk]:
-        """The chunks of an answer; closing the iterator cancels the sampling, and then nothing is recorded.
+    def call(
+        self, episode_id: str, role: str, request: CallRequest, *, hang_up: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[CallChunk]:
+        """The chunks of an answer, which was delivered when the iterator is asked for one more after the last.
 
+        Closing it before cancels the sampling; nothing more is recorded, and what was is never trained. `hang_up` is
+        called when the answer must end while a chunk that was given out is still being read.
         Raises, before the first chunk, every `RequestError` there is. A call already answered in part can only fail
-        with `Later`.
+        with `Later`, or `Conflict` when its episode ended.
         """
-        return self._calls.run(episode_id, role, request)
+        return self._calls.run(episode_id, role, request, hang_up)
 
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
         """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`."""
         return await self._calls.count_tokens(episode_id, role, conversation)
-
-    def undelivered(self, episode_id: str, role: str, request: CallRequest, call_ids: Sequence[str]) -> None:
-        """The answer to `request` did not reach its agent; `call_ids` name what was recorded of it."""
-        self._calls.undelivered(episode_id, role, request, call_ids)
 
     def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """What a call of a live episode and role was asked, and what it answered; None when there is no such call, or
@@ -309,7 +312,7 @@ class Gateway:
             groups_complete=swarm.groups_complete,
             groups_open=swarm.groups_open,
             episodes=swarm.status_counts(),
-            calls_active=self._calls.active,
+            calls_active=len(self._calls.deliveries),
             last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
             holding=swarm.holding(),
@@ -320,6 +323,8 @@ class Gateway:
         )
 
     def _waiting_for(self) -> str:
+        if self.swarm.disk_refusal:
+            return f"the disk. {self.swarm.disk_refusal}"
         if self.engine.state not in ("rolling", "learning"):
             return self.engine.reason or _WORDS[self.engine.state]
         return DIVERGED if has_diverged(self.swarm.last_step) else self.swarm.waiting_for()
@@ -341,20 +346,24 @@ class Gateway:
         self.last_event = event.seq
         _log_event(event)
         if event.kind == "episode" and event.body["status"] != "live":
-            self._calls.episode_ended(event.body["episode_id"])
+            self._calls.deliveries.episode_ended(event.body["episode_id"])
         self.changed.notify()
 
     async def _reap(self) -> None:
-        """Reclaim what outlived its lease, when it does."""
+        """Reclaim what outlived its lease, when it does; while the disk refuses writes, see whether it takes one."""
+        now = asyncio.get_running_loop().time
+        next_try = 0.0
         while True:
             deadline = self.swarm.next_deadline()
             nap = LONGEST_NAP if deadline is None else min(LONGEST_NAP, max(0.001, deadline - self._clock()))
             await self.changed.wait(nap)
             try:
+                if self.swarm.disk_refusal and now() >= next_try:
+                    next_try = now() + DISK_SECONDS
+                    self.swarm.try_disk()
                 if deadline is not None and deadline <= self._clock():
                     self.swarm.reap()
-            except Later as later:
-                log.error("leases cannot be reclaimed just now: %s", later)
+            except Later:  # The journal has said why.
                 await asyncio.sleep(LONGEST_NAP)
 
 

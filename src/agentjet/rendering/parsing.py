@@ -73,12 +73,9 @@ def _calls(block: str, key: str) -> list[Found]:
     """The calls of a JSON object, or of a list of them; none when anything about it is wrong."""
     try:
         value = json.loads(block)
+        calls = [_call(item, key, "") for item in value] if isinstance(value, list) else [_call(value, key, block)]
     except (ValueError, RecursionError):
         return []
-    if not isinstance(value, list):
-        call = _call(value, key, block)
-        return [call] if call else []
-    calls = [_call(item, key, "") for item in value]
     return [call for call in calls if call] if all(calls) else []
 
 
@@ -96,7 +93,7 @@ def _call(value: Any, key: str, source: str) -> Found | None:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
 
 
@@ -114,7 +111,7 @@ def _as_written(source: str, key: str, arguments: dict[str, Any]) -> str:
     for at in re.finditer(rf'"{key}"\s*:\s*', source):
         try:
             value, end = _JSON.raw_decode(source, at.end())
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
         if value == arguments:
             return source[at.end() : end]

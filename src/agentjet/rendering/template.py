@@ -9,7 +9,6 @@ whole is a control token; the guard is taken out of the rest.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import jinja2.meta
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.sandbox import sandbox
-from agentjet.types import Conversation, Message
+from agentjet.types import Conversation, Message, ToolCall
 
 _PRIVATE_USE = range(0xF0000, 0xF1000)
 _TEMPLATE_FAULTS = (
@@ -121,7 +120,7 @@ class ChatTemplate:
                 {
                     "id": guarded(self._call_id(call.id)),
                     "type": "function",
-                    "function": {"name": guarded(call.name), "arguments": guarded(_json_object(call.arguments))},
+                    "function": {"name": guarded(call.name), "arguments": guarded(_json_object(call))},
                 }
                 for call in message.tool_calls
             ]
@@ -207,13 +206,13 @@ class _Guard:
         return marked
 
 
-def _json_object(arguments: str) -> Any:
+def _json_object(call: ToolCall) -> Any:
     """Arguments as a value when they are a JSON object, else as the text they are."""
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        value = call.value()
+    except ValueError:
+        return call.arguments
+    return value if isinstance(value, dict) else call.arguments
 
 
 def _unused_characters(conversation: Conversation) -> tuple[str, str]:
@@ -232,9 +231,9 @@ def _texts_of(message: Message) -> Sequence[str]:
     if not message.tool_calls:
         return texts
     calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
-    escaped = (call.arguments for call in message.tool_calls if "\\" in call.arguments)
+    escaped = (call for call in message.tool_calls if "\\" in call.arguments)
     # Escapes in JSON arguments become characters.
-    return [*texts, *calls, *(text for arguments in escaped for text in _strings(_json_object(arguments)))]
+    return [*texts, *calls, *(text for call in escaped for text in _strings(_json_object(call)))]
 
 
 def _strings(value: Any) -> Iterator[str]:

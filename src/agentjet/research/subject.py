@@ -16,7 +16,7 @@ from typing import Any
 
 from agentjet.client.checking import check_signature
 from agentjet.client.code import hash_of
-from agentjet.client.loading import load_function, source_of
+from agentjet.client.loading import in_a_line, load_function, source_of
 from agentjet.client.rollout import Agent
 from agentjet.client.task_file import read_tasks
 from agentjet.errors import ConfigError
@@ -163,7 +163,7 @@ def load_tasks(named: str, *, option: str) -> list[Task]:
         made = function()
     except (Exception, SystemExit) as error:  # the boundary: the user's function may raise anything
         raise ConfigError(
-            f"{option} = {named!r}: it is called without arguments, and raised {type(error).__name__}: {error}"
+            f"{option} = {named!r}: it is called without arguments, and raised {in_a_line(error)}"
         ) from error
     tasks = list(made) if isinstance(made, list | tuple) else []
     if not tasks or not all(isinstance(task, Task) for task in tasks):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
+import shlex
 import subprocess
 import sys
 import threading
@@ -143,7 +144,8 @@ class SwarmRunner:
                 self._tell(f"left out from now on: {gone}")
                 return
             self._wrong = ConfigError(
-                f"{gone}. No trial was counted for it; go on from here with: agentjet research run {self._folder}"
+                f"{gone}. No trial was counted for it; go on from here with: agentjet research run "
+                f"{shlex.quote(str(self._folder))}"
             )
             self._stopping.set()
             self._ended.notify_all()

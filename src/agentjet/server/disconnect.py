@@ -1,9 +1,9 @@
-"""Give up work whose client has gone."""
+"""Give up work whose client has gone, and clients that are not waited for any more."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -13,6 +13,14 @@ Result = TypeVar("Result")
 
 class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
+
+
+def hang_up_of(request: Request) -> Callable[[], None]:
+    """What closes the request's connection at once, where `listening` put it; in-process transports have nobody to wait
+    for.
+    """
+    hang_up: Callable[[], None] = getattr(request.state, "hang_up", lambda: None)
+    return hang_up
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

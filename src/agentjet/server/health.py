@@ -40,9 +40,11 @@ async def healthz() -> Health:
 
 @router.get("/readyz", response_model=Readiness, responses={400: _PROBLEM, 503: {"model": Readiness}})
 async def readyz(wired: Wired) -> JSONResponse:
-    """200 while the policy can be sampled or learns, else 503, with the engine's state. Needs no token."""
+    """200 while the policy can be sampled or learns, and the disk takes what is said; else 503, with the engine's
+    state. Needs no token.
+    """
     state = wired.gateway.engine.state
-    found = Readiness(ready=state in READY, state=state)
+    found = Readiness(ready=state in READY and not wired.gateway.swarm.disk_refusal, state=state)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)
 
 

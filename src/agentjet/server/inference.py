@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
-from agentjet.gateway.requests import CallChunk
+from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages, responses
 from agentjet.server.dialects.chat_bodies import ChatBody
 from agentjet.server.dialects.completions_bodies import CompletionBody
@@ -30,7 +30,7 @@ from agentjet.server.dialects.dialect import MAX_ROLE, Answer, Asked, Event, Hea
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.dialects.responses_bodies import ResponsesBody
-from agentjet.server.disconnect import ClientGone, until_disconnect
+from agentjet.server.disconnect import ClientGone, hang_up_of, until_disconnect
 from agentjet.server.wiring import Token, Wired, Wiring
 
 log = logging.getLogger(__name__)
@@ -169,20 +169,18 @@ async def respond(
     head = Head(uuid.uuid4().hex, gateway.model_name, int(time.time()))
     asked = dialect.to_request(body, partial(gateway.past, episode_id, role))
     call = replace(asked, id=head.id, **await _sent(request))
-    delivery = _Delivery(partial(gateway.undelivered, episode_id, role, call))
-    chunks = delivery.noting(gateway.call(episode_id, role, call))
+    chunks = gateway.call(episode_id, role, call, hang_up=hang_up_of(request))
     if not call.stream:
-        with delivery:
-            answer = await until_disconnect(request, _whole(dialect, chunks, body, head))
-            if await request.is_disconnected():
+        async with aclosing(chunks):
+            answer = await until_disconnect(request, _whole(dialect, chunks, call, body, head))
+            if not await _handed_out(request, chunks):
                 raise ClientGone
             return Response(answer.model_dump_json(), media_type="application/json")
     # What is wrong with a request shows before the first chunk, while the status can still say so.
-    with delivery:
-        first = await until_disconnect(request, _first(chunks))
-    events = dialect.to_events(_with(first, chunks), body, head)
+    first = await until_disconnect(request, _first(chunks))
+    events = dialect.to_events(_all_of(first, chunks, call.choices), body, head)
     return StreamingResponse(
-        _stream(chunks, events, dialect.errors, delivery),
+        _stream(request, chunks, events, dialect.errors),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )
@@ -196,61 +194,48 @@ async def _sent(request: Request) -> dict[str, Any]:
     return {"fingerprint": digest.hexdigest(), "retry": bool(key) or (count.isdecimal() and int(count) > 0)}
 
 
-class _Delivery:
-    """Within it an answer is given out; leaving it by an exception, or being closed, means that it did not arrive."""
-
-    def __init__(self, undelivered: Callable[[list[str]], None]) -> None:
-        self._undelivered = undelivered
-        self._recorded: list[str] = []
-
-    async def noting(self, chunks: AsyncGenerator[CallChunk]) -> AsyncGenerator[CallChunk]:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                if chunk.call is not None:
-                    self._recorded.append(chunk.call.id)
-                yield chunk
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._undelivered(self._recorded)
-
-
-async def _whole(dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], body: Asked, head: Head) -> Answer:
-    async with aclosing(chunks):
-        return await dialect.to_answer(chunks, body, head)
+async def _whole(
+    dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], call: CallRequest, body: Asked, head: Head
+) -> Answer:
+    return await dialect.to_answer(_all_of(await anext(chunks), chunks, call.choices), body, head)
 
 
 async def _first(chunks: AsyncGenerator[CallChunk]) -> CallChunk:
     return await anext(chunks)
 
 
-async def _with(first: CallChunk, rest: AsyncGenerator[CallChunk]) -> AsyncGenerator[CallChunk]:
-    yield first
-    async for chunk in rest:
+async def _all_of(first: CallChunk, rest: AsyncGenerator[CallChunk], choices: int) -> AsyncGenerator[CallChunk]:
+    """Up to the end of the last choice, and no further: asking for more is what `_handed_out` does."""
+    chunk = first
+    while True:
         yield chunk
+        choices -= chunk.call is not None
+        if not choices:
+            return
+        chunk = await anext(rest)
+
+
+async def _handed_out(request: Request, chunks: AsyncGenerator[CallChunk]) -> bool:
+    """Tell the call that its answer was delivered, unless the client is gone: what is written to nobody looks as if it
+    were sent. Raises `Conflict` when the episode ended before.
+    """
+    if await request.is_disconnected():
+        return False
+    await anext(chunks, None)
+    return True
 
 
 async def _stream(
-    chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[Event], errors: ErrorShape, delivery: _Delivery
+    request: Request, chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[Event], errors: ErrorShape
 ) -> AsyncGenerator[str]:
-    """The stream as text. Leaving it, by its end or a disconnect, closes the call; an error becomes its last event.
-
-    Whoever leaves at the last event has read the answer.
-    """
-    last, num_sent = "", 0
-    async with aclosing(chunks):
+    """The stream as text. Leaving it, by its end or a disconnect, closes the call; an error becomes its last event."""
+    num_sent = 0
+    async with aclosing(chunks), aclosing(events):
         try:
-            with delivery:
-                async for event in events:
-                    if event.is_last:
-                        last = event.text
-                    else:
-                        yield event.text
-                        num_sent += 1
-            yield last
+            async for event in events:
+                yield event.text
+                num_sent += 1
+            await _handed_out(request, chunks)
         except RequestError as error:
             yield errors.event(error, num_sent)
         except Exception as error:  # The boundary of a stream, whose status is sent already: recorded here, once.

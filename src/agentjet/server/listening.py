@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import socket
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentjet.config import ServerConfig
 
@@ -30,10 +32,26 @@ def listen(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
     return listener
 
 
+class Connection(HttpToolsProtocol):
+    """A connection that requests can close at once, even when its client does not read what was written: `hang_up` in
+    their state. The stop of the server does so with all of that kind.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "hang_up": transport.abort}
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.flow.write_paused:
+            self.transport.abort()
+
+
 def options(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
     """Of a server of the gateway's application. Sockets are the caller's."""
     return uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,  # Request lines may carry keys.
         lifespan="off",

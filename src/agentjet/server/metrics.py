@@ -49,7 +49,7 @@ class _GatewayCollector(Collector):
         yield step
         for name, meaning, value in (
             ("policy_version", "Batches learned.", status.policy_version),
-            ("calls_active", "Calls held or being sampled.", status.calls_active),
+            ("calls_active", "Calls held, sampled, or still being read.", status.calls_active),
             ("clients", "Clients seen since the server began, the newest ones only.", len(status.clients)),
             ("journal_bytes", "Size of the journal on disk.", self._journal_bytes()),
             ("uptime_seconds", "Seconds since the server began.", status.uptime),

@@ -68,7 +68,10 @@ class Endings:
                 groups.drop(self._ledger, self._ledger.groups[group.id], reason, now)
 
     def ended(self, episode: Episode) -> None:
-        """Say so. Who makes no more calls, prepared episodes included, needs no lease and no trees."""
+        """Say so. Who makes no more calls, prepared episodes included, needs no lease and no trees; the answers that
+        are still on their way then do not arrive.
+        """
+        self._ledger.journal.add_undelivered(self._ledger.handing_out(episode.id))
         announce(self._ledger, episode)
         self._leases.forget(episode)
         for key in [key for key in self._ledger.trees if key[0] == episode.id]:

@@ -5,6 +5,7 @@ brought forward; what a disk refuses is undone and said.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,11 @@ from typing import Any, Self
 from agentjet.errors import ConfigError, Later
 from agentjet.swarm.log_sync import LONGEST_LOG, LogSync
 from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+
+log = logging.getLogger(__name__)
+
+DISK_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
+"""Of SQLite's primary error codes those that say nothing about what is in the file."""
 
 
 class JournalFile:
@@ -27,6 +33,8 @@ class JournalFile:
         self._depth = 0
         self._lost: sqlite3.OperationalError | None = None
         self._log: LogSync | None = None
+        self.refusal = ""
+        """Why the disk takes no writes now, and the way out; empty from the next write that it takes."""
 
     # ---- the file ------------------------------------------------------------------------------------------
 
@@ -34,10 +42,14 @@ class JournalFile:
     def open(cls, path: Path, *, model: str = "") -> Self:
         """Open or create.
 
-        Raises `ConfigError` when another process has it, or it belongs to another model or a newer AgentJet.
+        Raises `ConfigError` when another process has it, the disk refuses to, or it belongs to another model or a newer
+        AgentJet.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise _unwritable(path, f"{error.strerror}: {error.filename}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -46,14 +58,20 @@ class JournalFile:
                 f"server.data_dir = {str(path.parent)!r} is in use by another server: "
                 "stop that one, or choose another folder"
             ) from None
-        if not path.exists():
-            path.touch(0o600)  # SQLite makes the files beside it likewise.
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            if not path.exists():
+                path.touch(0o600)  # SQLite makes the files beside it likewise.
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.OperationalError) as error:
+            os.close(lock)
+            raise _unwritable(path, str(error)) from None
         journal = cls(path, connection, lock)
         try:
             journal._prepare(model)
         except sqlite3.DatabaseError as error:
             journal.close()
+            if error.sqlite_errorcode & 0xFF in DISK_ERRORS:
+                raise _unwritable(path, str(error)) from None
             raise ConfigError(f"{path} cannot be read as a journal ({error}); choose another server.data_dir") from None
         except ConfigError:
             journal.close()
@@ -141,10 +159,11 @@ class JournalFile:
             self._db.execute("RELEASE one")
             if self.commits_itself:
                 self._db.execute("COMMIT")
+                self._taken()
         except BaseException as error:
             self._undo(error)
             if isinstance(error, sqlite3.OperationalError):
-                raise _refused(error) from error
+                raise self._refused(error) from error
             raise
         finally:
             self._depth = 0
@@ -161,10 +180,11 @@ class JournalFile:
                 raise lost
             if self._db.in_transaction:
                 self._db.execute("COMMIT")
+                self._taken()
         except sqlite3.OperationalError as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise _refused(error) from error
+            raise self._refused(error) from error
 
     def sync(self) -> None:
         """Have on disk what was committed. May be called from another thread.
@@ -175,14 +195,18 @@ class JournalFile:
         try:
             self._log.wait()
         except OSError as error:
-            raise _untrusted(error) from error
+            raise self._untrusted(error) from error
+
+    def try_disk(self) -> None:
+        """Write something of no meaning: whether the disk takes it is told by `refusal`."""
+        self._set_meta("tries", str(int(self._meta("tries", "0")) + 1))  # SQLite writes only what is another value.
 
     def _refuse_to_build_on_sand(self) -> None:
         """Raises `Later`, and nothing is written any more, when it is not known what of the journal is on disk."""
         if self._log is not None and self._log.failed is not None:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise _untrusted(self._log.failed) from self._log.failed
+            raise self._untrusted(self._log.failed) from self._log.failed
 
     def _undo(self, error: BaseException) -> None:
         """Back to before the transaction. A disk that refuses a write may take all that is uncommitted with it: then
@@ -196,6 +220,32 @@ class JournalFile:
         elif isinstance(error, sqlite3.OperationalError) and not self.commits_itself:
             self._lost = error
 
+    def _taken(self) -> None:
+        if self.refusal:
+            log.warning("the journal %s is written again", self.path)
+            self.refusal = ""
+
+    def _refused(self, error: sqlite3.OperationalError) -> Later:
+        way_out = "free some space there" if "full" in str(error) else "see to that disk"
+        return self._refusing(
+            f"The journal {self.path} could not be written ({error}), nothing was recorded: {way_out}, the server goes "
+            "on by itself.",
+            retry_after=5.0,
+        )
+
+    def _untrusted(self, error: OSError) -> Later:
+        return self._refusing(
+            f"The disk did not keep the journal {self.path} ({error}): see to that disk; nothing is recorded until the "
+            "server is started again.",
+            retry_after=30.0,
+        )
+
+    def _refusing(self, sentence: str, *, retry_after: float) -> Later:
+        if not self.refusal:  # else it goes on, and was said
+            log.error("%s", sentence)
+        self.refusal = sentence
+        return Later(sentence, code="journal_unavailable", status=503, retry_after=retry_after)
+
     def _meta(self, key: str, default: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return default if row is None else str(row[0])
@@ -208,19 +258,7 @@ class JournalFile:
         return int(self._db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
 
 
-def _refused(error: sqlite3.OperationalError) -> Later:
-    return Later(
-        f"The journal could not be written ({error}); nothing was recorded.",
-        code="journal_unavailable",
-        status=503,
-        retry_after=5.0,
-    )
-
-
-def _untrusted(error: OSError) -> Later:
-    return Later(
-        f"The disk did not keep the journal ({error}): nothing is recorded until the server is started again.",
-        code="journal_unavailable",
-        status=503,
-        retry_after=30.0,
+def _unwritable(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"server.data_dir = {str(path.parent)!r} cannot be written to ({why}): mend that, or choose another folder"
     )

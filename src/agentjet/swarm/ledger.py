@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,8 @@ class Ledger:
         self.on_event: Callable[[Event], None] | None = None
         self.on_uncommitted: Callable[[], None] = lambda: None
         """Called when something was written that a `commit` must follow."""
+        self.handing_out: Callable[[str], Sequence[str]] = lambda episode_id: ()
+        """Which recorded calls of an episode are still on their way to its agent."""
         self._clock = clock
         self._outbox: list[Event] = []
         self._committed: list[Event] = []

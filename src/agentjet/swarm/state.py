@@ -200,7 +200,8 @@ class Swarm(Learning):
 
     @contextmanager
     def calling(self, episode_id: str) -> Iterator[Episode]:
-        """While a call is held or sampled its lease stands still: the server's slowness is not the agent's silence.
+        """While a call is held or sampled its lease stands still: the server's slowness is not the agent's silence. It
+        runs again while the agent reads the answer.
 
         `max_episode_seconds` still counts. Raises `Conflict` when the episode has ended.
         """
@@ -287,6 +288,17 @@ class Swarm(Learning):
     def on_event(self, listener: Callable[[Event], None] | None) -> None:
         self._ledger.on_event = listener
 
+    @property
+    def handing_out(self) -> Callable[[str], Sequence[str]]:
+        """Asked, when an episode ends, for its recorded calls that are still on their way to its agent: they are
+        undelivered then.
+        """
+        return self._ledger.handing_out
+
+    @handing_out.setter
+    def handing_out(self, ask: Callable[[str], Sequence[str]]) -> None:
+        self._ledger.handing_out = ask
+
     def transaction(self) -> AbstractContextManager[None]:
         """Group several changes into one. When it fails nothing of it happened, in memory neither."""
         return self._ledger.transaction()
@@ -315,6 +327,16 @@ class Swarm(Learning):
         Raises `Later`: nobody may be told of it, and every further change is refused.
         """
         self._journal.sync()
+
+    @property
+    def disk_refusal(self) -> str:
+        """Why nothing can be recorded now, and the way out; empty while everything is."""
+        return self._journal.refusal
+
+    def try_disk(self) -> None:
+        """Have something written, which ends `disk_refusal` where the disk takes it. Raises `Later` where not."""
+        with self.transaction():
+            self._journal.try_disk()
 
     def announce(self) -> None:
         """Pass on the events of what was committed, now that it is on disk."""

@@ -17,7 +17,7 @@ from itertools import compress, count
 from operator import ne
 from typing import Any
 
-from agentjet.types import Conversation, Message
+from agentjet.types import Conversation, Message, ToolCall
 
 REMEMBERED = 4
 """Conversations that `Identities` compares with: an agent and a few sub-agents may take turns."""
@@ -74,7 +74,7 @@ def answer_key(message: Message) -> str:
     """Hex digest of a message's meaning without what an answer loses or gains on its way back: its reasoning, which
     most agents drop, and the name that some give it.
     """
-    calls = [[call.id, call.name, _arguments(call.arguments)] for call in message.tool_calls]
+    calls = [[call.id, call.name, _arguments(call)] for call in message.tool_calls]
     name = "" if message.role == "assistant" else message.name
     return _digest([message.role, message.content, calls, message.tool_call_id, name])
 
@@ -102,12 +102,12 @@ def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
     return next(compress(count(), map(ne, known, messages)), min(len(known), len(messages)))
 
 
-def _arguments(text: str) -> list[Any]:
+def _arguments(call: ToolCall) -> list[Any]:
     """JSON by value, anything else as it stands; the first item keeps the two apart."""
     try:
-        return ["json", _plain_numbers(json.loads(text))]
-    except (ValueError, RecursionError):
-        return ["text", text]
+        return ["json", _plain_numbers(call.value())]
+    except ValueError:
+        return ["text", call.arguments]
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,7 +62,7 @@ def check_same(files: StudyFolder, seed: int | None) -> None:
     if study.topic != TOPIC or study.subject is None or not study.subject.agent.startswith(DIGITS):
         raise ConfigError(
             f"--out {files.path} holds another study ({study.topic!r}), not the demo: give another folder, or go on "
-            f"with that one: agentjet research run {files.path}"
+            f"with that one: agentjet research run {shlex.quote(str(files.path))}"
         )
     if seed not in (None, study.seed):
         raise ConfigError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli.research.advice import AgentCli, Llm, LlmKeyFile, LlmModel, advised, voice_of
+from agentjet.cli.research.advice import AgentCli, Llm, LlmKeyFile, LlmModel, advised, voice_of, workshop_of
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def new(
     servers: Annotated[int, typer.Option(min=1, help="How many run at the same time, for a budget in time.")] = 2,
     model: Annotated[str, typer.Option(help="Hugging Face id, local folder, or smollm2-135m.")] = "smollm2-135m",
     evaluator: Annotated[str, typer.Option(help="What plays the held-out tasks; default: the agent.")] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Batches of a full run.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Batches of a full run.")] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="Episodes of each held-out task in a scoring.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at the same time.")] = 32,
     base: Annotated[
@@ -58,7 +59,7 @@ def new(
     from agentjet.research.planner.space import read_space
     from agentjet.research.subject import Subject
 
-    files, voice = StudyFolder(out), voice_of(llm, llm_model, llm_key_file)
+    files, voice, workshop = StudyFolder(out), voice_of(llm, llm_model, llm_key_file), workshop_of(agent_cli)
     files.check_new()
     subject = fixed(
         Subject(
@@ -87,10 +88,10 @@ def new(
         seed=seed,
     )
     files.make()
-    made = advised(made, out, voice, agent_cli)
+    made = advised(made, out, voice, workshop)
     files.write(made.study, made.to_markdown())
     typer.echo(made.to_markdown())
-    typer.echo(f"The plan is {out / 'plan.md'}. Run it with: agentjet research run {out}")
+    typer.echo(f"The plan is {out / 'plan.md'}. Run it with: agentjet research run {shlex.quote(str(out))}")
 
 
 def fixed(subject: Subject) -> Subject:

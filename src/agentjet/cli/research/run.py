@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -98,7 +99,7 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
         ):
             chapters = see_through(study, journal, runner, Steering(files.steering), adviser)
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; go on with: agentjet research run {folder}", err=True)
+        typer.echo(f"interrupted; go on with: agentjet research run {shlex.quote(str(folder))}", err=True)
         raise typer.Exit(130) from None
     for line in Steering(files.steering).unread([chapter.book for chapter in chapters]):
         typer.echo(f"asked too late, and not done: {requested(line)}")
@@ -120,5 +121,5 @@ def on_disk(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"{error.filename or folder}: {error.strerror}. What is in the journal stands: make room, or have the "
-            f"study's folder where it was, and go on with: agentjet research run {folder}"
+            f"study's folder where it was, and go on with: agentjet research run {shlex.quote(str(folder))}"
         ) from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentjet.cli.options import Json, Token, TokenFile, Url, connect
+from agentjet.cli.printing import printable
 from agentjet.errors import AgentJetError, ConfigError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def run(
                 )
         except AgentFailing as failing:  # Its own way out is for those who write Python.
             raise AgentJetError(f"{failing.fact}: {CALL if failing.is_silent else MEND}") from None
-    typer.echo(json.dumps(as_document(report), indent=2) if as_json else str(report))
+    typer.echo(json.dumps(as_document(report), indent=2) if as_json else printable(str(report)))
 
 
 def _agent(

@@ -100,6 +100,10 @@ class CommandCode(Code):
         version = self.source.version(score.code_version, roots)
         return Version(version, self.command.changed(self.source.resolved(roots), score.agent, version))
 
+    def abandon(self) -> None:
+        if self.reward_code is not None:
+            self.reward_code.abandon()
+
     def _copied(self, files: Sequence[Path]) -> list[tuple[Path, Path]]:
         """Copy `files`; pairs of a folder and what stands for it now."""
         place = self.copies / str(self.num_copies)

@@ -25,7 +25,8 @@ def save(path: Path, policy: Policy, learner: Learner, state: dict[str, Any]) ->
 
     def write(folder: Path) -> None:
         policy.save(folder / "policy", merged=False)
-        torch.save(learner.state(), folder / "trainer.pt")
+        with (folder / "trainer.pt").open("wb") as file:  # Given its path, torch says of a full disk "unexpected pos".
+            torch.save(learner.state(), file)
         (folder / "state.json").write_text(json.dumps({"format": FORMAT, **_identity(policy), **state}, indent=2))
 
     write_atomically(path, write)
@@ -74,12 +75,20 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise CheckpointError(f"{path} could not be written: {_cause(error)}") from error
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         if type(error).__name__ != "SafetensorError":  # its only way of saying that the disk is full
             raise
         raise CheckpointError(f"{path} could not be written: {error}") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the disk said, where torch says something else while it handles that."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__context__
+    return behind or error
 
 
 def _flush(path: Path) -> None:

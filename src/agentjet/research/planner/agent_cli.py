@@ -27,7 +27,7 @@ from agentjet.research.planner import fence
 from agentjet.research.planner.actions import AddArm, Refused, as_text
 from agentjet.research.planner.consult import Draft
 from agentjet.research.planner.offline import with_agents
-from agentjet.research.planner.plan import Plan
+from agentjet.research.planner.plan import Plan, coded_name
 
 MOMENT = "agent-cli"
 MAX_BYTES = 1 << 20
@@ -49,7 +49,7 @@ class Workshop:
 
 
 def propose_code(plan: Plan, against: str, workshop: Workshop, keeping: Path, book: Book) -> Plan:
-    """The plan with an arm whose agent is as the command left it; or the plan, with the refusal in the book.
+    """The plan with an arm whose agent is as the command left it; or the plan, with the failure or refusal in the book.
 
     `against` is the arm whose agent is copied, and which the new one is held against. Code that is accepted is kept in
     `keeping`, in a folder named by its hash. Raises `ConfigError` where the agent cannot be taken apart from its judge.
@@ -68,9 +68,9 @@ def propose_code(plan: Plan, against: str, workshop: Workshop, keeping: Path, bo
         room = Path(name).resolve()
         exchange = work(workshop, task(source.name, function, workshop), given, room)
         book.append("exchange", exchange.to_json())
+        if exchange.failed:
+            return plan
         try:
-            if exchange.failed:
-                raise Refused(exchange.failed)
             files = left_in(room / "agent")
             code = hash_of(changes(given, files, kept_back, workshop))
         except Refused as refusal:
@@ -78,7 +78,7 @@ def propose_code(plan: Plan, against: str, workshop: Workshop, keeping: Path, bo
             return plan
     draft = Draft(plan.study, book, frozenset({code}))
     draft.pass_over("llm")
-    arm = AddArm(arm=f"agent {code[:6]}", against=against, changes=plan.study.arm(against).changes, code=code)
+    arm = AddArm(arm=coded_name(code), against=against, changes=plan.study.arm(against).changes, code=code)
     if draft.take(arm.model_dump(), "llm").refused:
         return plan
     folder = keeping / code

@@ -31,7 +31,8 @@ MAX_ACTIONS = 8
 Message = dict[str, str]
 RULES = f"""You advise a study in reinforcement learning. You propose; code decides, runs and judges.
 Answer with one JSON object {{"actions": [...]}}, at most {MAX_ACTIONS}, each by the schema. Or {{"actions": []}}.
-Numbers come from trials: give no results and no numbers in "why". The smallest effect of interest, alpha, the looks,
+Numbers come from trials: give no results and no numbers in "why". Name an arm by what it changes, not by how it does: a
+name with a word such as "better" is refused. The smallest effect of interest, alpha, the looks,
 the evaluator and the budget are fixed. After the data began every claim is exploratory."""
 
 

@@ -8,6 +8,7 @@ that is seen can change what was promised, and no claim is read off the scores t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -103,6 +104,15 @@ def check_words(action: Action) -> None:
     why = getattr(action, "why", "")
     if any(character.isnumeric() for character in why):
         raise Refused(f"why = {why!r}: a reason with numbers; numbers come from trials")
+
+
+def check_name(arm: str) -> None:
+    """A model's names say what an arm changes: those that judge it would stand in every table of the report."""
+    from agentjet.research.report.linter import CLAIMS, OVERSTATED
+
+    for word in re.findall(r"[^\W\d_]+", arm.lower()):
+        if word in OVERSTATED.union(CLAIMS, *CLAIMS.values()):
+            raise Refused(f"arm = {arm!r}: {word!r} judges it; name the arm by what it changes")
 
 
 def known_arm(course: Course, name: str) -> Arm:

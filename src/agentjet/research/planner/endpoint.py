@@ -43,10 +43,16 @@ class Endpoint:
                     if time.monotonic() > deadline:
                         raise Silence(f"{self.url}: the answer took longer than {self.seconds:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Silence(f"{self.url}: {error or type(error).__name__}") from None
+            raise Silence(f"{self.url}: {self._without_key(str(error)) or type(error).__name__}") from None
         if response.status_code != 200:
             raise Silence(f"{self.url}: answered with status {response.status_code}")
         return content_of(b"".join(parts), self.url)
+
+    def _without_key(self, text: str) -> str:
+        """What a failure says goes to a journal, and some say what was in the headers: as it is, or with escapes."""
+        for key in filter(None, (self.api_key, repr(self.api_key)[1:-1])):
+            text = text.replace(key, "(the key)")
+        return text
 
 
 def answer_format() -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from agentjet.research.servers import check_changes
 METRIC = "mean reward on the held-out tasks, at the last step"
 SESOI = 0.02
 """Where nobody says: two points of a hundred, of rewards from 0 to 1."""
+LONGEST_TOPIC = 500
+"""Characters."""
 SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -44,6 +47,9 @@ def plan(
     """
     if sesoi is not None and not 0 < sesoi < math.inf:
         raise ConfigError(f"--sesoi {sesoi:g}: give a finite difference of scores above 0; leave it out for {SESOI:g}")
+    if run_seconds is not None and not 0 < run_seconds < math.inf:
+        raise ConfigError(f"--run-minutes {run_seconds / 60:g}: give the finite minutes of a full run, above 0")
+    check_topic(topic)
     base: Setting = subject.settings if subject else {}
     if subject:
         check_job(base)
@@ -52,10 +58,11 @@ def plan(
     found = space.sketch(folder) if space else sketch(understood, base) if understood else Sketch()
     for arm in found.arms if subject or understood else ():
         check_arm(arm, base)
+    if understood or subject:
+        check_differ(found.arms, base)
     if space and subject:
         agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
         subject = with_agents(subject, agents)
-        check_differ(found.arms, base)
         for arm_name in agents if subject.code else ():
             subject.player(arm_name)
     study = Study(
@@ -89,6 +96,17 @@ def plan(
     )
 
 
+def check_topic(topic: str) -> None:
+    """Raises `ConfigError` for what is no title of a page."""
+    if len(topic) > LONGEST_TOPIC:
+        raise ConfigError(
+            f"the topic has {len(topic)} characters: ask one question in {LONGEST_TOPIC} or fewer; what is to be "
+            "compared can stand in a file, --space space.toml"
+        )
+    if wrong := next((character for character in topic if unicodedata.category(character) in ("Cc", "Cs")), ""):
+        raise ConfigError(f"the topic has the character {wrong!a}, which cannot be printed: leave it out")
+
+
 def cheaper(study: Study, where: str) -> str:
     """What would make a study cost less, of what this one leaves to change."""
     ways = [
@@ -117,10 +135,11 @@ def hypothesis(claim: Claim) -> Hypothesis:
 
 
 def meanings(understood: Understood) -> list[tuple[str, str]]:
-    return [
+    named = (
         (mention.words, f"{mention.setting} = {mention.choice}" if mention.choice else mention.setting)
         for mention in understood.mentions
-    ]
+    )
+    return list(dict.fromkeys(named))
 
 
 def check_arm(arm: Arm, base: Setting) -> None:

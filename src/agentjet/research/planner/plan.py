@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from agentjet.research.models import EXPECTED, Arm, Study
+from agentjet.research.models import EXPECTED, Arm, Hypothesis, Study
+from agentjet.research.planner.reading import Kind
 from agentjet.research.planner.rehearsal import Cost, rehearse
-from agentjet.research.planner.topics import MEANINGS, Kind
+from agentjet.research.planner.topics import MEANINGS
 
 ARMS = ("arm", "changes", "code", "tunes before it is judged")
 
@@ -57,10 +58,14 @@ class Plan:
     def _claims(self) -> str:
         rows = []
         for hypothesis in self.study.hypotheses:
-            expected = EXPECTED[hypothesis.sign] if hypothesis.sign else "proposed by a language model"
+            expected = EXPECTED[hypothesis.sign] if hypothesis.sign else f"proposed by {self._proposer(hypothesis)}"
             standing = "confirmatory" if hypothesis.confirmatory else "exploratory"
             rows.append((hypothesis.claim, expected, standing, hypothesis.why or "–"))
         return table(("claim", "expected", "standing", "because"), rows)
+
+    def _proposer(self, hypothesis: Hypothesis) -> str:
+        arm = self.study.arm(hypothesis.arm)
+        return "a coding agent" if arm.code and arm.name == coded_name(arm.code) else "a language model"
 
     def _arms(self) -> str:
         """With the agent of each, where they differ in it."""
@@ -103,6 +108,11 @@ class Plan:
             hours = study.budget * self.run_seconds / self.servers / 3600
             lines.append(f"At {self.run_seconds:g} s a run, {self.servers} at a time, that is at most {hours:.1f} h.")
         return "\n\n".join(lines)
+
+
+def coded_name(code: str) -> str:
+    """Of an arm whose agent a coding agent wrote, by the hash of what it changed."""
+    return f"agent {code[:6]}"
 
 
 def arm_row(arm: Arm) -> tuple[str, ...]:

@@ -54,16 +54,16 @@ class Prior(BaseModel):
     def refusal(self, name: str, value: Value) -> str | None:
         """Why a study may not set this, or None."""
         if self.switch:
-            return None if isinstance(value, bool) else f"{name} = {value!r}: true or false"
+            return None if isinstance(value, bool) else f"{name} = {value!r}: give true or false"
         if self.choices:
-            return None if value in self.choices else f"{name} = {value!r}: one of {', '.join(self.choices)}"
+            return None if value in self.choices else f"{name} = {value!r}: give one of {', '.join(self.choices)}"
         if isinstance(value, bool | str) or not math.isfinite(value):
-            return f"{name} = {value!r}: a number"
+            return f"{name} = {value!r}: give a number"
         if self.whole and value != int(value):
-            return f"{name} = {value!r}: a whole number"
+            return f"{name} = {value!r}: give a whole number"
         assert self.low is not None and self.high is not None
         if not self.low <= value <= self.high:
-            return f"{name} = {value!r}: from {self.low:g} to {self.high:g}"
+            return f"{name} = {value!r}: give a value from {self.low:g} to {self.high:g}"
         return None
 
     def tried(self, base: Value) -> tuple[float, ...]:

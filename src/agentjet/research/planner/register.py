@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from agentjet.research.journal import Book
 from agentjet.research.models import Amendment, Origin
-from agentjet.research.planner.actions import PROPOSAL, REQUEST, Action, Refused, as_text, loads, parse
-from agentjet.research.planner.course import EVERYTHING, Course, grant
+from agentjet.research.planner.actions import PROPOSAL, REQUEST, Action, AddArm, Refused, as_text, loads, parse
+from agentjet.research.planner.course import EVERYTHING, Course, check_name, grant
 
 PLANNING = -1
 """The point of what is asked before a study is fixed."""
@@ -49,6 +49,8 @@ class Register:
 
     def granted(self, action: Action, origin: Origin) -> Course:
         """The course with this, too. Raises `Refused`."""
+        if origin == "llm" and isinstance(action, AddArm):
+            check_name(action.arm)  # here alone: what was granted once stands
         return grant(self.course, action, origin, self._left())
 
     def refuse(self, said: object, origin: Origin, refusal: Refused) -> Amendment:

@@ -30,6 +30,9 @@ from agentjet.research.planner.priors import rounded, whole_settings
 from agentjet.research.planner.templates import Claim, Sketch
 from agentjet.research.wording import sentence
 
+MOST_SEEDS = 1000
+"""Of an arm, at the last look."""
+MOST_LOOKS = 20
 RANGE_VALUES = 25
 """Values that a range has, both ends among them: finer than the noise of any run can tell apart."""
 
@@ -101,7 +104,19 @@ class Space(Part):
     metric: str = ""
     sesoi: Annotated[float | None, Field(gt=0)] = None
     alpha: float = 0.05
-    looks: tuple[int, ...] = (4, 8, 12)
+    looks: Annotated[tuple[Annotated[int, Field(le=MOST_SEEDS)], ...], Field(max_length=MOST_LOOKS)] = (4, 8, 12)
+
+    @model_validator(mode="after")
+    def _compared_once(self) -> Self:
+        claimed: set[frozenset[str]] = set()
+        for claim in self.hypotheses:
+            if (pair := frozenset((claim.arm, claim.against))) in claimed:
+                raise ValueError(
+                    f"hypotheses: {claim.arm!r} and {claim.against!r} are compared twice, and a difference has one "
+                    "sign: keep one of the claims"
+                )
+            claimed.add(pair)
+        return self
 
     def sketch(self, folder: Path) -> Sketch:
         """Raises `ConfigError` for an agent that is not there."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from agentjet.errors import ConfigError
 from agentjet.research.models import Arm, Setting, Sign, Value
-from agentjet.research.planner.priors import base_value, knob, priors
+from agentjet.research.planner.priors import base_value, knob, priors, rounded
+from agentjet.research.planner.reading import Mention
 from agentjet.research.planner.topics import Understood
 
 
@@ -68,7 +69,62 @@ def sketch(understood: Understood, base: Setting) -> Sketch:
         "diagnosis": diagnosis,
         "reward_shaping": reward_shaping,
     }
-    return makers[understood.kind](understood, base)
+    conditions, notes = conditions_of(understood, base)
+    found = makers[understood.kind](understood, {**base, **conditions})
+    found.notes += notes
+    for name, value in conditions.items():
+        varies = any(arm.changes.get(name, value) != value for arm in found.arms)
+        found.notes.append(f"{name} = {value} in all arms{', but where one sets it itself' if varies else ''}")
+    found.arms = [
+        replace(
+            arm,
+            changes={**conditions, **arm.changes},
+            nuisance=tuple(knob for knob in arm.nuisance if knob.name not in conditions),
+        )
+        for arm in found.arms
+    ]
+    return found
+
+
+def conditions_of(understood: Understood, base: Setting) -> tuple[dict[str, Value], list[str]]:
+    """What is given in all arms, and a note for each setting of which that cannot be told."""
+    given: dict[str, list[Value]] = {}
+    for mention in understood.mentions:
+        if mention.given:
+            given.setdefault(mention.setting, []).extend(
+                [without_it(mention.setting)] if mention.absent else values_of(mention, base)
+            )
+    for name, values in given.items():
+        prior = priors()[name]
+        if not values and (prior.switch or prior.on is not None):
+            values.append(with_it(name, base))
+    plain = {name: values[0] for name, values in given.items() if len(set(values)) == 1}
+    return plain, [beside(name, ", ".join(understood.settings) or "a remedy") for name in given if name not in plain]
+
+
+def values_of(mention: Mention, base: Setting) -> list[Value]:
+    """That a mention names. Raises `ConfigError` for a multiple that the setting cannot have."""
+    prior, name = priors()[mention.setting], mention.setting
+    values: list[Value] = [mention.choice] if mention.choice else []
+    for amount in mention.amounts:
+        assert amount.value is not None, "what is no number is refused when it is read"
+        value = amount.value
+        if amount.is_multiple:
+            if not prior.is_number:
+                raise ConfigError(f"{name}: there is no {value:g} times of it; name the values to compare")
+            value = rounded(value * number(base_value(name, base)), 3)
+        if sentence := prior.refusal(name, value):
+            raise ConfigError(sentence)
+        values.append(prior.typed(value))
+    return values
+
+
+def options_of(understood: Understood, base: Setting) -> dict[str, list[Value]]:
+    """By setting that is asked about, the values that are named."""
+    options: dict[str, list[Value]] = {name: [] for name in understood.settings}
+    for mention in understood.asked:
+        options[mention.setting] += values_of(mention, base)
+    return options
 
 
 def sweep(understood: Understood, base: Setting) -> Sketch:
@@ -82,8 +138,12 @@ def sweep(understood: Understood, base: Setting) -> Sketch:
 
 def ablation(understood: Understood, base: Setting) -> Sketch:
     """Everything, then everything but one."""
-    names = understood.settings
-    whole = {name: with_it(name, base) for name in names}
+    options = options_of(understood, base)
+    names = list(options)
+    for name, values in options.items():
+        if len(values) > 1:
+            raise ConfigError(f"{name}: an ablation takes one value away, and {len(values)} are named; name one")
+    whole = {name: values[0] if values else with_it(name, base) for name, values in options.items()}
     everything = Arm("all", whole)
     found = Sketch([everything])
     for name in names:
@@ -96,11 +156,8 @@ def ablation(understood: Understood, base: Setting) -> Sketch:
 
 def a_against_b(understood: Understood, base: Setting) -> Sketch:
     """What is named against each other; one alone stands against the present value, a part against none."""
-    options: dict[str, list[Value]] = {name: [] for name in understood.settings}
-    for mention in understood.mentions:
-        options[mention.setting] += [mention.choice] if mention.choice else []
-        options[mention.setting] += [priors()[mention.setting].typed(value) for value in mention.values]
-    if len(options) > 1 and all(len(values) < 2 for values in options.values()):
+    options = options_of(understood, base)
+    if understood.rivals and len(options) > 1 and all(len(values) < 2 for values in options.values()):
         return part_against_part(options, base)
     name, values = max(options.items(), key=lambda item: len(item[1]))
     prior = priors()[name]
@@ -121,6 +178,10 @@ def compared(name: str, values: list[Value], base: Setting) -> list[Value]:
     """At least two, numbers from the smallest on: the present one, or all choices, where too few are named."""
     prior = priors()[name]
     present = base_value(name, base)
+    if len(values) > 1 and len(set(values)) == 1:
+        raise ConfigError(f"{name}: {values[0]} and {values[1]} are equal; name two values, such as '{example(name)}'")
+    if values == [present] and not prior.choices:
+        raise ConfigError(f"{name}: {present} is its present value; name another one, such as '{example(name)}'")
     if not values:
         values = [*prior.choices]
     elif values == [present]:
@@ -220,7 +281,8 @@ def without_it(name: str) -> Value:
 
 def example(name: str) -> str:
     prior = priors()[name]
-    options = list(prior.choices) or [f"{value:g}" for value in prior.values or (1, 2)]
+    tried = prior.tried(base_value(name, {})) or (prior.off, prior.on)
+    options = list(prior.choices) or [f"{number(value):g}" for value in tried if value is not None]
     return f"{prior.says[0]}: {options[0]} vs {options[1]}"
 
 
@@ -234,12 +296,14 @@ def claim_of(name: str, more: Arm, less: Arm) -> Claim:
 
 def not_varied(names: Iterable[str], name: str) -> list[str]:
     """What a plan says of settings that were spoken of besides the one it compares."""
-    return [
+    return [beside(other, name) for other in names if other != name]
+
+
+def beside(other: str, name: str) -> str:
+    return (
         f"{other} is not varied, because one setting is compared at a time, here {name}; set it for all arms with "
         "--set, or name the arms in a file, --space space.toml"
-        for other in names
-        if other != name
-    ]
+    )
 
 
 def tuned_with(names: list[str]) -> list[str]:

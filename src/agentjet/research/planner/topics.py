@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from agentjet.errors import ConfigError
 from agentjet.research.planner.priors import priors
+from agentjet.research.planner.reading import KIND_WORDS, Kind, Mention, Question, phrases, read
 
-Kind = Literal["sweep", "ablation", "a_against_b", "reward_shaping", "scaling", "diagnosis"]
 MEANINGS: dict[Kind, str] = {
     "sweep": "does tuning gain anything over the present value?",
     "ablation": "what is lost when a part is taken away?",
@@ -23,34 +22,10 @@ MEANINGS: dict[Kind, str] = {
     "scaling": "what does more of it bring, step by step?",
     "diagnosis": "which remedy helps a training that goes wrong?",
 }
-KIND_WORDS: dict[Kind, str] = {
-    "reward_shaping": "reward shaping, shaped reward, length penalty, length bonus, format reward, bonus",
-    "diagnosis": "why, collapse, collapses, diverge, diverges, unstable, diagnose, stuck, does not learn",
-    "ablation": "ablation, ablations, ablate, removing, remove, leaving out, leave out, needed, need",
-    "sweep": "sweep, sweeps, best, tune, tuning, optimal, search, which value",
-    "scaling": "scale, scales, scaling, larger, more, bigger, smaller, increase, increasing, how many",
-    "a_against_b": "vs, versus, against, or, compared, compare, better, than, beat, beats, help, helps",
-}
-"""In the order in which the first one found decides."""
-FILLERS = frozenset(
-    re.findall(
-        r"\w+",
-        """a agent agents all an and any are at be by can do does doing effect effects for from good has have high how
-        if in instead is it its low matter matters model much my no not of on our over performance policy reward score
-        should so still the this to training train rl use used using value values we what when where which while who
-        will with without work""",
-    )
+QUESTIONS = re.compile(
+    r"[?;!\n]+|(?:\.|,?\s+and)\s+(?=(?:does|do|is|are|should|which|how|why|what|can|will)\s)", re.IGNORECASE
 )
-
-
-@dataclass(frozen=True)
-class Mention:
-    """A setting that a topic speaks of: by itself, as one of its choices, or with numbers."""
-
-    setting: str
-    words: str
-    choice: str = ""
-    values: tuple[float, ...] = ()
+"""Where one question ends and another may begin."""
 
 
 @dataclass(frozen=True)
@@ -59,54 +34,67 @@ class Understood:
     mentions: tuple[Mention, ...]
     ignored: tuple[str, ...]
     """Words that mean nothing to the planner."""
+    rivals: bool = False
+    """Different settings are held against each other ("a or b"), not named beside each other ("a and b")."""
+
+    @property
+    def asked(self) -> list[Mention]:
+        return [mention for mention in self.mentions if not mention.given]
 
     @property
     def settings(self) -> list[str]:
-        """In the order they are first spoken of."""
-        return list(dict.fromkeys(mention.setting for mention in self.mentions))
+        """That are asked about, in the order they are first spoken of."""
+        return list(dict.fromkeys(mention.setting for mention in self.asked))
 
 
 def understand(topic: str) -> Understood:
-    """Raises `ConfigError` when the topic names neither a known setting nor a question that needs none, or a value that
-    its setting cannot have.
+    """Raises `ConfigError` when the topic names neither a known setting nor a question that needs none, more than one
+    question, or a value that its setting cannot have.
     """
-    words = normal(topic).split()
-    mentions: list[Mention] = []
-    kinds: set[Kind] = set()
-    ignored: list[str] = []
-    position = 0
-    while position < len(words):
-        length, meaning = longest(words, position)
-        phrase = " ".join(words[position : position + max(1, length)])
-        number = as_number(phrase)
-        if isinstance(meaning, Mention):
-            mentions.append(meaning)
-        elif meaning:
-            kinds.add(meaning)
-        elif number is not None and mentions and not mentions[-1].choice:
-            last = mentions[-1]
-            mentions[-1] = Mention(last.setting, last.words, values=(*last.values, number))
-        elif phrase not in FILLERS:
-            ignored.append(phrase)
-        position += max(1, length)
-    kind = next((kind for kind in KIND_WORDS if kind in kinds), None)
-    if not mentions and kind not in ("diagnosis", "reward_shaping"):
-        raise ConfigError(unknown(topic, ignored))
+    questions = [read(text.strip()) for text in QUESTIONS.split(topic) if text.strip()]
+    asking = [question for question in questions if question.asks]
+    if not asking:
+        raise ConfigError(unknown(topic, [word for question in questions for word in question.ignored]))
+    check_one(topic, asking)
+    beside = [question for question in questions if not question.asks and question.ignored]
+    heard = [question for question in questions if question not in beside]
+    mentions = tuple(mention for question in heard for mention in question.mentions)
+    said = next((kind for kind in KIND_WORDS if any(kind in question.kinds for question in heard)), None)
+    rivals = any(question.rivals for question in heard)
+    kind = kind_of(said, [mention for mention in mentions if not mention.given], rivals=rivals)
     for mention in mentions:
-        for value in mention.values:
-            if sentence := priors()[mention.setting].refusal(mention.setting, value):
+        for amount in mention.amounts:
+            if amount.value is None or amount.is_multiple:
+                continue
+            if sentence := priors()[mention.setting].refusal(mention.setting, amount.value):
                 raise ConfigError(f"topic {topic!r}: {sentence}")
-    return Understood(kind_of(kind, mentions), tuple(mentions), tuple(ignored))
+    if kind == "diagnosis":
+        mentions = tuple(replace(mention, given=True) for mention in mentions)
+    ignored = [word for question in questions for word in ([question.text] if question in beside else question.ignored)]
+    return Understood(kind, mentions, tuple(dict.fromkeys(ignored)), rivals)
 
 
-def kind_of(said: Kind | None, mentions: list[Mention]) -> Kind:
+def check_one(topic: str, asking: Sequence[Question]) -> None:
+    """Raises `ConfigError` for two questions, unless one is about nothing else than the other."""
+    first, *others = asking
+    for other in others:
+        ours, theirs = first.settings, other.settings
+        if not ours or not theirs or not (ours <= theirs or theirs <= ours):
+            raise ConfigError(
+                f"topic {topic!r} asks two questions, {first.text!r} and {other.text!r}: one question a study; plan "
+                "the other by itself"
+            )
+
+
+def kind_of(said: Kind | None, asked: Sequence[Mention], *, rivals: bool) -> Kind:
     """Named choices and numbers are compared whatever else is said; without a word for it, the setting decides."""
-    if said == "ablation" or (said in ("diagnosis", "reward_shaping") and not mentions):
+    goes_wrong = said in ("diagnosis", "reward_shaping")
+    if said == "ablation" or (said and goes_wrong and not asked):
         return said
-    named = any(mention.choice or len(mention.values) > 1 for mention in mentions)
-    if named or (said == "a_against_b" and len(mentions) > 1):
+    named = any(mention.choice or len(mention.amounts) > goes_wrong for mention in asked)
+    if named or (said == "a_against_b" and rivals):
         return "a_against_b"
-    prior = priors()[mentions[0].setting]
+    prior = priors()[asked[0].setting]
     if prior.choices or prior.switch:
         return "a_against_b"
     if said in ("sweep", "scaling", "diagnosis", "reward_shaping"):
@@ -115,52 +103,10 @@ def kind_of(said: Kind | None, mentions: list[Mention]) -> Kind:
 
 
 def unknown(topic: str, words: list[str]) -> str:
-    known = [phrase for phrase, _ in phrases()]
+    known = [phrase for phrase, meaning in phrases() if meaning]
     near = list(dict.fromkeys(match for word in words for match in difflib.get_close_matches(word, known, 2, 0.5)))
     nearest = near[:5] or [priors()[name].says[0] for name in list(priors())[:5]]
     return (
         f"topic {topic!r} names no setting that the planner knows; the nearest are {', '.join(map(repr, nearest))}. "
         "Say the topic with one of them, or what is to be compared in a file: --space space.toml"
     )
-
-
-# ---- words ----------------------------------------------------------------------------------------------------------
-
-
-def normal(text: str) -> str:
-    """Lower case, words apart by single blanks; signs inside numbers stay."""
-    return " ".join(
-        re.findall(
-            r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?|[a-z0-9]+(?:'s)?", text.lower().replace("ß", "ss")
-        )
-    )
-
-
-def as_number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-@cache
-def phrases() -> tuple[tuple[str, Mention | Kind], ...]:
-    """Every phrase that means something."""
-    found: dict[str, Mention | Kind] = {word: kind for kind, words in KIND_WORDS.items() for word in words.split(", ")}
-    for name, prior in priors().items():
-        for phrase in (*prior.says, name, name.rpartition(".")[2]):
-            found.setdefault(normal(phrase), Mention(name, phrase))
-        for choice, said in prior.choices.items():
-            for phrase in (*said, *([choice] if "_" in choice else [])):
-                found[normal(phrase)] = Mention(name, phrase, choice)
-    return tuple(found.items())
-
-
-def longest(words: list[str], position: int) -> tuple[int, Mention | Kind | None]:
-    """The longest phrase that begins here: how many words, and what it means."""
-    best: tuple[int, Mention | Kind | None] = (0, None)
-    for phrase, meaning in phrases():
-        parts = phrase.split()
-        if len(parts) > best[0] and words[position : position + len(parts)] == parts:
-            best = (len(parts), meaning)
-    return best

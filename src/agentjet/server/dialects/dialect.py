@@ -42,10 +42,9 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A piece of a stream, as it is sent. Exactly one is the last, after which the answer counts as delivered."""
+    """A piece of a stream, as it is sent."""
 
     text: str
-    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Dialect(Generic[Asked, Answer]):
     to_events: Callable[[Chunks, Asked, Head], AsyncGenerator[Event]]
 
 
-DONE = Event("data: [DONE]\n\n", is_last=True)
+DONE = Event("data: [DONE]\n\n")
 """How OpenAI's older dialects end a stream."""
 
 

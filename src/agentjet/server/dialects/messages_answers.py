@@ -60,7 +60,7 @@ async def to_events(chunks: Chunks, body: MessagesBody, head: Head) -> AsyncGene
             yield _event(event)
         usage = Usage(input_tokens=chunk.num_prompt_tokens, output_tokens=len(chunk.call.completion))
         yield _event({"type": "message_delta", "delta": _end(chunk, chunk.call, body), "usage": usage.model_dump()})
-    yield Event(sse({"type": "message_stop"}, name="message_stop"), is_last=True)
+    yield Event(sse({"type": "message_stop"}, name="message_stop"))
 
 
 def _event(payload: dict[str, Any]) -> Event:

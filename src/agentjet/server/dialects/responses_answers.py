@@ -34,9 +34,9 @@ async def to_events(chunks: Chunks, body: ResponsesBody, head: Head) -> AsyncGen
     """The events of a streamed answer: items come one after the other, function calls whole."""
     numbers = count()
 
-    def event(kind: str, content: dict[str, Any], *, is_last: bool = False) -> Event:
+    def event(kind: str, content: dict[str, Any]) -> Event:
         payload = {"type": f"response.{kind}", "sequence_number": next(numbers), **content}
-        return Event(sse(payload, name=payload["type"]), is_last)
+        return Event(sse(payload, name=payload["type"]))
 
     begun = {"response": _response(body, head, "in_progress", []).model_dump()}
     yield event("created", begun)
@@ -50,7 +50,7 @@ async def to_events(chunks: Chunks, body: ResponsesBody, head: Head) -> AsyncGen
     response = _ended(gathered, body, head)
     for kind, content in items.end(response.output):
         yield event(kind, content)
-    yield event(response.status, {"response": response.model_dump()}, is_last=True)
+    yield event(response.status, {"response": response.model_dump()})
 
 
 Payload = tuple[str, dict[str, Any]]

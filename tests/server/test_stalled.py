@@ -1,0 +1,133 @@
+"""An agent that stopped reading its answer, over real sockets whose buffers are small. Pinned here:
+
+1. it shows no life: its episode ends with its lease, its call with the episode, and its connection is closed;
+2. what it was not handed when its episode ended, or when it left, is not trained, whoever says `finish`;
+3. one that reads slowly lives, and what it has read trains;
+4. a server that stops does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import saying
+from tests.server.serving import Served, serving
+
+pytestmark = pytest.mark.anyio
+TOKENS = 500
+"""Of each choice; its events, with log-probabilities, are many times what fits into the buffers."""
+CHOICES = 2
+
+
+async def stalled(served: Served, episode: dict[str, Any]) -> socket.socket:
+    """A connection that asked for a streamed answer, all of which is recorded, and has read nothing of it."""
+    served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    reader.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(reader, served.listener.getsockname())
+    asked = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "hello"}],
+        "stream": True,
+        "logprobs": True,
+        "n": CHOICES,
+        "max_tokens": TOKENS,
+    }
+    body = json.dumps(asked).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {episode['api_key']}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    await loop.sock_sendall(reader, head.encode() + body)
+    swarm, lease = served.run.gateway.swarm, served.run.gateway.swarm.job.lease_seconds
+    await served.run.until(lambda: swarm.episode(episode["episode_id"]).num_calls == CHOICES)
+    # While the server was at work the lease stood still, and only `max_episode_seconds` counted.
+    await served.run.until(
+        lambda: swarm.expires_at(swarm.episode(episode["episode_id"])) == served.run.clock.now + lease
+    )
+    assert served.run.gateway.status().calls_active == 1
+    return reader
+
+
+async def rest_of(reader: socket.socket) -> bytes:
+    """What can be read until the connection ends, however it does."""
+    read = b""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(5):
+        try:
+            while piece := await loop.sock_recv(reader, 65536):
+                read += piece
+        except ConnectionResetError:
+            pass
+    return read
+
+
+async def orphans(served: Served, episode: dict[str, Any]) -> list[str]:
+    answer = (await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")).json()
+    return [call["orphan"] for call in answer["calls"]]
+
+
+def long_answers() -> Any:
+    return saying(lambda prompt: "word " * TOKENS)
+
+
+async def test_a_reader_that_stalls_is_cut_off_with_its_lease(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", long_answers(), job={"lease_seconds": 10}) as served:
+        episode = await served.begin()
+        with await stalled(served, episode) as reader:
+            served.run.clock.advance(11)
+            swarm = served.run.gateway.swarm
+            await served.run.until(lambda: swarm.episode(episode["episode_id"]).status == "expired")
+            await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+            assert b"[DONE]" not in await rest_of(reader)
+        assert await orphans(served, episode) == ["undelivered"] * CHOICES
+
+
+async def test_a_finish_does_not_train_what_is_still_being_handed_out(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", long_answers()) as served:
+        episode = await served.begin()
+        with await stalled(served, episode) as reader:
+            await served.http.post(f"/swarm/v1/episodes/{episode['episode_id']}/finish", json={"reward": 1.0})
+            assert await orphans(served, episode) == ["undelivered"] * CHOICES
+            await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+            assert b"[DONE]" not in await rest_of(reader)
+
+
+async def test_who_leaves_without_reading_has_not_heard(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", long_answers()) as served:
+        episode = await served.begin()
+        with await stalled(served, episode):
+            pass
+        await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+        assert await orphans(served, episode) == ["undelivered"] * CHOICES
+
+
+async def test_who_reads_late_has_heard(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d", long_answers(), job={"lease_seconds": 10}) as served:
+        episode = await served.begin()
+        with await stalled(served, episode) as reader:
+            served.run.clock.advance(9)
+            read = b""
+            while b"[DONE]" not in read:
+                read += await asyncio.get_running_loop().sock_recv(reader, 65536)
+            await served.run.until(lambda: served.run.gateway.status().calls_active == 0)
+        assert served.run.gateway.swarm.episode(episode["episode_id"]).status == "live"
+        assert await orphans(served, episode) == [""] * CHOICES
+
+
+async def test_a_stop_does_not_wait_for_readers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(tmp_path / "d", long_answers()) as served:
+        episode = await served.begin()
+        reader = await stalled(served, episode)
+    reader.close()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    async with serving(tmp_path / "d") as served:
+        assert await orphans(served, episode) == ["undelivered"] * CHOICES
