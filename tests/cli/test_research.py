@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -19,13 +22,15 @@ from typer.testing import CliRunner
 from agentjet import Swarm
 from agentjet.cli.main import app
 from agentjet.cli.research.demo import check_same, demo_plan
+from agentjet.cli.research.run import carry_out
 from agentjet.cli.research.telling import Told
-from agentjet.errors import ConfigError
+from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.folder import StudyFolder
-from agentjet.research.journal import Journal
+from agentjet.research.journal import Journal, read_book
 from agentjet.research.leased import LeasedPlace, Lost
 from agentjet.research.models import Diagnosis
 from agentjet.research.planner.actions import AddArm, AddHypothesis, Cap, Pause
+from agentjet.research.records import Setting
 from agentjet.research.scheduler import conduct, see_through
 from agentjet.research.steering import Steering
 from tests.research.world import STUDY, Formula
@@ -267,7 +272,7 @@ def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) ->
     token = here / "token"
     token.write_text("wrong")
     for url, said in (("http://127.0.0.1:9", "could not be reached|127.0.0.1:9"), (served.url, "token")):
-        with pytest.raises(ConfigError, match=f"--server {url}: .*({said}).*; nothing was begun"):
+        with pytest.raises(ConfigError, match=f"--server {url}: .*({said}).*; give the address of a server that runs"):
             research("run", "study", "--server", url, "--admin-token-file", "token")
     assert not (here / "study" / "launches").exists()
 
@@ -280,6 +285,45 @@ def test_a_study_that_cannot_begin_leaves_the_server_to_others(here: Path, serve
         research("run", "study", "--server", served.url, "--admin-token-file", "token")
     with Swarm(served.url, ADMIN) as other:
         assert other.take_lease("another study", 60).holder == "another study"
+
+
+class Moving:
+    """A place at which somebody moves the study's folder."""
+
+    name = "moving"
+
+    @contextmanager
+    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[Served]:
+        folder = run.parent.parent
+        folder.rename(folder.with_name("moved"))
+        raise AgentJetError("over")
+        yield
+
+    def check(self) -> None:
+        """It is there."""
+
+    def over(self, run: Path) -> None:
+        raise AssertionError("nothing was completed")
+
+    def close(self) -> None:
+        """It has nothing."""
+
+
+def test_a_folder_that_is_moved_or_has_no_room_is_told_in_a_sentence(here: Path) -> None:
+    new("does a kl penalty help?")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"^study/journal\.jsonl: File too large\. .* agentjet research run study$"
+        ):
+            carry_out(Path("study"), [Moving()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (here / "study" / "journal.jsonl").read_bytes() == b""
+    with pytest.raises(ConfigError, match=r"^study.*: No such file .* study's folder where it was, and go on"):
+        carry_out(Path("study"), [Moving()])
+    assert read_book(here / "moved" / "journal.jsonl").study
 
 
 def test_a_study_says_for_whom_it_waits(tmp_path: Path, served: Served) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -170,6 +171,23 @@ def test_learning_waits_for_an_evaluation_at_a_version(tmp_path: Path, at_versio
             with pytest.raises(Conflict) as gone:
                 await swarm.evaluate(agent, TASKS, progress=False, at_version=0)
             assert gone.value.code == "version_gone"
+
+    asyncio.run(scenario())
+
+
+def test_plays_that_failed_before_they_were_scored_are_counted(tmp_path: Path) -> None:
+    tries: Counter[str] = Counter()
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        tries[task.id] += 1
+        if tries[task.id] <= {"t0": 0, "t1": 1, "t2": 9}[task.id]:
+            raise ValueError("no number in the answer")
+        return 1.0
+
+    async def scenario() -> None:
+        async with serving(tmp_path / "data") as served, client(served.url) as swarm:
+            found = await swarm.evaluate(agent, TASKS, concurrency=3, progress=False)
+            assert (len(found.results), len(found.finished), found.num_repeated) == (3, 2, 1 + 2)
 
     asyncio.run(scenario())
 

@@ -6,6 +6,7 @@
 3. A server of somebody else is leased: strangers are refused meanwhile, and find their own run as they left it. A
    study uses several side by side, and another waits for them, told by whom they are held. One that serves other
    weights under the model's name is refused.
+   One that dies for good ends the study's run in a sentence, costs it nothing, and is gone on with.
 4. Ctrl-C ends a study that can be gone on with, and leaves no process.
 5. A run whose environment is dead, or whose tasks cannot be played, has no score; code that changed stops the study.
 """
@@ -31,6 +32,7 @@ from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import read_book
 from agentjet.research.leased import LeasedPlace
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
+from agentjet.research.report.proceedings import Proceedings
 from agentjet.research.swarm_runner import SwarmRunner, name_of_run
 from tests.e2e.server import PATIENCE, Server, environment, is_running
 from tests.tiny import make_model
@@ -283,6 +285,27 @@ def test_a_study_on_two_servers_of_others_that_another_has_to_wait_for(subject: 
             assert runner.ask(f"{name}-1", "regrade") is None
     assert (tmp_path / "study" / "report.html").exists()
     assert "could not be asked: what several tries at a task found before and after" in first.log
+
+
+def test_a_server_of_others_that_dies_for_good_costs_nothing(subject: Subject, tmp_path: Path) -> None:
+    folder, model = tmp_path / "study", Path(subject.model)
+    StudyFolder(folder).write(study_of(subject), "")
+    with Server(model, tmp_path / "server") as server:
+        first = Researcher(folder, *server_options(server))
+        first.until(lambda: bool(read_book(folder / "journal.jsonl").outcomes) and first.is_training())
+        server.kill()
+        assert first.process.wait(LONG) == 2, first.log
+    said = f"--server {server.url}: no answer from {server.url}"
+    assert said in first.log and f"go on from here with: agentjet research run {folder}" in first.log
+    ended = {name: [outcome.end for outcome in of] for name, of in read_book(folder / "journal.jsonl").outcomes.items()}
+    assert ended and {end for ends in ended.values() for end in ends} == {"completed"}, first.log
+    with Server(model, tmp_path / "server") as server:
+        second = Researcher(folder, *server_options(server))
+        assert second.process.wait(LONG) == 0, second.log
+    book = read_book(folder / "journal.jsonl")
+    assert len(book.trials) == 8 and set(book.attempts.values()) == {1}, second.log
+    assert {outcome.end for [outcome] in book.outcomes.values()} == {"completed"}
+    assert Proceedings(book).ledger.total == 8.0
 
 
 def tuning_of(subject: Subject, topic: str) -> Study:

@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, hard))
         try:
-            with pytest.raises(OSError):
+            with pytest.raises(OSError, match=f"{tmp_path / 'j'}"):
                 journal.decide("rungs", [1.0])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -18,6 +18,8 @@ from agentjet.research.explore import lost
 from agentjet.research.journal import Book
 from agentjet.research.ledger import Ledger, OutOfBudget
 from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial
+from agentjet.research.report.building import render
+from agentjet.research.report.proceedings import Proceedings
 from agentjet.research.scheduler import conduct
 from agentjet.research.seeds import seed_of
 from agentjet.research.statistics import nominal_level
@@ -166,7 +168,60 @@ def test_the_last_look_is_read_without_what_is_lost_for_good(lost: dict[str, int
 def test_too_few_seeds_that_came_back_are_said_not_to_have_left_it_open() -> None:
     finding, _, _ = conducted(PLAIN, Unlucky(0.3, a=9))
     assert (finding.verdict, finding.estimate) == ("inconclusive", None)
-    assert finding.reason == "3 seeds came back, and fewer than 4 prove nothing; seeds lost for good: 9 of 'a'"
+    assert finding.reason == "3 seeds of 'a' came back, and fewer than 4 prove nothing; seeds lost for good: 9 of 'a'"
+
+
+@dataclass
+class Drifting(Formula):
+    """A judge that is kinder with every run, whichever arm it is of."""
+
+    def collect(self, key: str) -> Outcome:
+        outcome = super().collect(key)
+        assert outcome.score is not None
+        return replace(outcome, score=outcome.score + list(self.launched).index(key))
+
+
+def test_what_drifts_with_time_is_no_arms() -> None:
+    """Seed by seed over the arms, and back: the mean time of each is the same."""
+    runner = Drifting(lambda setting, fidelity: 0.0, noise=0.01)
+    finding, book, _ = conducted(PLAIN, runner)
+    assert "".join(trial.arm for trial in book.trials.values()) == "abba" * 2
+    assert finding.verdict == "inconclusive" and finding.estimate == pytest.approx(0.0, abs=0.1)
+
+
+def test_a_study_begun_arm_by_arm_is_gone_on_with() -> None:
+    """Its first look as it was launched once; the same findings, and nothing anew."""
+    book, runner = Book(), Formula(lambda setting, fidelity: 0.0)
+    once = Desk(PLAIN, book, runner)
+    book.decide("frozen", {arm.name: dict(arm.changes) for arm in PLAIN.arms})
+    once.run([Trial(PLAIN.id, "a", {}, seed_of(PLAIN, "confirm", number), "confirm") for number in range(4)])
+    [finding], _ = conduct(PLAIN, book, runner)
+    assert finding == conducted(PLAIN, Formula(lambda setting, fidelity: 0.0))[0]
+    assert set(book.attempts.values()) == {1}
+
+
+def failing(**shares: float) -> Book:
+    """The book of a study, so many of whose held-out plays failed."""
+
+    class Failing(Formula):
+        def collect(self, key: str) -> Outcome:
+            failed = 20 * shares.get(self.launched[key].arm, 0.0)
+            return replace(super().collect(key), signals={"held_out/plays": (20,), "held_out/failed": (failed,)})
+
+    book = Book()
+    conduct(PLAIN, book, Failing(lambda setting, fidelity: 0.0))
+    return book
+
+
+def test_plays_that_failed_are_said_beside_the_verdict() -> None:
+    [reason] = [found.reason for found in Proceedings(failing(a=0.4, b=0.05)).findings.values()]
+    assert reason == "look at 12 seeds; held-out plays that failed and were played again: 40% of 'a'"
+    text = " ".join(render(failing(a=0.4, b=0.05)).markdown.text.split())
+    assert "of “a” that failed: 96 of 240 (40 %). Each was played again" in text and text.count("a choice among") == 1
+    assert "of “b” that failed: 12 of 240 (5 %)" in text
+    uncounted = conducted(PLAIN, Formula(lambda setting, fidelity: 0.0))[1]
+    for book in (failing(), uncounted):
+        assert "played again" not in render(book).markdown.text
 
 
 def test_seeds_that_all_score_the_same_are_said_to() -> None:

@@ -19,6 +19,7 @@ import pytest
 from agentjet.research.journal import Book, Journal
 from agentjet.research.models import Arm, Finding, Hypothesis, Knob, Study, Trial
 from agentjet.research.planner.actions import AddArm, AddHypothesis, Cap, Pause, Request, Resume, Veto
+from agentjet.research.report.building import render
 from agentjet.research.scheduler import Chapter, conduct, see_through
 from agentjet.research.steering import Steering
 from tests.research.world import STUDY, Doomed, Formula
@@ -211,6 +212,21 @@ def test_an_added_arm_is_tuned_like_the_one_it_is_held_against(tmp_path: Path) -
     found, [_, annex] = steered(tmp_path, {5: asked}, study)
     assert found["d scores higher than b"].settings == {"b": {"gain": 3.0, "lr": 16.0}, "d": {"gain": 6.0, "lr": 16.0}}
     assert {trial.arm for trial in annex.book.trials.values() if trial.phase == "explore"} == {"d"}
+
+
+def test_what_a_veto_took_with_it_is_said(tmp_path: Path) -> None:
+    """With nothing else added there is no annex, and with something there is one without it."""
+    dropped = {"d scores higher than b": "arm 'b' was vetoed"}
+    _, [only] = steered(tmp_path, {2: ADDED, 3: Veto(arm="b"), 4: Veto(arm="a")})
+    assert only.book.decisions["granted, and not tested"] == dropped
+    assert (
+        "Granted, and in no annex: “d scores higher than b”, because arm 'b' was vetoed."
+        in render(only.book).markdown.text
+    )
+    (tmp_path / "steer.jsonl").unlink()
+    _, [first, annex] = steered(tmp_path, {2: ADDED, 3: Veto(arm="b"), 4: AddHypothesis(arm="d", against="a")})
+    assert first.book.decisions["granted, and not tested"] == dropped
+    assert [claim.claim for claim in annex.study.hypotheses] == ["d scores higher than a"]
 
 
 def test_what_is_added_during_an_annex_is_the_next_one(tmp_path: Path) -> None:

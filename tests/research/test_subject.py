@@ -175,7 +175,7 @@ def test_a_record_is_taken_up(tmp_path: Path) -> None:
     record.learned({1: {"reward/mean": 0.5, "loss": math.nan}, 3: {"reward/mean": 0.75}})
     record.scored(3, Scoring(0.5, 0.1, 0.0))
     again = RunRecord.open(tmp_path / "record.json")
-    assert again.scorings == {0: (0.25, 0.1, -1.0), 3: (0.5, 0.1, 0.0)}
+    assert again.scorings == {0: (0.25, 0.1, -1.0, 0, 0), 3: (0.5, 0.1, 0.0, 0, 0)}
     assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))
     assert again.signals(3) == {"loss": (None, None, None), "reward/mean": (0.5, None, 0.75)}
     assert again.signals(1)["reward/mean"] == (0.5,)

@@ -9,12 +9,15 @@
 5. What a server reports of its weights answers whether the last steps changed them.
 6. Leased servers serve the weights of the first one.
 7. A run that diverged and answers no more scores the floor, and never more than the least it was seen to earn.
-8. A policy that diverges in the middle fails its calls and so ends the training: a result, not a lost run.
+8. A place of which nothing can be had is left out, once and aloud; what it lost is no attempt.
+9. A run that stands at the base model again is measured anew.
+10. A policy that diverges in the middle fails its calls and so ends the training: a result, not a lost run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,9 +34,10 @@ from agentjet.protocol import EpisodeList, Event
 from agentjet.research.diagnosis.signs import Signals
 from agentjet.research.leased import check_weights
 from agentjet.research.models import Outcome, Subject, Trial
+from agentjet.research.plays import plays_of
 from agentjet.research.record import RunRecord
 from agentjet.research.records import Setting, canonical
-from agentjet.research.servers import Address, Served
+from agentjet.research.servers import Address, Served, Unserved
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, name_of_run
 from agentjet.research.work import Order, Work, scoring, weights_changed
 
@@ -57,11 +61,40 @@ class Refusing:
         raise self.error
         yield
 
+    def check(self) -> None:
+        """It answers."""
+
     def over(self, run: Path) -> None:
         raise AssertionError("nothing was completed")
 
     def close(self) -> None:
         self.closed = True
+
+
+class Gone(Refusing):
+    """A place that serves nobody any more."""
+
+    def check(self) -> None:
+        raise Unserved(f"--server {self.name}: no answer")
+
+
+class Working(Refusing):
+    """A place whose trials all end, once `waits` is over."""
+
+    waits: Signal
+
+    @contextmanager
+    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[Served]:
+        assert self.waits.wait(60)
+        for trial in run.parent.parent.glob("launches/*/trial.json"):
+            of = Trial.from_json(json.loads(trial.read_text()))
+            if of.seed == settings["job.seed"] and not trial.with_name("outcome.json").exists():
+                trial.with_name("draft.json").write_text(canonical(Outcome(of.id, "completed", 1.0).to_json()))
+        with super().serving(run, settings, stopping) as served:
+            yield served
+
+    def over(self, run: Path) -> None:
+        """It keeps what it has."""
 
 
 @dataclass
@@ -136,6 +169,41 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("began", [False, True])
+def test_a_place_that_is_gone_costs_nothing(tmp_path: Path, began: bool) -> None:
+    if began:
+        complete_one(tmp_path)
+    place = Gone(AgentJetError("no answer"), "http://x")
+    with SwarmRunner(SUBJECT, tmp_path, [place]) as runner:
+        for key in ("k-1", "k-2"):
+            runner.launch(key, TRIAL)
+        said = rf"^--server http://x: no answer\. No trial .* go on from here with: agentjet research run {tmp_path}$"
+        with pytest.raises(ConfigError, match=said):
+            runner.collect("k-1")
+    assert len(place.asked) == MAX_SERVINGS and place.closed, "one trial asked for it, and no other"
+    for key in ("k-1", "k-2"):
+        assert [path.name for path in (tmp_path / "launches" / key).iterdir()] == ["trial.json"]
+    assert (tmp_path / "runs" / name_of_run(TRIAL) / "trace").exists(), "it may be gone on with"
+
+
+def test_where_one_place_is_gone_the_others_go_on(tmp_path: Path) -> None:
+    complete_one(tmp_path)
+    told: list[str] = []
+    gone, there = Gone(AgentJetError("no answer"), "http://x"), Working(AgentJetError("over"), "http://y")
+    there.waits = Signal()
+
+    def tell(line: str) -> None:
+        told.append(line)
+        there.waits.set()
+
+    with SwarmRunner(SUBJECT, tmp_path, [gone, there], tell) as runner:
+        for seed in range(1, 5):
+            runner.launch(f"k-{seed}", replace(TRIAL, seed=seed, fidelity=1.0))
+        assert {runner.collect(f"k-{seed}").end for seed in range(1, 5)} == {"completed"}
+    assert told == ["left out from now on: --server http://x: no answer"]
+    assert len(gone.asked) == MAX_SERVINGS
+
+
 def test_all_servers_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:
     """Whatever the model is called; a server that does not tell is believed."""
     for url, found in (("first", ""), ("second", "0a"), ("third", "0a"), ("fourth", "")):
@@ -193,6 +261,26 @@ def test_a_record_of_before_the_least_was_kept(tmp_path: Path) -> None:
     assert RunRecord.open(tmp_path / "record.json").floor(0.0) == 0.0
 
 
+def test_a_run_that_stands_at_the_base_model_again_is_measured_anew(tmp_path: Path) -> None:
+    """On another server, its own being gone."""
+    for metrics, kept in (({}, {0: 0.5}), ({1: {"reward/mean": 1.0}}, {})):
+        record = RunRecord(tmp_path / "record.json", {0: scoring([[0.5]])}, metrics)
+        record.begin_anew()
+        assert {step: found.mean for step, found in record.scorings.items()} == kept and not record.metrics
+        assert metrics == {} or RunRecord.open(record.path).scorings == {}
+
+
+def test_plays_that_failed_are_among_the_signals(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path / "record.json")
+    record.learned({1: {"x": 1.0}, 2: {"x": 1.0}, 3: {"x": 1.0}})
+    for step in (0, 1, 3):
+        record.scored(step, scoring([[0.5]])._replace(plays=8, failed=step))
+    record = RunRecord.open(record.path)
+    assert record.signals(3) == {"x": (1.0,) * 3, "held_out/plays": (8, None, 8), "held_out/failed": (1, None, 3)}
+    ended = Outcome("t", "completed", 0.5, signals=record.signals(3))
+    assert plays_of([ended, ended, Outcome("u", "completed", 0.5)]) == (16, 6)
+
+
 class Diverging:
     """A swarm whose training ends at the step that ruins the weights, in an error that says nothing of it."""
 
@@ -207,7 +295,7 @@ class Diverging:
         return SimpleNamespace(policy_version=self.version, last_event=1)
 
     async def evaluate(self, *args: object, **options: object) -> SimpleNamespace:
-        return SimpleNamespace(results=[1], finished=[1], by_task={"t": [0.0]})
+        return SimpleNamespace(results=[1], finished=[1], by_task={"t": [0.0]}, num_repeated=0)
 
     async def train(self, *args: object, **options: object) -> None:
         self.version = 1

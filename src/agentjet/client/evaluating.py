@@ -62,13 +62,16 @@ async def evaluated(
     started = time.monotonic()
     repeated = [task for task in tasks for _ in range(repeats)]
     results: dict[int, EpisodeResult] = {}
+    num_repeated = 0
     with progress_for("evaluating", len(repeated), wanted=progress, num_lines=4) as shown:
 
         def note(slot: Slot, result: EpisodeResult, last: bool) -> None:
+            nonlocal num_repeated
             shown.episode(result, counts=last)
+            num_repeated += not last
             if last:
                 results[slot.index] = result
 
         await Runner(begin_slot, note).run(Slots.once(repeated), min(concurrency, len(repeated)))
     ordered = tuple(results[index] for index in sorted(results))
-    return EvalReport(results=ordered, seconds=time.monotonic() - started)
+    return EvalReport(results=ordered, seconds=time.monotonic() - started, num_repeated=num_repeated)

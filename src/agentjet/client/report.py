@@ -171,6 +171,8 @@ class EvalReport(_Report):
     """What `evaluate` saw. `results` are in the order of the tasks, repeats of a task together."""
 
     seconds: float
+    num_repeated: int = 0
+    """Episodes that failed and were begun anew: the means are of what did not fail."""
 
     @property
     def policy_versions(self) -> tuple[int, int]:

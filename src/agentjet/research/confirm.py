@@ -21,6 +21,7 @@ from agentjet.research.diagnosis.learning import share_equal
 from agentjet.research.diagnosis.signs import Signals
 from agentjet.research.ledger import OutOfBudget
 from agentjet.research.models import Finding, Hypothesis, Outcome, Setting, Study, Trial
+from agentjet.research.plays import MANY, plays_of
 from agentjet.research.seeds import seed_of
 from agentjet.research.statistics import Reading, nominal_level, permutation_p, prospect, read, welch
 
@@ -94,13 +95,17 @@ def record(study: Study, findings: Mapping[str, Finding], desk: Desk) -> None:
 
 
 def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int, desk: Desk) -> None:
-    """Run every arm that is still asked about up to so many seeds. Raises `OutOfBudget`, having run none of it."""
+    """Run every arm that is still asked about up to so many seeds. Raises `OutOfBudget`, having run none of it.
+
+    Seed by seed over the arms, and back through them with the next seed: what changes with time is then no arm's.
+    """
     asked = {name for hypothesis in hypotheses for name in (hypothesis.arm, hypothesis.against)}
     arms = [arm.name for arm in study.arms if arm.name in asked]
     trials = [
         Trial(study.id, arm, evidence.settings[arm], seed_of(study, "confirm", number), "confirm")
-        for arm in arms
-        for number in range(evidence.launched(arm), seeds)
+        for number in range(seeds)
+        for arm in (reversed(arms) if number % 2 else arms)
+        if number >= evidence.launched(arm)
     ]
     for trial, outcome in zip(trials, desk.run(trials), strict=True):
         evidence.outcomes.setdefault(trial.arm, []).append(outcome)
@@ -164,7 +169,8 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
     }
     trials = evidence.trials(hypothesis.arm, hypothesis.against)
     if min(len(a), len(b)) < FEWEST:
-        reason = reason or f"{min(len(a), len(b))} seeds came back, and fewer than {FEWEST} prove nothing"
+        few, arm = min((len(a), hypothesis.arm), (len(b), hypothesis.against))
+        reason = reason or f"{few} seeds of {arm!r} came back, and fewer than {FEWEST} prove nothing"
         reason += losses(evidence, hypothesis)
         return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
     if not hypothesis.confirmatory:
@@ -186,7 +192,7 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
     return Finding(
         hypothesis.id,
         reading.verdict,
-        reason + losses(evidence, hypothesis),
+        reason + losses(evidence, hypothesis) + replays(evidence, hypothesis),
         estimate=reading.estimate,
         low=reading.low,
         high=reading.high,
@@ -233,3 +239,10 @@ def losses(evidence: Evidence, hypothesis: Hypothesis) -> str:
     lost = {arm: evidence.launched(arm) - len(evidence.scores(arm)) for arm in arms}
     counts = [f"{count} of {arm!r}" for arm, count in lost.items() if count]
     return f"; seeds lost for good: {', '.join(counts)}" if counts else ""
+
+
+def replays(evidence: Evidence, hypothesis: Hypothesis) -> str:
+    """Of which arms so many held-out plays failed that their scores may be of a choice among plays."""
+    shares = {arm: plays_of(evidence.outcomes[arm]).share for arm in (hypothesis.arm, hypothesis.against)}
+    told = [f"{share:.0%} of {arm!r}" for arm, share in shares.items() if share > MANY]
+    return f"; held-out plays that failed and were played again: {', '.join(told)}" if told else ""

@@ -160,7 +160,7 @@ class Journal(Book):
             raise
 
     def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
-        """Write, force to disk, then count. A disk that refuses leaves the book as it was."""
+        """Write, force to disk, then count. A disk that refuses leaves the book as it was, and raises `OSError`."""
         line = entry(self.num_entries, self._last, kind, body)
         end = os.fstat(self._file).st_size
         try:
@@ -168,8 +168,9 @@ class Journal(Book):
             while remaining:
                 remaining = remaining[os.write(self._file, remaining) :]
             os.fsync(self._file)
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._file, end)
+            error.filename = str(self.path)
             raise
         self._last = digest(line)
         super().append(kind, body)

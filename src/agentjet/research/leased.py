@@ -18,7 +18,7 @@ from agentjet.errors import AgentJetError, ConfigError, Conflict
 from agentjet.research.files import write_whole
 from agentjet.research.models import Study
 from agentjet.research.records import Setting
-from agentjet.research.servers import Address
+from agentjet.research.servers import Address, Unserved
 
 SECONDS = 60.0
 """Of a lease: how long a researcher may be silent before others may have the server."""
@@ -77,18 +77,16 @@ class LeasedPlace:
         return self.url
 
     def check(self) -> None:
-        """Ask for the server once. Raises `ConfigError` where no trial could be had from it; that somebody else has it
-        is no reason.
-        """
+        """Once a server is had, this renews its lease."""
         try:
             with Swarm(self.url, self.token) as swarm:
-                self._epoch = swarm.take_lease(self.holder, SECONDS).epoch
+                self._epoch = swarm.take_lease(self.holder, SECONDS, epoch=self._epoch).epoch
         except Conflict:
             return
         except AgentJetError as error:
-            raise ConfigError(
-                f"--server {self.url}: {error}; nothing was begun: give the address of a server that runs, and the "
-                "`admin-token` of its data dir"
+            raise Unserved(
+                f"--server {self.url}: {error}; give the address of a server that runs, and the `admin-token` of its "
+                "data dir"
             ) from None
 
     @contextmanager

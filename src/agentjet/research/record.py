@@ -12,15 +12,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentjet.research.files import write_whole
+from agentjet.research.plays import FAILED, PLAYS
 
 
 class Scoring(NamedTuple):
-    """The mean over the held-out tasks, its standard error, and the least that an episode earned."""
+    """The mean over the held-out tasks, its standard error, and the least that an episode earned; how many were played,
+    those counted that failed and were played again.
+    """
 
     mean: float
     error: float
     least: float = math.inf
-    """Older records have none."""
+    """Older records have none, and no numbers of plays."""
+    plays: int = 0
+    failed: int = 0
 
 
 @dataclass
@@ -39,6 +44,12 @@ class RunRecord:
         content = json.loads(path.read_text(encoding="utf-8"))
         scorings = {int(step): Scoring(*scoring) for step, scoring in content["scorings"].items()}
         return cls(path, scorings, {int(step): metrics for step, metrics in content["metrics"].items()})
+
+    def begin_anew(self) -> None:
+        """The run stands at the base model, where no server has it any more: what was measured is of other weights."""
+        if self.metrics:
+            self.scorings, self.metrics = {}, {}
+            self._write()
 
     def scored(self, step: int, scoring: Scoring) -> None:
         self.scorings[step] = scoring
@@ -62,12 +73,17 @@ class RunRecord:
 
     def signals(self, end: int) -> dict[str, tuple[float | None, ...]]:
         """By metric, its value at each step from the first to `end`; None where there is no number."""
-        names = sorted({name for of_step in self.metrics.values() for name in of_step})
-        steps = [self.metrics.get(step, {}) for step in range(1, end + 1)]
+        steps = [self.metrics.get(step, {}) | played(self.scorings.get(step)) for step in range(1, end + 1)]
+        names = sorted({name for of_step in steps for name in of_step})
         return {name: tuple(number(of_step.get(name)) for of_step in steps) for name in names}
 
     def _write(self) -> None:
         write_whole(self.path, json.dumps({"scorings": self.scorings, "metrics": self.metrics}))
+
+
+def played(scoring: Scoring | None) -> dict[str, float]:
+    """As metrics of the step that was scored."""
+    return {PLAYS: scoring.plays, FAILED: scoring.failed} if scoring and scoring.plays else {}
 
 
 def number(value: float | None) -> float | None:

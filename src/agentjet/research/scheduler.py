@@ -18,7 +18,7 @@ from agentjet.research.explore import tune
 from agentjet.research.journal import Book
 from agentjet.research.ledger import OutOfBudget
 from agentjet.research.models import Finding, Setting, Study, Trial
-from agentjet.research.planner.course import annex
+from agentjet.research.planner.course import NOT_ADDED, annex, not_added
 from agentjet.research.seeds import seed_of
 from agentjet.research.steering import Steering
 
@@ -65,7 +65,10 @@ def see_through(
             if adviser and not stopped and len(chapters) <= MAX_ADVICE:
                 adviser.advise(desk, findings)
             probe(desk)
-            following = annex(desk.helm.course, frozen(current), desk.ledger.left("confirm"))
+            left = desk.ledger.left("confirm")
+            if dropped := not_added(desk.helm.course, left):
+                current.decide(NOT_ADDED, dropped)
+            following = annex(desk.helm.course, frozen(current), left)
             if following:
                 steering = desk.helm.steering_after()
                 current = books.enter_context(book.annex(len(chapters)))

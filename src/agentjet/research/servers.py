@@ -17,6 +17,10 @@ OPERATION = ("server.", "model.threads")
 """Settings that nothing trained depends on."""
 
 
+class Unserved(ConfigError):
+    """A place that no trial can be had from."""
+
+
 @dataclass(frozen=True)
 class Address(Record):
     """A server, as a client reaches it. `token` is the client's or the admin's, `lease` the epoch it works under."""
@@ -71,6 +75,12 @@ class Place(Protocol):
         last served. Nobody else trains there meanwhile.
 
         Raises `AgentJetError` when there is none to be had, or the study is `stopping` before there is.
+        """
+        ...
+
+    def check(self) -> None:
+        """Ask for the place once. Raises `Unserved` where no trial could be had from it; that somebody else has it is
+        no reason.
         """
         ...
 

@@ -5,6 +5,9 @@ Under the study's folder a launch is `launches/KEY/` (`trial.json`, then `outcom
 one goes on from where the shorter one ended. All of it is on disk, so that a runner that takes up the folder of another
 goes on with what that one was killed in: the processes of a runner end with it, and a run carries on from its newest
 step.
+
+A loss counts at a place that can still be had, and nowhere else. A place that cannot is left out: its trial waits for
+the others, and where there are none it ends the study's work, to be gone on with.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
+import shlex
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +32,7 @@ from agentjet.research.files import write_whole
 from agentjet.research.models import Outcome, Setting, Trial
 from agentjet.research.notes import shortened
 from agentjet.research.records import Value, canonical
-from agentjet.research.servers import Place, Served, check_changes
+from agentjet.research.servers import Place, Served, Unserved, check_changes
 from agentjet.research.subject import Subject
 from agentjet.research.work import ANSWERS, WRONG_STUDY, Order
 
@@ -44,18 +48,26 @@ NUM_LOG_LINES = 20
 class SwarmRunner:
     """A `Runner`. Use it as a context: leaving it ends what runs, which the next runner of the folder takes up."""
 
-    def __init__(self, subject: Subject, folder: Path, places: Sequence[Place]) -> None:
-        """Takes up at once what an earlier runner of the folder had launched and not ended."""
-        self._subject = subject
+    def __init__(
+        self, subject: Subject, folder: Path, places: Sequence[Place], tell: Callable[[str], None] = print
+    ) -> None:
+        """Takes up at once what an earlier runner of the folder had launched and not ended, in that order. `tell` hears
+        of a place that is left out.
+        """
+        self._subject, self._folder, self._tell = subject, folder, tell
         self._launches, self._runs = folder / "launches", folder / "runs"
+        for made in (self._launches, self._runs):
+            made.mkdir(parents=True, exist_ok=True)  # Here alone: a folder that is moved meanwhile is not made anew.
         self._waiting: queue.Queue[str | None] = queue.Queue()
         self._stopping = threading.Event()
         self._ended = threading.Condition()
         self._wrong: Exception | None = None
         """What ended the study's work."""
-        for key in sorted(path.parent.name for path in self._launches.glob("*/trial.json")):
-            if not self._answer(key).exists():
-                self._waiting.put(key)
+        for trial in sorted(self._launches.glob("*/trial.json"), key=lambda path: path.stat().st_mtime_ns):
+            if not self._answer(trial.parent.name).exists():
+                self._waiting.put(trial.parent.name)
+        self._num_places = len(places)
+        """That were not left out."""
         self._threads = [threading.Thread(target=self._work, args=(place,), name=place.name) for place in places]
         for thread in self._threads:
             thread.start()
@@ -68,7 +80,7 @@ class SwarmRunner:
     def launch(self, key: str, trial: Trial) -> None:
         """In a line for the next free place. Raises `ConfigError` for a setting that would be ignored."""
         check_changes(trial.setting)
-        (self._launches / key).mkdir(parents=True, exist_ok=True)
+        (self._launches / key).mkdir(exist_ok=True)
         write_whole(self._launches / key / "trial.json", canonical(trial.to_json()))
         self._waiting.put(key)
 
@@ -113,6 +125,9 @@ class SwarmRunner:
         while (key := self._waiting.get()) is not None and not self._stopping.is_set():
             try:
                 self._carry_out(key, place)
+            except Unserved as gone:
+                self._leave_out(key, gone)
+                break
             except Exception as error:  # the boundary of the thread: raised again where the study waits
                 self._wrong = error
                 self._stopping.set()
@@ -120,11 +135,28 @@ class SwarmRunner:
                 self._ended.notify_all()
         place.close()
 
+    def _leave_out(self, key: str, gone: Unserved) -> None:
+        """Its trial is for the others, or for the next runner of the folder."""
+        with self._ended:
+            self._num_places -= 1
+            if self._num_places:
+                self._waiting.put(key)
+                self._tell(f"left out from now on: {gone}")
+                return
+            self._wrong = ConfigError(
+                f"{gone}. No trial was counted for it; go on from here with: agentjet research run "
+                f"{shlex.quote(str(self._folder))}"
+            )
+            self._stopping.set()
+            self._ended.notify_all()
+
     def _carry_out(self, key: str, place: Place) -> None:
-        """One trial at one place; a server that dies is had again, and the run goes on. Raises `ConfigError`."""
+        """One trial at one place; a server that dies is had again, and the run goes on. Raises `ConfigError`,
+        and `Unserved` for a place that is gone.
+        """
         trial = Trial.from_json(read(self._launches / key / "trial.json"))
         run = self._runs / name_of_run(trial)
-        run.mkdir(parents=True, exist_ok=True)
+        run.mkdir(exist_ok=True)
         draft = self._draft(key)
         note, servings = "", 0
         while not draft.exists() and servings < MAX_SERVINGS:
@@ -144,6 +176,9 @@ class SwarmRunner:
             outcome = checked(Outcome.from_json(read(draft)))
         else:
             outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{place.name}: {note}"))
+        if outcome.end == "infra_failed":
+            draft.unlink(missing_ok=True)  # Where nothing can be had it is no outcome.
+            place.check()
         write_whole(draft, canonical(outcome.to_json()))
         self._refuse_to_begin_lost(key, outcome, run)
         lost_run = self._launches / key / "run"

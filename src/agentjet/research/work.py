@@ -75,6 +75,8 @@ class Work:
         marks = self._subject.marks(self._trial.fidelity)
         try:
             await self._clear()
+            if not (await self._swarm.status()).policy_version:
+                self._record.begin_anew()
             for mark in marks:
                 await self._train(mark)
                 await self._score(mark)
@@ -134,7 +136,9 @@ class Work:
         self._record.learned(found)
 
     async def _score(self, mark: int) -> None:
-        """Play the held-out tasks at a step. Raises `Lost` when some could not be played: a score has no gaps."""
+        """Play the held-out tasks at a step. A play that fails is tried anew, up to twice, and counted: the score is of
+        plays that did not fail. Raises `Lost` when all tries of one did: a score has no gaps.
+        """
         if mark in self._record.scorings:
             return
         async with asyncio.timeout(self._subject.patience):
@@ -150,7 +154,9 @@ class Work:
         if missing:
             reason = report.errors.most_common(1)[0][0]
             raise Lost(f"{missing} of {len(report.results)} held-out episodes could not be played: {reason}")
-        self._record.scored(mark, scoring(list(report.by_task.values())))
+        found = scoring(list(report.by_task.values()))
+        plays = len(report.results) + report.num_repeated
+        self._record.scored(mark, found._replace(plays=plays, failed=report.num_repeated))
 
     async def answers(self) -> dict[str, dict[str, Value]]:
         """What a diagnosis may ask about the trial, by question: see `agentjet.research.diagnosis.probing`."""

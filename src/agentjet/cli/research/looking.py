@@ -53,6 +53,7 @@ def tell(found: dict[str, Any]) -> None:
 
 def summary(book: Book) -> dict[str, Any]:
     """As `status --json` prints it."""
+    from agentjet.research.planner.course import NOT_ADDED
     from agentjet.research.report.proceedings import Proceedings
 
     if book.study is None:
@@ -66,6 +67,7 @@ def summary(book: Book) -> dict[str, Any]:
         "trials": ends,
         "spent": round(done.ledger.total, 2),
         "budget": book.study.budget,
+        **({NOT_ADDED: done.not_added} if done.not_added else {}),
         "findings": [
             {"claim": h.claim, **done.findings[h.id].to_json()} for h in book.study.hypotheses if h.id in done.findings
         ],

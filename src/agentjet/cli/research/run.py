@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,8 +93,9 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
     try:
         with (
             signals_unwind(),
+            on_disk(folder),
             Told(files.journal, typer.echo) as journal,
-            SwarmRunner(study.subject, folder, places) as runner,
+            SwarmRunner(study.subject, folder, places, typer.echo) as runner,
         ):
             chapters = see_through(study, journal, runner, Steering(files.steering), adviser)
     except KeyboardInterrupt:
@@ -102,8 +103,23 @@ def carry_out(folder: Path, places: Sequence[Place], voice: Voice | None = None)
         raise typer.Exit(130) from None
     for line in Steering(files.steering).unread([chapter.book for chapter in chapters]):
         typer.echo(f"asked too late, and not done: {requested(line)}")
-    report, *annexes = build_all([chapter.book for chapter in chapters], folder)
+    with on_disk(folder):
+        report, *annexes = build_all([chapter.book for chapter in chapters], folder)
     typer.echo(f"The report is {report}, and {report.with_suffix('.md')}.")
     for annex in annexes:
         typer.echo(f"What was added after the data has a report of its own: {annex}, and {annex.with_suffix('.md')}.")
     return chapters
+
+
+@contextmanager
+def on_disk(folder: Path) -> Iterator[None]:
+    """Raises `ConfigError` where a file cannot be had: the disk is full, the folder was moved."""
+    from agentjet.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or folder}: {error.strerror}. What is in the journal stands: make room, or have the "
+            f"study's folder where it was, and go on with: agentjet research run {shlex.quote(str(folder))}"
+        ) from error

@@ -12,9 +12,10 @@ from agentjet.research.diagnosis.probing import NEEDS, missing
 from agentjet.research.journal import Journal, Kind, annex_path
 from agentjet.research.models import Finding, Outcome
 from agentjet.research.notes import in_a_line
+from agentjet.research.planner.course import NOT_ADDED
 from agentjet.research.report.happenings import asked_text
 
-SHOWN = ("rungs", "setting of ", "frozen")
+SHOWN = ("rungs", "setting of ", "frozen", NOT_ADDED)
 """Decisions that are told, by how their names begin."""
 
 

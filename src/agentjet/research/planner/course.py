@@ -46,6 +46,8 @@ class Course:
     arms: tuple[Arm, ...] = ()
     """Added after the data began, as are the hypotheses."""
     hypotheses: tuple[Hypothesis, ...] = ()
+    dropped: tuple[Hypothesis, ...] = ()
+    """Of those added: what a veto took with it."""
     seeds: int = 0
     """The last look of what is added; 0 is that of the study."""
     probes: tuple[tuple[str, Setting], ...] = ()
@@ -201,7 +203,20 @@ def capped(course: Course, runs: float) -> Course:
 def without(course: Course, arm: str) -> Course:
     known_arm(course, arm)
     kept = tuple(claim for claim in course.hypotheses if arm not in (claim.arm, claim.against))
-    return replace(course, vetoed=course.vetoed | {arm}, hypotheses=kept)
+    dropped = tuple(claim for claim in course.hypotheses if claim not in kept)
+    return replace(course, vetoed=course.vetoed | {arm}, hypotheses=kept, dropped=(*course.dropped, *dropped))
+
+
+NOT_ADDED = "granted, and not tested"
+"""The decision that says which claims, and why."""
+
+
+def not_added(course: Course, left: float) -> dict[str, str]:
+    """Claims that were granted and that no annex tests, with the reason."""
+    reasons = {
+        claim.claim: f"arm {min({claim.arm, claim.against} & course.vetoed)!r} was vetoed" for claim in course.dropped
+    }
+    return reasons if left > 0 else reasons | {claim.claim: "nothing is left to spend" for claim in course.hypotheses}
 
 
 def annex(course: Course, settings: Mapping[str, Setting], left: float) -> Study | None:

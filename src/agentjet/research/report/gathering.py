@@ -32,6 +32,7 @@ from agentjet.research.report.happenings import (
     amendment_facts,
     cause_facts,
     diagnosis_facts,
+    not_added_facts,
     unanswered_facts,
     untested_facts,
 )
@@ -66,6 +67,7 @@ def gather(done: Proceedings) -> Facts:
     facts.groups.update(
         limits=gather_limits(facts, done, rounding),
         amendments=amendment_facts(facts, done),
+        not_added=not_added_facts(facts, done),
         subject=subject_facts(facts, done),
     )
     return facts

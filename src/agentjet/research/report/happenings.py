@@ -121,6 +121,13 @@ def amendment_facts(facts: Facts, done: Proceedings) -> list[Group]:
     ]
 
 
+def not_added_facts(facts: Facts, done: Proceedings) -> list[Group]:
+    return [
+        facts.group(f"not_added{number}", {"claim": quote(claim), "why": quote(why)})
+        for number, (claim, why) in enumerate(done.not_added.items(), start=1)
+    ]
+
+
 def asked_text(asked: Mapping[str, Any]) -> str:
     """An action as `kind (field: value, ...)`; what was none, as it was said."""
     if "kind" not in asked:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from agentjet.research.models import Arm
+from agentjet.research.plays import MANY, plays_of
 from agentjet.research.report.facts import Facts, Group, Rounding, count, plain, quote, setting_text, share, trimmed
 from agentjet.research.report.proceedings import Launched, Proceedings
 
@@ -43,6 +44,7 @@ def gather_limits(facts: Facts, done: Proceedings, rounding: Rounding) -> Group:
         "few_seeds": [f for f in done.findings.values() if f.estimate is not None and f.seeds < MANY_SEEDS] != [],
         "untuned": [quote_group(facts, f"untuned{i}", arm) for i, arm in enumerate(untuned(done), start=1)],
         "lost": list(lost(facts, done)),
+        "replayed": list(replayed(facts, done)),
         "running": [one for one in done.launched if one.outcome is None] != [],
         "skipped_rungs": list(skipped_rungs(facts, done)),
         "repeated": repeated(facts, done),
@@ -146,6 +148,23 @@ def lost(facts: Facts, done: Proceedings) -> Iterator[Group]:
         if missing:
             yield facts.group(
                 f"lost{number}", {"arm": quote(arm.name), "num": count(missing), "of": count(len(launched))}
+            )
+
+
+def replayed(facts: Facts, done: Proceedings) -> Iterator[Group]:
+    """Arms of whose held-out plays some failed, in the confirming trials."""
+    for number, arm in enumerate(done.study.arms, start=1):
+        plays = plays_of(one.outcome for one in done.confirming(arm.name) if one.outcome)
+        if plays.failed:
+            yield facts.group(
+                f"replayed{number}",
+                {
+                    "arm": quote(arm.name),
+                    "num": count(plays.failed),
+                    "of": count(plays.num),
+                    "share": share(plays.share),
+                },
+                many=plays.share > MANY,
             )
 
 

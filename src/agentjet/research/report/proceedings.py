@@ -21,6 +21,7 @@ from agentjet.research.models import (
     Trial,
     canonical,
 )
+from agentjet.research.planner.course import NOT_ADDED
 
 Stage = Literal["planned", "exploring", "confirming", "finished"]
 
@@ -71,6 +72,11 @@ class Proceedings:
     def chosen(self) -> dict[str, Setting]:
         """By arm, the setting that was frozen for confirming."""
         return cast("dict[str, Setting]", self.decisions.get("frozen", {}))
+
+    @property
+    def not_added(self) -> dict[str, str]:
+        """Claims that were granted after the data began and that no annex tests, with the reason."""
+        return cast("dict[str, str]", self.decisions.get(NOT_ADDED, {}))
 
     @property
     def stage(self) -> Stage:
