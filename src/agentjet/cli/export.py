@@ -27,13 +27,13 @@ def export(
         raise ConfigError(f"{out} exists: give the name of a folder that does not")
     if checkpoint is not None:
         source = checkpoint / "policy"
-        if not (source / "config.json").is_file():
-            raise CheckpointError(f"{checkpoint} is not a whole checkpoint: it has no policy/config.json")
         if (source / "adapter_config.json").exists():
             raise CheckpointError(
                 f"{checkpoint} holds LoRA adapters, which a server has to merge: start one on this data dir, then "
                 "run `agentjet export` without --checkpoint"
             )
+        if not (source / "config.json").is_file():
+            raise CheckpointError(f"{checkpoint} is not a whole checkpoint: it has no policy/config.json")
         what = str(checkpoint)
     else:
         with connect(url, token, token_file) as swarm:

@@ -1,0 +1,150 @@
+"""Studies on servers of somebody else, with a tiny model.
+
+1. They are leased: strangers are refused meanwhile, and find their own run as they left it.
+2. A study uses several side by side, and another waits for them, told by whom they are held.
+3. One that serves other weights under the model's name is refused.
+4. One that dies for good ends the study's run in a sentence, costs it nothing, and is gone on with.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from agentjet import Swarm
+from agentjet.errors import ConfigError, Conflict
+from agentjet.research.folder import StudyFolder
+from agentjet.research.journal import read_book
+from agentjet.research.leased import LeasedPlace
+from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
+from agentjet.research.report.proceedings import Proceedings
+from agentjet.research.swarm_runner import SwarmRunner, name_of_run
+from tests.e2e.researching import LONG, STEPS, Researcher, study_of
+from tests.e2e.server import Server
+from tests.tiny import make_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+LINES = ((5, 1 / 3), (6, 1.0), (5, 1.0))
+"""Seeds and fidelities: the third trial continues the first."""
+
+
+def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path: Path) -> None:
+    trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", fidelity) for seed, fidelity in LINES]
+    with Server(Path(subject.model), tmp_path / "server", "--set", "job.checkpoint_every=0") as server:
+        server.batch()
+        with SwarmRunner(subject, tmp_path, [LeasedPlace(server.url, admin_of(server), "a study", print)]) as runner:
+            runner.launch("0", trials[0])
+            server.until(lambda: server.get("/lease")["run"].startswith(name_of_run(trials[0])))
+            stranger = server.http.post("/episodes", json={"task_id": "t"})
+            assert (stranger.status_code, stranger.json()["code"]) == (409, "leased")
+            for number, trial in enumerate(trials[1:], 1):
+                runner.launch(str(number), trial)
+            outcomes = [runner.collect(str(number)) for number in range(len(trials))]
+        assert [(outcome.end, len(outcome.curve)) for outcome in outcomes] == [
+            ("completed", 2),
+            ("completed", STEPS + 1),
+            ("completed", STEPS + 1),
+        ]
+        assert outcomes[2].curve[:2] == outcomes[0].curve  # the same run, gone on with
+        assert server.get("/lease")["run"] == ""
+        assert server.get("/status")["policy_version"] == 1
+        server.batch()
+
+
+def test_a_server_of_other_weights_is_refused_whatever_they_are_called(subject: Subject, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "elsewhere" / Path(subject.model).name, seed=1)
+    trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", 1 / 3) for seed in (5, 6)]
+    with Server(Path(subject.model), tmp_path / "one") as one, Server(other, tmp_path / "two") as two:
+        with SwarmRunner(subject, tmp_path, [LeasedPlace(one.url, admin_of(one), "a study", print)]) as runner:
+            runner.launch("0", trials[0])
+            assert runner.collect("0").end == "completed"
+        with SwarmRunner(subject, tmp_path, [LeasedPlace(two.url, admin_of(two), "a study", print)]) as runner:
+            runner.launch("1", trials[1])
+            with pytest.raises(ConfigError, match=f"{two.url} serves other weights"):
+                runner.collect("1")
+
+
+def test_a_study_on_two_servers_of_others_that_another_has_to_wait_for(subject: Subject, tmp_path: Path) -> None:
+    study, other = tuning_of(subject, "which rate?"), tuning_of(subject, "which rate, again?")
+    model = Path(subject.model)
+    with Server(model, tmp_path / "one") as one, Server(model, tmp_path / "two") as two:
+        options = [option for server in (one, two) for option in server_options(server)]
+        for folder, planned in (("study", study), ("other", other)):
+            StudyFolder(tmp_path / folder).write(planned, "")
+        first = Researcher(tmp_path / "study", *options)
+        first.until(lambda: all(server.get("/lease")["run"] for server in (one, two)))
+        held = rf"leased to 'study {study.id}: which rate\?' for another \d+ s"
+        with Swarm(one.url, admin_of(one)) as person, pytest.raises(Conflict, match=held):
+            person.take_lease("somebody", 60)
+        second = Researcher(tmp_path / "other", *options)
+        waiting = [f"waiting for {server.url}: The server is leased to 'study {study.id}" for server in (one, two)]
+        second.until(lambda: all(line in second.log for line in waiting))
+        assert first.process.wait(LONG) == 0, first.log
+        second.until(
+            lambda: all(server.get("/lease")["holder"] == f"study {other.id}: {other.topic}" for server in (one, two))
+        )
+        second.process.send_signal(signal.SIGINT)
+        assert second.process.wait(LONG) == 130, second.log
+        assert [server.get("/lease")["run"] for server in (one, two)] == ["", ""]
+        assert [server.get("/status")["policy_version"] for server in (one, two)] == [0, 0]
+        runs = [{path.name for path in (server.data_dir / "runs").iterdir()} for server in (one, two)]
+
+    book = read_book(tmp_path / "study" / "journal.jsonl")
+    assert len(book.trials) == 4 and {book.outcomes[name][0].end for name in book.trials} == {"completed"}
+    names = {name_of_run(trial) for trial in book.trials.values()}
+    placed = [{name.partition("-")[0] for name in there} & names for there in runs]
+    assert all(placed) and placed[0] | placed[1] == names and not placed[0] & placed[1]
+    with SwarmRunner(subject, tmp_path / "study", []) as runner:
+        for name in book.trials:
+            assert runner.ask(f"{name}-1", "weights") == {"steps": STEPS, "learner": STEPS, "sampler": STEPS}
+            assert runner.ask(f"{name}-1", "regrade") is None
+    assert (tmp_path / "study" / "report.html").exists()
+    assert "could not be asked: what several tries at a task found before and after" in first.log
+
+
+def test_a_server_of_others_that_dies_for_good_costs_nothing(subject: Subject, tmp_path: Path) -> None:
+    folder, model = tmp_path / "study", Path(subject.model)
+    StudyFolder(folder).write(study_of(subject), "")
+    with Server(model, tmp_path / "server") as server:
+        first = Researcher(folder, *server_options(server))
+        first.until(lambda: bool(read_book(folder / "journal.jsonl").outcomes) and first.is_training())
+        server.kill()
+        assert first.process.wait(LONG) == 2, first.log
+    said = f"--server {server.url}: no answer from {server.url}"
+    assert said in first.log and f"go on from here with: agentjet research run {folder}" in first.log
+    ended = {name: [outcome.end for outcome in of] for name, of in read_book(folder / "journal.jsonl").outcomes.items()}
+    assert ended and {end for ends in ended.values() for end in ends} == {"completed"}, first.log
+    with Server(model, tmp_path / "server") as server:
+        second = Researcher(folder, *server_options(server))
+        assert second.process.wait(LONG) == 0, second.log
+    book = read_book(folder / "journal.jsonl")
+    assert len(book.trials) == 8 and set(book.attempts.values()) == {1}, second.log
+    assert {outcome.end for [outcome] in book.outcomes.values()} == {"completed"}
+    assert Proceedings(book).ledger.total == 8.0
+
+
+def tuning_of(subject: Subject, topic: str) -> Study:
+    """A study that can pay for tuning one arm and for no seed that confirms: four runs."""
+    return Study(
+        topic=topic,
+        metric="length of the answer modulo 5",
+        sesoi=0.5,
+        arms=(Arm("tuned", {}, (Knob("job.optimizer.lr", (1e-3, 1e-2)),)), Arm("fixed", {"job.optimizer.lr": 1e-5})),
+        hypotheses=(Hypothesis("tuning helps", "tuned", "fixed"),),
+        budget=6.7,
+        looks=(4,),
+        rungs=(1.0,),
+        subject=subject,
+    )
+
+
+def admin_of(server: Server) -> str:
+    return (server.data_dir / "admin-token").read_text().strip()
+
+
+def server_options(server: Server) -> tuple[str, ...]:
+    return "--server", server.url, "--admin-token-file", str(server.data_dir / "admin-token")
