@@ -87,7 +87,7 @@ def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
     (policy / "config.json").write_text("{}")
     run("export", str(tmp_path / "out"), "--checkpoint", str(policy.parent))
     assert (tmp_path / "out" / "config.json").is_file()
-    (policy / "adapter_config.json").write_text("{}")
+    (policy / "config.json").rename(policy / "adapter_config.json")
     with pytest.raises(AgentJetError, match="LoRA"):
         run("export", str(tmp_path / "other"), "--checkpoint", str(policy.parent))
 
