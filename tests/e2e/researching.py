@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentjet.research.models import Arm, Hypothesis, Study, Subject
-from tests.e2e.server import PATIENCE, environment
+from tests.e2e.server import PATIENCE, Server, environment
 from tests.tiny import make_model
 
 AGENT = """
@@ -128,3 +128,11 @@ def command_line(pid: int) -> list[str]:
 def scores_of(record: Path) -> dict[str, float]:
     scores: dict[str, float] = json.loads(record.read_text(encoding="utf-8"))["scorings"]
     return scores
+
+
+def admin_of(server: Server) -> str:
+    return (server.data_dir / "admin-token").read_text().strip()
+
+
+def server_options(server: Server) -> tuple[str, ...]:
+    return "--server", server.url, "--admin-token-file", str(server.data_dir / "admin-token")

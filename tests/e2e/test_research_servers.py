@@ -3,7 +3,6 @@
 1. They are leased: strangers are refused meanwhile, and find their own run as they left it.
 2. A study uses several side by side, and another waits for them, told by whom they are held.
 3. One that serves other weights under the model's name is refused.
-4. One that dies for good ends the study's run in a sentence, costs it nothing, and is gone on with.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from agentjet.research.folder import StudyFolder
 from agentjet.research.journal import read_book
 from agentjet.research.leased import LeasedPlace
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
-from agentjet.research.report.proceedings import Proceedings
 from agentjet.research.swarm_runner import SwarmRunner, name_of_run
-from tests.e2e.researching import LONG, STEPS, Researcher, study_of
+from tests.e2e.researching import LONG, STEPS, Researcher, admin_of, server_options
 from tests.e2e.server import Server
 from tests.tiny import make_model
 
@@ -106,27 +104,6 @@ def test_a_study_on_two_servers_of_others_that_another_has_to_wait_for(subject: 
     assert "could not be asked: what several tries at a task found before and after" in first.log
 
 
-def test_a_server_of_others_that_dies_for_good_costs_nothing(subject: Subject, tmp_path: Path) -> None:
-    folder, model = tmp_path / "study", Path(subject.model)
-    StudyFolder(folder).write(study_of(subject), "")
-    with Server(model, tmp_path / "server") as server:
-        first = Researcher(folder, *server_options(server))
-        first.until(lambda: bool(read_book(folder / "journal.jsonl").outcomes) and first.is_training())
-        server.kill()
-        assert first.process.wait(LONG) == 2, first.log
-    said = f"--server {server.url}: no answer from {server.url}"
-    assert said in first.log and f"go on from here with: agentjet research run {folder}" in first.log
-    ended = {name: [outcome.end for outcome in of] for name, of in read_book(folder / "journal.jsonl").outcomes.items()}
-    assert ended and {end for ends in ended.values() for end in ends} == {"completed"}, first.log
-    with Server(model, tmp_path / "server") as server:
-        second = Researcher(folder, *server_options(server))
-        assert second.process.wait(LONG) == 0, second.log
-    book = read_book(folder / "journal.jsonl")
-    assert len(book.trials) == 8 and set(book.attempts.values()) == {1}, second.log
-    assert {outcome.end for [outcome] in book.outcomes.values()} == {"completed"}
-    assert Proceedings(book).ledger.total == 8.0
-
-
 def tuning_of(subject: Subject, topic: str) -> Study:
     """A study that can pay for tuning one arm and for no seed that confirms: four runs."""
     return Study(
@@ -140,11 +117,3 @@ def tuning_of(subject: Subject, topic: str) -> Study:
         rungs=(1.0,),
         subject=subject,
     )
-
-
-def admin_of(server: Server) -> str:
-    return (server.data_dir / "admin-token").read_text().strip()
-
-
-def server_options(server: Server) -> tuple[str, ...]:
-    return "--server", server.url, "--admin-token-file", str(server.data_dir / "admin-token")
