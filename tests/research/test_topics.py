@@ -41,6 +41,8 @@ def arms(topic: str) -> list[Setting]:
         ("is lr 1e-5 worse than 1e-4", LR, [1e-5, 1e-4]),
         ("kl penalty 0, 0.01 or 0.1", KL, [0.0, 0.01, 0.1]),
         ("group size 4,8,16", GROUP, [4, 8, 16]),
+        ("is 1e-5 a better learning rate than 3e-5?", LR, [1e-5, 3e-5]),
+        ("is 16 better than 8 as group size?", GROUP, [8, 16]),
         ("kl penalty 0/0.1", KL, [0.0, 0.1]),
         ("2x learning rate", LR, [2e-5, 4e-5]),
         ("learning rate 3 times the present", LR, [2e-5, 6e-5]),
@@ -73,6 +75,8 @@ def test_numbers_without_a_place_are_listed(topic: str, ignored: tuple[str, ...]
     [
         ("lr 1 million vs 2", "'1 million' is no number that the planner reads: write it in full"),
         ("lr 1,5 vs 2", "'1,5' is no number"),
+        ("does grpo with 8 rollouts per prompt beat 16", "gives job.group_size two values, 8 and 16, beside"),
+        ("is gspo with lr 1e-5 better than grpo with lr 3e-5?", "ask for 'lr 1e-05 vs 3e-05', or give it one value"),
         ("batch size 1,000,000 vs 8", "'1,000,000' is no number"),
         ("learning rate 3e-4% vs 1e-4", "'3e-4%' is no number"),
         ("learning rate 1e-5 vs 1e-5", "1e-05 and 1e-05 are equal; name two values, such as 'learning rate: 2.2e-06"),

@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.errors import Conflict
+from agentjet.errors import ConfigError, Conflict
 from agentjet.protocol import LeaseRequest
 from agentjet.server.lease import Lease
+from agentjet.server.runs import OneRun
 from tests.fakes import Clock
 from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
 
@@ -65,6 +66,21 @@ async def test_runs_need_a_lease(tmp_path: Path) -> None:
         wrong = await ask(served, "PUT", "/run", epoch=1, name="r", job={"group_size": 1})
         assert said(wrong) == (422, "invalid_setting")
         assert said(await ask(served, "PUT", "/run", epoch=1, name="r")) == (409, "one_run")
+
+
+async def test_a_run_that_was_begun_with_other_settings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def enter(*_: object) -> None:
+        raise ConfigError("server.data_dir = 'd/runs/r' was begun with model.lora.rank = 4, not with 8")
+
+    async with serving(tmp_path / "d") as served:
+        await ask(served, "PUT", "/lease", holder="me")
+        monkeypatch.setattr(OneRun, "enter", enter)
+        refused = await ask(served, "PUT", "/run", epoch=1, name="r")
+        assert said(refused) == (409, "run_refused")
+        assert "Run 'r' cannot be served here: server.data_dir = 'd/runs/r' was begun with" in refused.json()["detail"]
+        monkeypatch.undo()
 
 
 async def test_epochs_rise_across_takers_and_restarts(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ async def put_run(body: RunRequest, wired: Wired, epoch: LeaseEpoch = None) -> S
         job = parse_job(body.job)
     except ConfigError as error:
         raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
-    await wired.runs.enter(body.name, job)
+    try:
+        await wired.runs.enter(body.name, job)
+    except ConfigError as error:
+        raise Conflict(f"Run {body.name!r} cannot be served here: {error}.", code="run_refused") from None
     return wired.gateway.status()
 
 

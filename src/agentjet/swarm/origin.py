@@ -51,7 +51,7 @@ def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
             raise ConfigError(
                 f"server.data_dir = {str(data_dir)!r} was begun with {named}, not with {given[key]!r}, from which the "
                 "same policy versions would be other weights: give the first one back, or begin anew in another "
-                "server.data_dir, with model.name an export of this policy or the policy folder of its checkpoint"
+                "server.data_dir, with model.name an export of this policy (`agentjet export`)"
             )
     return [
         f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may come to "

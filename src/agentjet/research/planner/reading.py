@@ -34,14 +34,16 @@ SILENT = ("fine tuning", "finetuning")
 """They hold a word that means something elsewhere."""
 FILLERS = listed(
     """
-    a agent agents all an and any are at be between by can coefficient do does doing effect effects for from given good
-    has have high how i if in instead is it its low matter matters model much my no not of on our over performance
-    policy reward score set should so still the this to training train under rl use used using value values we what
-    when where which while who will with without work
+    a agent agents all an and any are as at be between by can coefficient do does doing effect effects for from
+    given good has have high how i if in instead is it its low matter matters model much my no not of on our over
+    performance policy reward score set should so still the this to training train under rl use used using value
+    values we what when where which while who will with without work
     """
 ).union(SILENT)
 BINDING = listed("a an are at be between by coefficient equal from is of set the to value values")
 """Words between a setting and its number."""
+AS = listed("as for in")
+"""Words between numbers and the setting that is named after them: "is 16 better than 8 as group size?"."""
 ELSEWHERE = listed("after before during for in on over within")
 """Words after which a number belongs to something else."""
 RIVALS = listed("vs versus against or than compared beat beats")
@@ -188,11 +190,12 @@ def bound(items: Items, i: int, found: dict[int, int]) -> int | None:
 
 
 def following(items: Items, i: int) -> int | None:
-    """The setting right after it."""
+    """The setting after it, where nothing but other numbers of it and words that compare them stand between."""
     for j in range(i + 1, len(items)):
-        if is_setting(items[j][1]):
+        phrase, meaning = items[j]
+        if is_setting(meaning):
             return j
-        if items[j][0] not in BINDING:
+        if not (isinstance(meaning, Amount) or meaning == "a_against_b" or phrase in BINDING | RIVALS | AS):
             return None
     return None
 

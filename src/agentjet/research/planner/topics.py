@@ -59,6 +59,7 @@ def understand(topic: str) -> Understood:
     beside = [question for question in questions if not question.asks and question.ignored]
     heard = [question for question in questions if question not in beside]
     mentions = tuple(mention for question in heard for mention in question.mentions)
+    check_conditions(topic, mentions)
     said = next((kind for kind in KIND_WORDS if any(kind in question.kinds for question in heard)), None)
     rivals = any(question.rivals for question in heard)
     kind = kind_of(said, [mention for mention in mentions if not mention.given], rivals=rivals)
@@ -83,6 +84,19 @@ def check_one(topic: str, asking: Sequence[Question]) -> None:
             raise ConfigError(
                 f"topic {topic!r} asks two questions, {first.text!r} and {other.text!r}: one question a study; plan "
                 "the other by itself"
+            )
+
+
+def check_conditions(topic: str, mentions: Sequence[Mention]) -> None:
+    """Raises `ConfigError` for a condition that has two values."""
+    for setting in dict.fromkeys(mention.setting for mention in mentions if mention.given):
+        given = [amount for mention in mentions if mention.setting == setting for amount in mention.amounts]
+        values = [f"{amount.value:g}" for amount in given if amount.value is not None]
+        if len(set(values)) > 1:
+            raise ConfigError(
+                f"topic {topic!r} gives {setting} two values, {' and '.join(values)}, beside another comparison: one "
+                f"setting is compared at a time; ask for '{setting.rpartition('.')[2]} {' vs '.join(values)}', or give "
+                "it one value"
             )
 
 
