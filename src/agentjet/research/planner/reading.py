@@ -42,7 +42,7 @@ FILLERS = listed(
 ).union(SILENT)
 BINDING = listed("a an are at be between by coefficient equal from is of set the to value values")
 """Words between a setting and its number."""
-AS = listed("as for in")
+NAMING = listed("as for in")
 """Words between numbers and the setting that is named after them: "is 16 better than 8 as group size?"."""
 ELSEWHERE = listed("after before during for in on over within")
 """Words after which a number belongs to something else."""
@@ -195,7 +195,7 @@ def following(items: Items, i: int) -> int | None:
         phrase, meaning = items[j]
         if is_setting(meaning):
             return j
-        if not (isinstance(meaning, Amount) or meaning == "a_against_b" or phrase in BINDING | RIVALS | AS):
+        if not (isinstance(meaning, Amount) or meaning == "a_against_b" or phrase in BINDING | RIVALS | NAMING):
             return None
     return None
 
