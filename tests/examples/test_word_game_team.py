@@ -1,4 +1,6 @@
-"""1. The rewards, by hand. 2. The whole run on tiny models: what each of the two is rewarded for rises."""
+"""1. The rewards, by hand.
+2. The whole run on tiny models: what each of the two is rewarded for rises, with each of three seeds.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ def tiny_run(folder: Path, seed: int) -> dict[str, list[float]]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_both_models_learn(tmp_path: Path) -> None:
-    rewards = tiny_run(tmp_path, seed=0)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_both_models_learn(tmp_path: Path, seed: int) -> None:
+    rewards = tiny_run(tmp_path, seed)
     for member in (DESCRIBER, GUESSER):
         assert len(rewards[member]) == STEPS
         first, last = ends(rewards[member])
