@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
 CLIENTS := .venv-conformance
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
+AIDER_INSTALLED := $(CLIENTS)-aider/.installed
+OPENHANDS_INSTALLED := $(CLIENTS)-openhands/.installed
 NODE_INSTALLED := conformance/node/node_modules/.installed
 SEED ?= 0
 OUT ?= agentjet-demo
@@ -59,21 +61,38 @@ bench: $(BENCH_INSTALLED)  ## a step against TRL's, the sampler against the libr
 	$(BIN)/python -m bench.error_rates
 	$(BIN)/python -m bench.footprint
 
-# Agents of every kind, each with dependencies of its own: they live apart from the server's.
+# Agents of every kind, each with dependencies of its own: they live apart from the server's. aider's pins clash with
+# the others', OpenHands needs Python 3.12. Of opencode the binary is installed, without the launcher of all platforms;
+# the overrides in package.json name packages of other platforms that not every registry has.
+PYTHON_3_12 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python) python3.12)
+CLIENTS_PIP := $(CLIENTS)/bin/uv pip install --quiet --no-deps --no-python-downloads
+
 $(CLIENTS_INSTALLED): conformance/requirements.txt
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile -r conformance/requirements.txt
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile $$(grep '^uv==' $<)
+	$(CLIENTS_PIP) --python $(CLIENTS)/bin/python -r $<
+	touch $@
+
+$(AIDER_INSTALLED): conformance/requirements-aider.txt $(CLIENTS_INSTALLED)
+	test -x $(CLIENTS)-aider/bin/python || $(PYTHON) -m venv --without-pip $(CLIENTS)-aider
+	$(CLIENTS_PIP) --python $(CLIENTS)-aider/bin/python -r $<
+	touch $@
+
+$(OPENHANDS_INSTALLED): conformance/requirements-openhands.txt $(CLIENTS_INSTALLED)
+	test -x $(CLIENTS)-openhands/bin/python || $(PYTHON_3_12) -m venv --without-pip $(CLIENTS)-openhands
+	$(CLIENTS_PIP) --python $(CLIENTS)-openhands/bin/python -r $<
 	touch $@
 
 $(NODE_INSTALLED): conformance/node/package-lock.json
 	npm ci --prefix conformance/node --ignore-scripts --no-audit --no-fund
+	npm rebuild --prefix conformance/node @anthropic-ai/claude-code
 	touch $@
 
-conformance: setup $(CLIENTS_INSTALLED) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on eleven clients and write docs/compatibility.md; without Node, on nine
+conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(if $(shell $(PYTHON_3_12) --version 2>/dev/null),$(OPENHANDS_INSTALLED)) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on libraries and whole products and write docs/compatibility.md; without Node or Python 3.12, on fewer
 	$(BIN)/python -m conformance
 
 docs: setup  ## write the page that is made from the program
 	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nMade from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
 
 clean:  ## remove both environments and caches; data and results stay
-	rm -rf $(VENV) $(CLIENTS) conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-aider $(CLIENTS)-openhands conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis

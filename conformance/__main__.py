@@ -20,6 +20,7 @@ from conformance.audit import problems
 from conformance.child import HERE, PYTHON, command, is_node
 from conformance.episode import Exercise, play
 from conformance.exercises import EXERCISES
+from conformance.isolation import leave_the_network
 from conformance.page import Result
 
 PAGE = HERE.parent / "docs" / "compatibility.md"
@@ -58,6 +59,8 @@ def main() -> int:
     possible = [one for one in chosen if shutil.which("node") or not is_node(one.command[0])]
     for name in dict.fromkeys(one.client for one in chosen if one not in possible):
         print(f"      {name} does not run: there is no Node here", flush=True)
+    if not leave_the_network():
+        print("      there is no namespace to be had: native programs are held back by a proxy only", flush=True)
     results = asyncio.run(check_all(possible))
     if not wanted and possible == chosen:
         PAGE.write_text(page.page(results, page.versions()), encoding="utf-8")

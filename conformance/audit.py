@@ -1,6 +1,7 @@
 """Whether an exercise went as it must, told from what was sampled and not from what the server believes.
 
-1. The client ended well, printed the policy's own answer and reached nobody but the server.
+1. The client ended well, printed the policy's own answer and reached nobody but the server. The files that it was asked
+   to change are as they must be.
 2. The policy was asked exactly as often as the exercise has turns; nothing was asked twice, no answer got lost.
 3. Each prompt says what the client had to send: the very words that a faithful history adds, no more and no less.
 4. The recorded tree holds exactly the tokens that the sampler was fed and said. Its mask covers those it said.
@@ -14,22 +15,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
 from typing import Any
 
 from agentjet.timeline import Forest
-from conformance.conversation import Turn
 from conformance.episode import OTHER_ADVANTAGE, Evidence, Exercise
 from conformance.policy import Said
-from tests.timeline.training import count_prefixes
 
 
 def problems(exercise: Exercise, evidence: Evidence) -> list[str]:
     """What is wrong, worst first; nothing when the exercise is green."""
-    found = [*_client(exercise, evidence)]
-    if len(evidence.said) != len(exercise.turns):
-        return [*found, f"the policy was asked {len(evidence.said)} times, not {len(exercise.turns)}"]
-    found += _prompts(exercise.turns, evidence)
+    found = [*_client(exercise, evidence), *_files(exercise.leaves, evidence.files)]
+    if unsaid := [turn.says for turn in evidence.turns if all(turn is not one.turn for one in evidence.said)]:
+        found.append(f"the policy was never asked for {unsaid[0]!r}")
+    found += [f"the policy was asked once more: {_ends(prompt)}" for prompt in evidence.unanswered]
+    if found and (unsaid or evidence.unanswered):
+        return found
+    found += _prompts(evidence)
     found += _grammars(exercise, evidence)
     found += _record(exercise, evidence)
     found += _training(exercise, evidence)
@@ -39,11 +42,22 @@ def problems(exercise: Exercise, evidence: Evidence) -> list[str]:
 def _client(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
     ended = evidence.ended
     if ended.code != 0:
-        yield f"the client ended with exit code {ended.code}: {_last_words(ended.errors)}"
-    elif ended.answer != exercise.answer:
-        yield f"the client heard {ended.answer!r} instead of {exercise.answer!r}"
-    if ended.reached:
-        yield f"the client tried to reach {', '.join(sorted(set(ended.reached)))}"
+        yield f"the client ended with exit code {ended.code}: {_last_words(ended.errors or ended.output)}"
+    elif exercise.answer not in (ended.lines if exercise.is_product else [ended.answer]):
+        yield f"the client heard {ended.answer!r} instead of {exercise.answer!r}: {_last_words(ended.errors)}"
+    hosts = {address.rpartition(":")[0] or address for address in ended.reached}
+    if unexpected := hosts.difference(exercise.reaches):
+        yield f"the client tried to reach {', '.join(sorted(unexpected))}"
+
+
+def _files(wanted: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:
+    for name, text in wanted.items():
+        if found.get(name) != text:
+            yield f"{name} holds {found.get(name)!r} instead of {text!r}"
+
+
+def _ends(prompt: str) -> str:
+    return repr(prompt if len(prompt) < 1600 else f"{prompt[:800]} ... {prompt[-800:]}")
 
 
 def _last_words(text: str) -> str:
@@ -51,10 +65,10 @@ def _last_words(text: str) -> str:
     return " / ".join(lines[-3:])[-600:]
 
 
-def _prompts(turns: tuple[Turn, ...], evidence: Evidence) -> Iterator[str]:
+def _prompts(evidence: Evidence) -> Iterator[str]:
     before: list[Said] = []
-    for number, (turn, said) in enumerate(zip(turns, evidence.said, strict=True), start=1):
-        text, rest = evidence.text(said.prompt), 0
+    for number, said in enumerate(evidence.said, start=1):
+        turn, text, rest = said.turn, evidence.text(said.prompt), 0
         for words in turn.sees:
             at = text.find(words, rest)
             if at < 0:
@@ -80,19 +94,24 @@ def _grammars(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
 
 def _record(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
     calls: list[dict[str, Any]] = evidence.tree["calls"]
-    if len(calls) != len(exercise.turns):
-        yield f"{len(calls)} calls were recorded, not {len(exercise.turns)}"
+    if len(calls) != len(evidence.said):
+        yield f"{len(calls)} calls were recorded, not {len(evidence.said)}"
         return
     whole: dict[str, list[int]] = {}
-    for number, (turn, said, call) in enumerate(zip(exercise.turns, evidence.said, calls, strict=True), start=1):
+    recorded: dict[tuple[int, ...], tuple[list[int], dict[str, Any]]] = {}
+    for call in calls:
         kept = whole[call["parent"]][: call["kept"]] if call["parent"] else []
         whole[call["call_id"]] = tokens = [*kept, *call["tokens"]]
-        if tuple(tokens) != said.tokens:
+        recorded[tuple(tokens)] = ([0] * len(kept) + call["mask"], call)
+    for number, said in enumerate(evidence.said, start=1):
+        if said.tokens not in recorded:
             yield f"call {number} is recorded with other tokens than the policy saw and said"
-        if [0] * len(kept) + call["mask"] != [0] * len(said.prompt) + [1] * len(said.completion):
+            continue
+        mask, call = recorded[said.tokens]
+        if mask != [0] * len(said.prompt) + [1] * len(said.completion):
             yield f"call {number}: the mask does not cover exactly what was sampled"
-        if call["fork"] != turn.fork:
-            yield f"call {number} is counted as {call['fork'] or 'no fork'!r}, not {turn.fork or 'no fork'!r}"
+        if call["fork"] != said.turn.fork:
+            yield f"call {number} is counted as {call['fork'] or 'no fork'!r}, not {said.turn.fork or 'no fork'!r}"
         if call["role"] != exercise.role:
             yield f"call {number} is of role {call['role']!r}, not {exercise.role!r}"
         if call["retry_of"] or call["orphan"]:
@@ -110,26 +129,42 @@ def _training(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
         yield f"{missing.total()} of {wanted.total()} sampled tokens are not trained in their context and by the reward"
     if extra := trained - wanted:
         yield f"{extra.total()} tokens are trained that nobody sampled in that context"
-    if evidence.forest.num_nodes != count_prefixes(said.tokens for said in (*evidence.said, *evidence.other)):
+    contexts = {context for one in (*evidence.said, *evidence.other) for context in _contexts(one.tokens)}
+    if evidence.forest.num_nodes != len(contexts):
         yield "the forest does not hold each token in its context exactly once"
     if evidence.forest.num_sequences != 2:
         yield f"the two episodes became {evidence.forest.num_sequences} sequences"
 
 
-Target = tuple[tuple[int, ...], float, bool]
-"""A context with the token that was sampled in it at the end, its advantage, and whether its choice was restricted."""
+Target = tuple[bytes, float, bool]
+"""A context with the token that was sampled in it at the end, its advantage, and whether its choice was restricted.
+
+A context is a digest of its tokens: the prompts of products are long, and every token of them ends one.
+"""
 
 
 def _targets(said: tuple[Said, ...], advantage: float) -> Iterator[Target]:
     for one in said:
-        for length in range(len(one.prompt) + 1, len(one.tokens) + 1):
-            yield one.tokens[:length], advantage, bool(one.grammar)
+        for context in _contexts(one.tokens)[len(one.prompt) :]:
+            yield context, advantage, bool(one.grammar)
 
 
 def _trained(forest: Forest) -> Iterator[Target]:
-    paths: list[tuple[int, ...]] = []
+    contexts: list[bytes] = []
     for token, parent in zip(forest.tokens.tolist(), forest.parent.tolist(), strict=True):
-        paths.append((*paths[parent], token) if parent >= 0 else (token,))
+        contexts.append(_context(contexts[parent] if parent >= 0 else b"", token))
     targets = zip(forest.node.tolist(), forest.advantage.tolist(), (forest.allowed >= 0).tolist(), strict=True)
     for node, advantage, is_restricted in targets:
-        yield paths[node], round(advantage, 6), is_restricted
+        yield contexts[node], round(advantage, 6), is_restricted
+
+
+def _contexts(tokens: Iterable[int]) -> list[bytes]:
+    """The context that each token ends."""
+    contexts = [b""]
+    for token in tokens:
+        contexts.append(_context(contexts[-1], token))
+    return contexts[1:]
+
+
+def _context(before: bytes, token: int) -> bytes:
+    return blake2b(before + token.to_bytes(8, "big"), digest_size=16).digest()

@@ -7,14 +7,22 @@ writes it down.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 PYTHON = HERE.parent / ".venv-conformance" / "bin" / "python"
+AIDER = HERE.parent / ".venv-conformance-aider" / "bin"
+OPENHANDS = HERE.parent / ".venv-conformance-openhands" / "bin"
+"""Environments of products whose pins clash with those of the others, or that need a newer Python."""
 NODE = HERE / "node"
+PRODUCTS = HERE / "products"
 PATIENCE = 180.0
 """Seconds that a client may take; the slowest import for ten."""
 
@@ -48,50 +56,104 @@ class Ended:
         """The last line of its output."""
         return (self.output.strip().splitlines() or [""])[-1]
 
+    @property
+    def lines(self) -> list[str]:
+        """Lines of its output without the spaces around them."""
+        return [line.strip() for line in self.output.splitlines()]
+
 
 def is_node(script: str) -> bool:
     """Whether a script is one of `node/`."""
     return script.endswith(".mjs")
 
 
+def is_product(script: str) -> bool:
+    """Whether a script is one of `products/`."""
+    return (PRODUCTS / script).is_file()
+
+
 def command(script: str, *arguments: str) -> list[str]:
-    """How a script of `clients/` or `node/` is run. The guard comes first."""
+    """How a script of `clients/`, `node/` or `products/` is run. The guard comes first."""
     if is_node(script):
         return ["node", "--require", str(NODE / "guard.cjs"), str(NODE / script), *arguments]
+    if script.endswith(".sh"):
+        return ["sh", "-eu", str(PRODUCTS / script), *arguments]
+    if is_product(script):
+        return [str(OPENHANDS / "python"), str(PRODUCTS / script), *arguments]
     return [str(PYTHON), str(HERE / "clients" / script), *arguments]
 
 
-async def run(argv: list[str], episode: dict[str, Any], folder: Path) -> Ended:
-    """Run a client on an episode, with `folder` as its home; it is killed when it takes too long."""
-    folder.mkdir(parents=True, exist_ok=True)
-    reached = folder / "reached"
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        env=_environment(episode, folder, reached),
-        cwd=folder,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(PATIENCE):
+async def run(argv: list[str], episode: dict[str, Any], folder: Path, *, product: bool = False) -> Ended:
+    """Run a client on an episode in `folder`; it is killed with its children when it takes too long.
+
+    Its home is `folder/home`. A product works in `folder/work`, and its proxy is one that writes down what it is asked
+    to reach: a native program has no guard.
+    """
+    home, work, reached = folder / "home", folder / "work", folder / "reached"
+    for made in (home, work, folder / "tmp"):
+        made.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as stack:
+        environment = _environment(episode, folder, reached)
+        if product:
+            proxy = await stack.enter_async_context(_refusing_proxy(reached))
+            environment |= _of_products(proxy)
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            env=environment,
+            cwd=work,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(PATIENCE):
+                output, errors = await process.communicate()
+        except TimeoutError:
+            os.killpg(process.pid, signal.SIGKILL)
             output, errors = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        output, errors = b"", f"killed after {PATIENCE:.0f} s".encode()
-        await process.wait()
+            errors += f"\nkilled after {PATIENCE:.0f} s".encode()
     tried = tuple(reached.read_text(encoding="utf-8").split()) if reached.exists() else ()
     assert process.returncode is not None
     return Ended(process.returncode, output.decode(errors="replace"), errors.decode(errors="replace"), tried)
 
 
+@asynccontextmanager
+async def _refusing_proxy(reached: Path) -> AsyncIterator[str]:
+    """The address of an HTTP proxy that refuses everything and appends the targets to `reached`."""
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        words = (await reader.readline()).decode(errors="replace").split()
+        with reached.open("a", encoding="utf-8") as file:
+            file.write(f"{words[1] if len(words) > 1 else '?'}\n")
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def _of_products(proxy: str) -> dict[str, str]:
+    local = "127.0.0.1,localhost"
+    bins = (NODE / "node_modules" / ".bin", NODE / "node_modules" / "opencode-linux-x64" / "bin", PYTHON.parent, AIDER)
+    return {
+        "PATH": os.pathsep.join([*map(str, bins), os.environ["PATH"]]),
+        "NODE_OPTIONS": f"--require {NODE / 'guard.cjs'}",
+        **{name: proxy for each in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY") for name in (each, each.lower())},
+        **dict.fromkeys(("NO_PROXY", "no_proxy"), local),
+    }
+
+
 def _environment(episode: dict[str, Any], folder: Path, reached: Path) -> dict[str, str]:
-    """Of this process's environment only the search path comes along."""
+    """Of this process's environment only the search path comes along. The rest is that of `agentjet run`."""
     url, key = episode["base_url"], episode["api_key"]
     return {
         **SILENT,
         "PATH": os.environ["PATH"],
-        "HOME": str(folder),
+        "HOME": str(folder / "home"),
+        "TMPDIR": str(folder / "tmp"),
         "LANG": "C.UTF-8",
         "PYTHONPATH": str(HERE / "guard"),
         "PYTHONUTF8": "1",

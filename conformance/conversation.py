@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from agentjet.types import Fork
 
 OPENING = "<|im_start|>assistant\n"
+WORK = "/WORK"
+"""In what the policy says and is told: the folder that a product works in, which every run has anew."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,17 @@ class Turn:
     fork: Fork = ""
     stopped: bool = False
     """`says` ends with a stop string of the client's, so the token that ends a turn is never sampled."""
+    asked_by: str = ""
+    """Words of the prompt that a side call is recognised by (a title, a summary); empty in the conversation itself."""
+
+    def within(self, work: str) -> Turn:
+        """The turn with the folder `work` for `WORK`."""
+        says, adds, sees = (
+            self.says.replace(WORK, work),
+            self.adds and self.adds.replace(WORK, work),
+            tuple(words.replace(WORK, work) for words in self.sees),
+        )
+        return replace(self, says=says, adds=adds, sees=sees)
 
 
 def calling(*calls: tuple[str, str], content: str = "") -> str:

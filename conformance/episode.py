@@ -5,13 +5,13 @@ The two are a group and the group is a batch, so the worker learns exactly what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentjet.timeline import Forest
-from conformance.child import Ended, run
+from conformance.child import Ended, is_product, run
 from conformance.conversation import Turn
 from conformance.policy import Policy, Said
 from tests.server.serving import Served, serving
@@ -38,7 +38,7 @@ class Exercise:
     """A script of `clients/` or `node/`, and its arguments."""
     turns: tuple[Turn, ...]
     answer: str
-    """The last line that the client must print."""
+    """The last line that the client must print. A product may print others after it."""
     remark: str = ""
     template: str = "smollm2"
     """The model's, by its name in `tests.timeline.models`."""
@@ -48,6 +48,17 @@ class Exercise:
     """Whether the client asks for answers that follow a grammar: strict tools, a tool that must be called, JSON."""
     role: str = ""
     """The agent role that the client speaks as, by the model's name."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What a product's working directory holds at the start: names and texts."""
+    leaves: Mapping[str, str] = field(default_factory=dict)
+    """What it must hold at the end."""
+    reaches: tuple[str, ...] = ()
+    """Hosts that a product asks for whatever its settings, and does without."""
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the client is a program that people use as it is, not a library."""
+        return is_product(self.command[0])
 
     @property
     def model(self) -> str:
@@ -65,11 +76,17 @@ class Evidence:
     """What is known of an exercise afterwards, from the three sides: client, sampler and learner."""
 
     ended: Ended
+    turns: tuple[Turn, ...]
+    """Of the exercise, with the names of its folder."""
     said: tuple[Said, ...]
     other: tuple[Said, ...]
     tree: dict[str, Any]
     """`GET /swarm/v1/episodes/{id}` of the client's episode."""
     forest: Forest | None
+    files: dict[str, str]
+    """Of `Exercise.leaves`, those that are there."""
+    unanswered: tuple[str, ...]
+    """Prompts that the exercise has no turn for."""
     text: Callable[[tuple[int, ...]], str]
 
     @property
@@ -82,23 +99,33 @@ class Evidence:
 async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
     """Run the client with `argv` on a fresh server that keeps everything in `folder`."""
     model = make_model(folder, exercise.template)
-    policy = Policy(model, list(exercise.turns))
+    turns = [turn.within(str(folder / "work")) for turn in exercise.turns]
+    policy = Policy(model, turns.copy())
     job = {**JOB, "history": exercise.history}
     async with serving(folder / "data", policy, card=model.card, job=job, prepare=policy.attach) as served:
         episode, other = await served.begin(group="g"), await served.begin(group="g")
-        ended = await run(argv, {**episode, "model": exercise.model}, folder / "home")
+        _write(folder / "work", exercise.files)
+        ended = await run(argv, {**episode, "model": exercise.model}, folder, product=exercise.is_product)
         said = tuple(policy.said)
         tree = (await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")).json()
         forest = None
         if said:
-            policy.turns[len(said) :] = [OTHER_TURN]
+            policy.turns[:] = [OTHER_TURN]
             client = served.openai(other)
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "And you?"}])
             await _finish(served, episode, REWARD, {exercise.role: ROLE_REWARD} if exercise.role else {})
             await _finish(served, other, OTHER_REWARD, {})
             await served.run.until(lambda: bool(policy.learned))
             [forest] = policy.learned
-    return Evidence(ended, said, tuple(policy.said[len(said) :]), tree, forest, policy.text)
+    left = {name: (folder / "work" / name).read_text() for name in exercise.leaves if (folder / "work" / name).is_file()}
+    others = tuple(policy.said[len(said) :])
+    return Evidence(ended, tuple(turns), said, others, tree, forest, left, tuple(policy.unanswered), policy.text)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 async def _finish(served: Served, episode: dict[str, Any], reward: float, by_role: dict[str, float]) -> None:

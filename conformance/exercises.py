@@ -20,16 +20,21 @@ from conformance.conversation import (
     told,
 )
 from conformance.episode import Exercise
+from conformance.product_exercises import PACKAGES as PRODUCT_PACKAGES
+from conformance.product_exercises import PRODUCTS
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat", "completions", "responses", "messages"
 OPENAI, ANTHROPIC, AGENTS = "openai", "anthropic", "openai-agents"
 LANGCHAIN, PYDANTIC_AI, SMOLAGENTS = "langchain", "pydantic-ai", "smolagents"
-LITELLM, AGENTSCOPE, DSPY, NODE_OPENAI, NODE_AI = "litellm", "agentscope", "dspy", "npm openai", "npm ai"
+LITELLM, AGENTSCOPE, AUTOGEN, DSPY = "litellm", "agentscope", "autogen", "dspy"
+NODE_OPENAI, NODE_AI = "npm openai", "npm ai"
 
 PACKAGES = {
     LANGCHAIN: ("langchain-openai", "langgraph"),
     PYDANTIC_AI: ("pydantic-ai-slim",),
+    AUTOGEN: ("autogen-agentchat", "autogen-ext"),
     NODE_AI: ("npm ai", "npm @ai-sdk/openai"),
+    **PRODUCT_PACKAGES,
 }
 """What a client is installed as, where that is not its name."""
 
@@ -238,6 +243,9 @@ EXERCISES = (
     faithful(AGENTSCOPE, "an agent with a toolkit", CHAT, "agentscope_agent.py", "plain"),
     faithful(AGENTSCOPE, "the same, streamed", CHAT, "agentscope_agent.py", "streaming"),
     speaking(faithful(AGENTSCOPE, "", CHAT, "agentscope_agent.py", "plain")),
+    faithful(AUTOGEN, "an `AssistantAgent` with tools", CHAT, "autogen_agent.py", "plain"),
+    faithful(AUTOGEN, "the same, streamed", CHAT, "autogen_agent.py", "streaming"),
+    speaking(faithful(AUTOGEN, "", CHAT, "autogen_agent.py", "plain")),
     Exercise(
         DSPY,
         "`ReAct`",
@@ -267,4 +275,5 @@ EXERCISES = (
         is_constrained=True,
     ),
     speaking(faithful(NODE_AI, "", CHAT, "ai.mjs", "chat")),
+    *PRODUCTS,
 )

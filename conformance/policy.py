@@ -1,4 +1,7 @@
-"""The policy of an exercise: a sampler that says its turns one after another and remembers what it was fed."""
+"""The policy of an exercise: a sampler that says its turns one after another and remembers what it was fed.
+
+A side call of a product (a title, a summary) is answered by what it asks, whenever it comes; see `Turn.asked_by`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ class Said:
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
+    turn: Turn
+    """The scripted turn that the completion says."""
     grammar: str = ""
     """What the sampler was told to follow; empty when it was free."""
     is_allowed: bool = True
@@ -37,18 +42,30 @@ class Policy:
 
     model: Model
     turns: list[Turn]
+    """In the order in which they are said, but for those of side calls."""
     said: list[Said] = field(default_factory=list)
     learned: list[Forest] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
+    """Prompts that came when no turn was left, as text."""
 
     def __call__(self, prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
-        """Raises `ComputeError` when it is asked more often than it has turns."""
-        if len(self.said) == len(self.turns):
+        """Raises `ComputeError` when no turn is left for `prompt`."""
+        text = self.text(prompt)
+        turn = self._turn(text)
+        if turn is None:
+            self.unanswered.append(text)
             raise ComputeError("the policy was asked once more than the exercise has turns")
-        turn = self.turns[len(self.said)]
         completion = (*self.model.ids(turn.says), *([] if turn.stopped else [self.model.end]))
         is_allowed = self._allows(params.grammar, completion)
-        self.said.append(Said(tuple(prompt), completion, params.grammar, is_allowed))
+        self.said.append(Said(tuple(prompt), completion, turn, params.grammar, is_allowed))
         return completion
+
+    def _turn(self, text: str) -> Turn | None:
+        """The first turn that was not said: of the side call that `text` is, or else of the conversation."""
+        spoken = [one.turn for one in self.said]
+        left = [turn for turn in self.turns if not any(turn is one for one in spoken)]
+        sides = [turn for turn in left if turn.asked_by and turn.asked_by in text]
+        return next((turn for turn in (*sides, *left) if turn in sides or not turn.asked_by), None)
 
     def _allows(self, grammar: str, completion: Sequence[int]) -> bool:
         guide = Grammars(self.model.card, self.model.tokenizer.get_vocab_size()).guide(grammar)
