@@ -44,7 +44,7 @@ def use(name: str, **arguments: Any) -> str:
 
 def search_and_replace(old: str, new: str) -> str:
     """A block that edits the file, as aider wants it."""
-    return f"greeting.txt\n```\n<<<<<<< SEARCH\n{old}\n=======\n{new}\n>>>>>>> REPLACE\n```\n"
+    return f"greeting.txt\n```\n<<<<<<< SEARCH\n{old}\n=======\n{new}\n>>>>>>> REPLACE\n```"
 
 
 OPENCODE = task(
@@ -119,8 +119,8 @@ AIDER = replace(
         CHAT,
         "aider.sh",
         Turn(search_and_replace("helo world", "hallo world"), sees=("*SEARCH/REPLACE block*", "helo world", PROMPT)),
-        Turn(f"{search_and_replace('hallo world', 'hello world')}\n{ANSWER}", sees=("hallo world", "hello is missing")),
-        remark="edits by blocks of text; runs its test after each edit and sends back how it failed",
+        Turn(f"{search_and_replace('hallo world', 'hello world')}\n\n{ANSWER}", sees=("hallo world", "hello is missing"), fork="edit"),
+        remark="moves what the files hold behind the conversation after each edit: every answer begins a timeline",
     ),
     name="edit a file, mend it after a failed test",
     command=("aider.sh", PROMPT, "grep hello greeting.txt && cp greeting.txt copy.txt || { echo hello is missing; exit 1; }"),
