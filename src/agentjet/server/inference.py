@@ -124,7 +124,7 @@ async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole 
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     episode_id = wired.keys.episode(key)
     role = _role_of(body.model, wired, role)
-    asked = messages.to_conversation(body)
+    asked, _ = messages.to_conversation(body)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 
@@ -141,6 +141,12 @@ async def get_model(name: str, wired: Wired, key: Key) -> Model:
     wired.keys.episode(key)
     _role_of(name, wired, "")
     return _model(wired)
+
+
+@routes.head("/", include_in_schema=False)
+async def probe() -> Response:
+    """An agent asks whether its base URL leads anywhere, before it has a request. Needs no key."""
+    return Response()
 
 
 @routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
