@@ -176,3 +176,36 @@ async def test_template_variables_that_change_the_prompt_are_refused(tmp_path: P
             with pytest.raises(openai.BadRequestError, match="another prompt") as refusal:
                 await request
             assert refusal.value.param == "chat_template_kwargs"
+
+
+async def test_refusals_are_counted_on_the_episode(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        refused, sound = await served.begin(), await served.begin()
+        client = served.openai(refused)
+        bodies: list[Any] = [{"temperature": 0}, {"temprature": 1}, {"messages": [{"role": "x"}]}, {"model": "gpt-4"}]
+        for body in [*bodies, *bodies[:1]]:
+            with pytest.raises(openai.APIStatusError):
+                await client.chat.completions.create(model="policy", messages=HELLO, extra_body=body)
+        path = f"/k/{refused['api_key']}/v1/messages"
+        assert (await served.http.post(path, content="{")).status_code == 400
+        # These end no call: an overflow, which agents compact; a probe; another's key; a later try.
+        with pytest.raises(openai.BadRequestError):
+            await served.openai(sound).chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "x" * 5000}]
+            )
+        assert (await served.http.get(f"/k/{sound['api_key']}/v1/telemetry")).status_code == 404
+        shown = await view(served, refused)
+        assert shown.refused == {
+            "unsupported_in_training: temperature": 2,
+            "unknown_parameter: temprature": 1,
+            "invalid_value: messages[].role": 1,
+            "model_not_found: model": 1,
+            "not_json": 1,
+        }
+        assert shown.unscorable and "unscorable" in str(described(shown)[0])
+        overflowed = await view(served, sound)
+        assert overflowed.refused == {"context_length_exceeded: messages": 1} and not overflowed.unscorable
+        await served.http.post(f"/swarm/v1/episodes/{refused['episode_id']}/finish", json={"reward": 0})
+    async with serving(tmp_path / "d") as served:
+        again = await view(served, refused)
+        assert (again.status, again.refused, again.unscorable) == ("finished", shown.refused, True)

@@ -31,6 +31,7 @@ from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, hang_up_of, until_disconnect
+from agentjet.server.problems import count_refusal
 from agentjet.server.wiring import Token, Wired, Wiring
 
 log = logging.getLogger(__name__)
@@ -243,10 +244,12 @@ async def _stream(
                 num_sent += 1
             await _handed_out(request, chunks)
         except RequestError as error:
+            await count_refusal(request, error)
             yield errors.event(error, num_sent)
         except Exception as error:  # The boundary of a stream, whose status is sent already: recorded here, once.
             log.error("a stream broke", exc_info=error)
             broken = RequestError("The server failed; its log says why.", code="internal_error", status=500)
+            await count_refusal(request, broken)
             yield errors.event(broken, num_sent)
 
 
