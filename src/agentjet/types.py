@@ -254,3 +254,5 @@ class Call:
     """Digest of prompt + completion as they were when sampled: what is trained must still have it."""
     allowed: bytes = b""
     """The set of tokens that each token of the completion was chosen among, packed by `timeline.allowed.pack_sets`."""
+    untrained: str = ""
+    """Name of the rule of `job.side_calls` that excludes the call from training; empty for none."""

@@ -368,18 +368,6 @@ async def test_tokens_are_counted_exactly(tmp_path: Path, tool_card: ModelCard) 
     assert [count.input_tokens for count in counted] == [len(call.prompt) for call in served.run.compute.asked]
 
 
-async def test_a_model_that_reasons_cannot_be_told_not_to(tmp_path: Path, tool_card: ModelCard) -> None:
-    for name, card, refused in (("qwen", tool_card, True), ("plain", None, False)):
-        async with serving(tmp_path / name / "d", card=card) as served:
-            client = served.anthropic(await served.begin())
-            await ask(client, thinking={"type": "adaptive"})
-            if refused:
-                with pytest.raises(anthropic.BadRequestError, match="thinking"):
-                    await ask(client, thinking={"type": "disabled"})
-            else:
-                await ask(client, thinking={"type": "disabled"})
-
-
 async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: "x" * 30)) as served:
         served.run.compute.stuck = lambda request, piece: piece == 10

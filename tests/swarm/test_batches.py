@@ -166,6 +166,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "groups/zero_variance": 0.0,
         "forest/orphans": 0.0,
         "forest/orphan_tokens": 0.0,
+        "forest/side_calls": 0.0,
         "forest/drift": 0.0,
         "forest/tokens": 6.0,
         "forest/tree_token_ratio": 13 / 6,

@@ -162,6 +162,18 @@ class AlgorithmConfig(Section):
         return self
 
 
+Overridable = Literal["temperature", "top_p", "top_k", "max_tokens", "seed"]
+
+
+class SamplingConfig(Section):
+    """How training episodes are sampled where agents ask for something else."""
+
+    override: tuple[Overridable, ...] = ()
+    """Settings of requests that are ignored in training episodes, and counted on the episode: `temperature` and
+    `max_tokens` become the job's, `top_p` and `top_k` truncate nothing, a `seed` is drawn for each call.
+    """
+
+
 class JobConfig(Section):
     """What is trained how: the part of the settings that a client may read and an admin may replace."""
 
@@ -209,6 +221,7 @@ class JobConfig(Section):
     """Newest checkpoints kept."""
     seed: Int64 = 0
     """Seed of everything random on the server."""
+    sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 

@@ -52,6 +52,8 @@ def settings_table() -> str:
 def _type(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+    if get_origin(field.annotation) is tuple:
+        return f"list of {', '.join(f'`{choice}`' for choice in get_args(get_args(field.annotation)[0]))}"
     if get_origin(field.annotation) is dict:
         return "table of numbers > 0"
     bounds = [
@@ -67,6 +69,8 @@ def _type(field: FieldInfo) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return str(list(value))
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 

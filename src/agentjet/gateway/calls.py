@@ -24,6 +24,7 @@ from typing import Protocol
 from agentjet.compute import Compute
 from agentjet.errors import (
     ComputeError,
+    ContextOverflow,
     InvalidRequest,
     Later,
     OutOfCache,
@@ -38,7 +39,7 @@ from agentjet.gateway.deliveries import Deliveries, Delivery, Outbox
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import CallLimits
 from agentjet.gateway.prompting import Prompt, prepare
-from agentjet.gateway.requests import CallChunk, CallRequest, sampling_params, seeded
+from agentjet.gateway.requests import CallChunk, CallRequest, overridden, sampling_params, seeded
 from agentjet.gateway.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
@@ -157,15 +158,17 @@ class CallPath:
 
     async def _order(self, episode: Episode, delivery: Delivery) -> _Order:
         """Everything that can be wrong with a request is found here, before it is held for a batch."""
-        job, role, request = self._swarm.job, delivery.role, delivery.request
+        job, role = self._swarm.job, delivery.role
+        request = overridden(delivery.request, job, episode)
         params = sampling_params(request, job, episode)
         deadline = asyncio.get_running_loop().time() + self._call_timeout
         card, renderer = await self._known_model()
-        if renderer.reasons and request.unreasoned:
+        if request.template_kwargs and not renderer.ignores(request.conversation, request.template_kwargs):
             raise InvalidRequest(
-                f"{request.unreasoned}: this model reasons before it answers, which its template cannot switch off.",
+                f"chat_template_kwargs: with {dict(request.template_kwargs)!r:.200} this model's template would write "
+                "another prompt: leave it out.",
                 code="unsupported_parameter",
-                param=request.unreasoned,
+                param="chat_template_kwargs",
             )
         tree = self._swarm.tree(episode.id, role)
         prompt = prepare(renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint)
@@ -173,14 +176,10 @@ class CallPath:
             prompt = replace(prompt, fork="role")
         room = card.context_length - len(prompt.tokens)
         if room < 1:
-            raise InvalidRequest(
-                f"This model's maximum context length is {card.context_length} tokens. However, your {request.asked} "
-                f"resulted in {len(prompt.tokens)} tokens, which leaves no room for an answer. Please shorten it.",
-                code="context_length_exceeded",
-                param=request.asked,
-            )
+            raise ContextOverflow(request.asked, len(prompt.tokens), card.context_length)
         grammar = renderer.grammar(request.conversation, request.constraint)
         params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
+        self._swarm.note(episode.id, noted=request.notes)
         return _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline, delivery)
 
     async def _choice(self, order: _Order, index: int) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from agentjet import __version__
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, ServeConfig, parse_job
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError
 from agentjet.gateway import inspection
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.calls import CallPath
@@ -219,6 +221,13 @@ class Gateway:
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
         """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`."""
         return await self._calls.count_tokens(episode_id, role, conversation)
+
+    async def refused(self, episode_id: str, error: RequestError) -> None:
+        """Counts a refused request on its episode. A refusal of the disk leaves it uncounted."""
+        param = re.sub(r"\.\d+", "[]", error.param or "")
+        with suppress(Later, NotFound):
+            self.swarm.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
+            await self._commits.durable()
 
     def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """What a call of a live episode and role was asked, and what it answered; None when there is no such call, or

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentjet.config import JobConfig
 from agentjet.errors import InvalidRequest
@@ -28,9 +30,6 @@ class CallRequest:
     stop: tuple[str, ...] = ()
     constraint: Constraint = ANY_ANSWER
     choices: int = 1
-    unreasoned: str = ""
-    """What the request calls its wish for an answer without reasoning, which only a template that knows none can
-    grant; empty for no such wish."""
     stream: bool = False
     """Text is wanted as it is sampled.
 
@@ -42,6 +41,13 @@ class CallRequest:
     """Names the request as it was sent: sent again, it has the same one."""
     retry: bool = False
     """The agent's SDK says that it sends this request again, or may do so under the same `fingerprint`."""
+
+    model: str = ""
+    """The name by which the agent asked for the model."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template. The request is refused unless they change nothing in the prompt."""
+    notes: tuple[str, ...] = ()
+    """Request keys that have no effect, and other deviations from the request: counted on the episode."""
 
     @property
     def asked(self) -> str:
@@ -76,6 +82,26 @@ class CallChunk:
     """The stop string that ended the choice, on its last chunk."""
 
 
+def overridden(request: CallRequest, job: JobConfig, episode: Episode) -> CallRequest:
+    """`request` with the settings of `job.sampling.override` as the job has them; each change is noted.
+
+    Evaluation episodes are sampled as they ask.
+    """
+    if episode.mode != "train":
+        return request
+    changed: dict[str, Any] = {}
+    for name in job.sampling.override:
+        neutral = NOT_ASKED[name]
+        if getattr(request, name) != neutral:
+            changed[name] = neutral
+    notes = [f"{name} overridden by job.sampling.override" for name in changed]
+    return replace(request, **changed, notes=(*request.notes, *notes)) if changed else request
+
+
+NOT_ASKED: Mapping[str, Any] = {"temperature": None, "top_p": 1.0, "top_k": 0, "max_tokens": None, "seed": None}
+"""The values of a `CallRequest` that ask for nothing, for each setting that can be overridden."""
+
+
 def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> SamplingParams:
     """What the worker is asked for, before `max_tokens` is cut to the context, the grammar is written and the seed is
     given to each choice.
@@ -89,7 +115,8 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> S
     if episode.mode == "train" and temperature == 0:
         raise InvalidRequest(
             "temperature = 0 is not possible in a training episode, because the learner could not recompute what was "
-            "sampled: use a positive one, or begin the episode with mode 'eval'.",
+            "sampled: use a positive one, begin the episode with mode 'eval', or set job.sampling.override = "
+            '["temperature"] on the server, which then uses job.temperature.',
             code="unsupported_in_training",
             param="temperature",
         )

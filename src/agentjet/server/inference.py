@@ -31,6 +31,7 @@ from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, hang_up_of, until_disconnect
+from agentjet.server.problems import count_refusal
 from agentjet.server.wiring import Token, Wired, Wiring
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole 
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     episode_id = wired.keys.episode(key)
     role = _role_of(body.model, wired, role)
-    asked = messages.to_conversation(body)
+    asked, _ = messages.to_conversation(body)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 
@@ -141,6 +142,12 @@ async def get_model(name: str, wired: Wired, key: Key) -> Model:
     wired.keys.episode(key)
     _role_of(name, wired, "")
     return _model(wired)
+
+
+@routes.head("/", include_in_schema=False)
+async def probe() -> Response:
+    """An agent asks whether its base URL leads anywhere, before it has a request. Needs no key."""
+    return Response()
 
 
 @routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
@@ -237,10 +244,12 @@ async def _stream(
                 num_sent += 1
             await _handed_out(request, chunks)
         except RequestError as error:
+            await count_refusal(request, error)
             yield errors.event(error, num_sent)
         except Exception as error:  # The boundary of a stream, whose status is sent already: recorded here, once.
             log.error("a stream broke", exc_info=error)
             broken = RequestError("The server failed; its log says why.", code="internal_error", status=500)
+            await count_refusal(request, broken)
             yield errors.event(broken, num_sent)
 
 

@@ -12,6 +12,10 @@ from typing import Literal
 from agentjet.config import JobConfig
 from agentjet.types import EpisodeStatus, Mode
 
+RECOVERABLE = frozenset(
+    {"context_length_exceeded", "thread_unsupported_request", "previous_response_not_found", "item_not_found"}
+)
+"""Codes of refusals that are part of the protocol: the agent compacts its history, or sends all of it."""
 GroupState = Literal["open", "complete", "dropped"]
 
 
@@ -54,6 +58,15 @@ class Episode:
     """The policy version that an eval episode is pinned to."""
     temperature: float | None = None
     """Of all calls of an eval episode that was begun with one."""
+    noted: Mapping[str, int] = field(default_factory=dict)
+    """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Refused requests: `code` or `code: parameter`, with their counts."""
+
+    @property
+    def unscorable(self) -> bool:
+        """True if a refusal ended a call, except for refusals that agents are known to recover from."""
+        return any(name.partition(":")[0] not in RECOVERABLE for name in self.refused)
 
 
 @dataclass(frozen=True, slots=True)

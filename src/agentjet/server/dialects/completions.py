@@ -12,7 +12,7 @@ from typing import Any
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest, TokenLogprob
 from agentjet.server.dialects.completions_bodies import (
-    NEUTRAL,
+    KEYS,
     Completion,
     CompletionBody,
     CompletionChoice,
@@ -21,20 +21,20 @@ from agentjet.server.dialects.completions_bodies import (
 from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
-from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens, refuse_unless_neutral
+from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens
+from agentjet.server.dialects.request_keys import judge, refuse_value
 from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Conversation
 
 
 def to_request(body: CompletionBody) -> CallRequest:
     """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
-    if body.best_of is None or body.best_of != body.n:  # The best n of n are all of them.
-        refuse_unless_neutral(body, NEUTRAL)
-    else:
-        refuse_unless_neutral(body, {name: values for name, values in NEUTRAL.items() if name != "best_of"})
+    notes = judge(body, KEYS)
+    if body.best_of != body.n:  # The best n of n are all of them.
+        refuse_value(body.best_of, (1,), "best_of")
     refuse_other_tokens(body.logprobs, "logprobs")
     refuse_idle_stream_options(body, body.stream_options)
-    return sampled_request(body, Conversation((), prompt=_prompt(body.prompt)), body.max_tokens)
+    return sampled_request(body, Conversation((), prompt=_prompt(body.prompt)), body.max_tokens, notes=notes)
 
 
 async def to_answer(chunks: Chunks, body: CompletionBody, head: Head) -> Completion:
@@ -131,6 +131,7 @@ def _finish_reason(call: Call) -> Any:
 
 DIALECT = Dialect(
     path="/v1/completions",
+    keys=KEYS,
     answer=Completion,
     errors=OPENAI,
     to_request=lambda body, past: to_request(body),

@@ -1,19 +1,19 @@
 """The body of `POST /v1/completions`, every key of it, and of its answer.
 
-What cannot be honoured is listed here, to be refused by name.
+`KEYS` has the treatment of each.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Strict
 
 from agentjet.protocol import Int64
 from agentjet.server.dialects.bodies import Count, Finite
 from agentjet.server.dialects.gathering import UsageBody
-from agentjet.server.dialects.refusals import Neutral
-from agentjet.server.dialects.sampled import SampledBody
+from agentjet.server.dialects.request_keys import RequestKeys, honoured, noted, refused
+from agentjet.server.dialects.sampled import SAMPLED_KEYS, SampledBody
 
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=2**24)]
 Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -32,25 +32,32 @@ class CompletionBody(SampledBody):
     logprobs: Annotated[Int64, Field(ge=0)] | None = None
     """0: log-probabilities of the sampled tokens. Those of other tokens are not known."""
 
-    # A name for the caller's own use, which asks nothing of the model.
-    user: str | None = None
-
-    # Known, and honoured in their neutral form only: see `NEUTRAL`.
+    # Known, and not honoured: see `KEYS`.
+    user: Any = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     frequency_penalty: Finite | None = None
     presence_penalty: Finite | None = None
+    repetition_penalty: Finite | None = None
+    min_p: Finite | None = None
     logit_bias: dict[str, float] | None = None
 
 
-NEUTRAL: Neutral = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "logit_bias": ({},),
+KEYS: RequestKeys = {
+    **SAMPLED_KEYS,
+    "prompt": honoured("a text or a list of token ids; either as the only item of a list"),
+    "max_tokens": honoured("without it the job's limit, not OpenAI's 16"),
+    "logprobs": honoured("0: the sampled tokens; above 0 is refused"),
+    "best_of": honoured("1, or equal to `n`"),
+    "user": noted(),
+    "echo": refused("", False),
+    "suffix": refused("the policy continues a text", ""),
+    "frequency_penalty": refused("it would change the distribution", 0.0),
+    "presence_penalty": refused("it would change the distribution", 0.0),
+    "repetition_penalty": refused("it would change the distribution", 1.0),
+    "min_p": refused("it would change the distribution", 0.0),
+    "logit_bias": refused("it would change the distribution", {}),
 }
 
 

@@ -1,0 +1,111 @@
+"""The treatment of every request key: honoured, noted or refused. One table a dialect, for the code and for the page.
+
+* honoured: the key has its effect;
+* noted: the key is accepted without an effect, counted, and shown on its episode. It changes neither the prompt nor the
+  distribution that the policy is sampled from;
+* refused: a value with an effect is a 400 that names the key. The `neutral` values, and null, have none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from agentjet.errors import InvalidRequest
+
+Treatment = Literal["honoured", "noted", "refused"]
+WORDS: dict[Treatment, str] = {
+    "honoured": "has its effect",
+    "noted": "accepted without an effect, counted on the episode",
+    "refused": "400",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One row of a table. `meaning` is for the page; values in `neutral` are accepted and not counted."""
+
+    treatment: Treatment
+    meaning: str = ""
+    neutral: tuple[Any, ...] = ()
+
+
+RequestKeys = Mapping[str, Key]
+"""Keys by dotted name, such as `output_config.effort`. A `[]` stands for every item of a list."""
+
+
+def honoured(meaning: str = "") -> Key:
+    return Key("honoured", meaning)
+
+
+def noted(meaning: str = "", *neutral: Any) -> Key:
+    return Key("noted", meaning, neutral)
+
+
+def refused(meaning: str = "", *neutral: Any) -> Key:
+    return Key("refused", meaning, neutral)
+
+
+def part(keys: RequestKeys, prefix: str) -> RequestKeys:
+    """The rows of one part of a body: `part(keys, "messages[].")`. Names keep their prefix."""
+    return {name: key for name, key in keys.items() if name.startswith(prefix) and "[]" not in name[len(prefix) :]}
+
+
+def judge(body: BaseModel, keys: RequestKeys, *, prefix: str = "", where: str = "") -> list[str]:
+    """The noted keys that `body` has. Raises `InvalidRequest` naming the first key that is refused, and the way out.
+
+    `keys` all begin with `prefix`, the part of the table that `body` is; `where` is its place in the request.
+    """
+    names = []
+    for name, key in keys.items():
+        path = name[len(prefix) :].split(".")
+        if key.treatment == "honoured" or "[]" in name[len(prefix) :] or path[0] not in body.model_fields_set:
+            continue
+        value: Any = body
+        for step in path:
+            value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+        if value is None or value in key.neutral:
+            continue
+        if key.treatment == "refused":
+            refuse_value(value, key.neutral, where + ".".join(path))
+        names.append(name)
+    return names
+
+
+def refuse_value(value: Any, neutral: tuple[Any, ...], where: str) -> None:
+    """Raises `InvalidRequest` for the value at `where`, unless it is null or neutral."""
+    if value is None or value in neutral:
+        return
+    either = " or ".join(map(_shown, neutral))
+    way_out = f"leave it out or use {either}" if neutral else "leave it out"
+    raise InvalidRequest(
+        f"{where} = {_shown(value)} is not supported: {way_out}.", code="unsupported_parameter", param=where
+    )
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def table(title: str, keys: RequestKeys) -> str:
+    """Markdown: the keys of one dialect by treatment."""
+    lines = [f"### {title}", "", "| key | treatment | meaning |", "|---|---|---|"]
+    for treatment in WORDS:
+        for name, key in sorted(_rows(keys, treatment)):
+            neutral = ", ".join(f"`{_json(value)}`" for value in key.neutral)
+            meaning = "; ".join(filter(None, [key.meaning, f"no effect: {neutral}" if neutral else ""]))
+            lines.append(f"| `{name}` | {treatment} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _rows(keys: RequestKeys, treatment: Treatment) -> Iterable[tuple[str, Key]]:
+    return ((name, key) for name, key in keys.items() if key.treatment == treatment)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value)
