@@ -1,7 +1,8 @@
 """`python -m conformance [CLIENT ...]`: run the exercises, write `docs/compatibility.md`, print what was found.
 
 The page is written by a run of all clients only. The last line of the output is JSON, in which a client that did not
-run is false; the exit code is 0 when all that ran are green. Without Node the clients from npm do not run.
+run is false; the exit code is 0 when all that ran are green. Without Node the clients from npm do not run, without
+Python 3.12 OpenHands does not.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 
 from conformance import page
 from conformance.audit import problems
-from conformance.child import HERE, PYTHON, command, is_node
+from conformance.child import HERE, OPENHANDS, PYTHON, command, is_node
 from conformance.episode import Exercise, play
 from conformance.exercises import EXERCISES
 from conformance.isolation import leave_the_network
 from conformance.page import Result
+from conformance.product_exercises import OF_NODE
 
 PAGE = HERE.parent / "docs" / "compatibility.md"
 
@@ -46,6 +48,16 @@ async def check_all(exercises: list[Exercise]) -> list[Result]:
     return await asyncio.gather(*(check(exercise, room) for exercise in exercises))
 
 
+def missing(exercise: Exercise) -> str:
+    """The interpreter that the client needs and this machine lacks, or ""."""
+    script = exercise.command[0]
+    if (is_node(script) or exercise.client in OF_NODE) and not shutil.which("node"):
+        return "Node"
+    if exercise.is_product and not script.endswith(".sh") and not OPENHANDS.exists():
+        return "Python 3.12"
+    return ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(dict.fromkeys(exercise.client for exercise in EXERCISES))
@@ -56,14 +68,14 @@ def main() -> int:
     if not PYTHON.exists():
         parser.error("the clients are not installed: run `make conformance`")
     chosen = [one for one in EXERCISES if not wanted or one.client in wanted]
-    possible = [one for one in chosen if shutil.which("node") or not is_node(one.command[0])]
-    for name in dict.fromkeys(one.client for one in chosen if one not in possible):
-        print(f"      {name} does not run: there is no Node here", flush=True)
-    if not leave_the_network():
+    possible = [one for one in chosen if not missing(one)]
+    for name, lack in dict.fromkeys((one.client, missing(one)) for one in chosen if missing(one)):
+        print(f"      {name} does not run: there is no {lack} here", flush=True)
+    if not (in_namespace := leave_the_network()):
         print("      there is no namespace to be had: native programs are held back by a proxy only", flush=True)
     results = asyncio.run(check_all(possible))
     if not wanted and possible == chosen:
-        PAGE.write_text(page.page(results, page.versions()), encoding="utf-8")
+        PAGE.write_text(page.page(results, page.versions(), in_namespace=in_namespace), encoding="utf-8")
     ran = page.green(results)
     clients = {one.client: ran.get(one.client, False) for one in chosen}
     print(json.dumps({"green": sum(clients.values()), "total": len(clients), "clients": clients}))

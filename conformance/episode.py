@@ -117,7 +117,9 @@ async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
             await _finish(served, other, OTHER_REWARD, {})
             await served.run.until(lambda: bool(policy.learned))
             [forest] = policy.learned
-    left = {name: (folder / "work" / name).read_text() for name in exercise.leaves if (folder / "work" / name).is_file()}
+    left = {
+        name: (folder / "work" / name).read_text() for name in exercise.leaves if (folder / "work" / name).is_file()
+    }
     others = tuple(policy.said[len(said) :])
     return Evidence(ended, tuple(turns), said, others, tree, forest, left, tuple(policy.unanswered), policy.text)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 
-from conformance.child import NODE, PYTHON
+from conformance.child import AIDER, NODE, OPENHANDS, PRODUCTS, PYTHON
 from conformance.episode import Exercise
 from conformance.exercises import PACKAGES
 
@@ -16,14 +16,16 @@ HEAD = """# Compatibility
 
 Made by `make conformance`; do not edit.
 
+This page lists the libraries and products that were trained as they are, and says how to point each product at AgentJet.
+
 Each client below ran an agent through an episode of a real server, as a process that knew an address and a key.
 The agents use tools and take several turns. The policy's answers were scripted, and the run checked what was *trained*:
 every sampled token, behind exactly the context that the sampler was given, masked in, with the advantage that the
 episode's reward makes; each prompt in the very words that a faithful history adds; timelines that begin only where this
 page says so. Where a client asks for strict tools, a tool that must be called or JSON, the sampler was given a grammar
 that allows the scripted answer, and the sets of tokens it chose among are trained with it. Where the model's name says
-an agent role (`policy@reckoner`), the calls are that role's, and the advantage is the one that its own reward makes. No
-client reached anything but the server.
+an agent role (`policy@reckoner`), the calls are that role's, and the advantage is the one that its own reward makes.
+A product edited a real file with its own tools and ran a command; the run checked the files.
 
 """
 FOOT = """
@@ -32,6 +34,32 @@ once. One that words its history anew makes the policy see another prompt; this 
 timeline forks there, the reason is counted (`edit`: what the policy said came back in other words; `template`: the
 model's own template wrote it in other words; `tools`: other tools are on offer; `branch`: a prompt of its own), and
 every branch is trained in its exact context. It costs speed, never exactness.
+
+**Side calls.** Some products ask for a title or a summary beside the conversation. The column "calls" counts them after a
+plus. They are trained like the rest, unless a rule of the job gives them a role or leaves them out.
+"""
+NETWORK = """
+**Network.** A guard in the interpreter of each Python and Node client refuses and records every connection that leaves the
+machine. Native programs (Claude Code, Codex, opencode) cannot load it. Each product has a proxy that refuses and records
+every target. {namespace}
+Only the server answered a client. The remarks name each host that a product requests whatever its settings are.
+"""
+NAMESPACE = {
+    True: "The whole run, server included, was in a network namespace with the loopback interface only.",
+    False: "There was no network namespace: a native program that ignores its proxy was not held back.",
+}
+SETUP = """
+## How to point a product at an episode
+
+Each block is the script that the run started, with a prompt as `$1`. It needs the environment that `agentjet run` gives
+to a program ([black-box.md](black-box.md)): `OPENAI_BASE_URL` and the others, and a `HOME` of the episode, where
+configuration files may be written. To train, put the block in a file:
+
+```bash
+agentjet run --task-file tasks.jsonl --reward reward.py:score -- sh {here}/product.sh {task.prompt}
+```
+
+[claude-code.md](claude-code.md) is a whole example.
 """
 
 
@@ -46,9 +74,11 @@ class Result:
 
 def versions() -> dict[str, str]:
     """Installed packages and their versions; those of npm begin with `npm `."""
-    site = PYTHON.parent.parent.glob("lib/python*/site-packages")
-    found = {one.name.lower(): one.version for one in distributions(path=[str(path) for path in site])}
-    for package in json.loads((NODE / "package.json").read_text(encoding="utf-8"))["dependencies"]:
+    bins = (AIDER, OPENHANDS, PYTHON.parent)
+    sites = [str(site) for each in bins for site in each.parent.glob("lib/python*/site-packages")]
+    found = {one.name.lower(): one.version for one in distributions(path=sites[::-1])}
+    wanted = json.loads((NODE / "package.json").read_text(encoding="utf-8"))
+    for package in (*wanted["dependencies"], *wanted["optionalDependencies"]):
         installed = NODE / "node_modules" / package / "package.json"
         if installed.exists():
             found[f"npm {package}"] = json.loads(installed.read_text(encoding="utf-8"))["version"]
@@ -63,11 +93,21 @@ def green(results: Sequence[Result]) -> dict[str, bool]:
     return clients
 
 
-def page(results: Sequence[Result], installed: Mapping[str, str]) -> str:
-    """The whole page, with a line for each exercise."""
+def page(results: Sequence[Result], installed: Mapping[str, str], *, in_namespace: bool = True) -> str:
+    """The whole page, with a line for each exercise and a block for each product."""
     clients = green(results)
     summary = f"{sum(clients.values())} of {len(clients)} clients are green.\n\n"
-    return HEAD + summary + "\n".join(_rows(results, installed)) + "\n" + FOOT
+    table = "\n".join(_rows(results, installed)) + "\n"
+    network = NETWORK.format(namespace=NAMESPACE[in_namespace])
+    products = dict.fromkeys(one.exercise.command[0] for one in results if one.exercise.is_product)
+    names = {one.exercise.command[0]: one.exercise.client for one in results}
+    blocks = "".join(_block(names[script], script) for script in products)
+    return HEAD + summary + table + FOOT + network + (SETUP + blocks if blocks else "")
+
+
+def _block(client: str, script: str) -> str:
+    text = (PRODUCTS / script).read_text(encoding="utf-8").strip()
+    return f"\n### {client}\n\n```{'sh' if script.endswith('.sh') else 'py'}\n{text}\n```\n"
 
 
 def _rows(results: Sequence[Result], installed: Mapping[str, str]) -> Iterator[str]:
@@ -81,7 +121,7 @@ def _rows(results: Sequence[Result], installed: Mapping[str, str]) -> Iterator[s
         last = exercise.client
         remarks = exercise.remark if not result.problems else re.sub(r"[|\n]", " ", result.problems[0])[:300]
         state = "red" if result.problems else "green"
-        cells = (name, numbers, exercise.dialect, exercise.name, len(exercise.turns), _timelines(result))
+        cells = (name, numbers, exercise.dialect, exercise.name, _calls(exercise), _timelines(result))
         yield "| " + " | ".join(map(str, (*cells, state, remarks))) + " |"
 
 
@@ -90,6 +130,11 @@ def _numbers(client: str, installed: Mapping[str, str]) -> str:
     if len(packages) == 1:
         return installed.get(packages[0], "?")
     return ", ".join(f"{package.removeprefix('npm ')} {installed.get(package, '?')}" for package in packages)
+
+
+def _calls(exercise: Exercise) -> str:
+    sides = sum(bool(turn.asked_by) for turn in exercise.turns)
+    return f"{len(exercise.turns) - sides}{f' + {sides}' if sides else ''}"
 
 
 def _timelines(result: Result) -> str:

@@ -102,7 +102,7 @@ CLAUDE_CODE = task(
     "claude-code.sh",
     Turn(use("Read", file_path=FILE), sees=(PROMPT,)),
     Turn(use("Edit", file_path=FILE, old_string="helo", new_string="hello"), sees=("helo world",)),
-    Turn(use("Bash", command=COPY, description="copies"), sees=("has been updated",), fork="edit"),
+    Turn(use("Bash", command=COPY, description="copies"), sees=("has been updated",)),
     Turn(ANSWER),
 )
 CODEX = task(
@@ -119,14 +119,24 @@ AIDER = replace(
         CHAT,
         "aider.sh",
         Turn(search_and_replace("helo world", "hallo world"), sees=("*SEARCH/REPLACE block*", "helo world", PROMPT)),
-        Turn(f"{search_and_replace('hallo world', 'hello world')}\n\n{ANSWER}", sees=("hallo world", "hello is missing"), fork="edit"),
+        Turn(
+            f"{search_and_replace('hallo world', 'hello world')}\n\n{ANSWER}",
+            sees=("hallo world", "hello is missing"),
+            fork="edit",
+        ),
         remark="moves what the files hold behind the conversation after each edit: every answer begins a timeline",
     ),
     name="edit a file, mend it after a failed test",
-    command=("aider.sh", PROMPT, "grep hello greeting.txt && cp greeting.txt copy.txt || { echo hello is missing; exit 1; }"),
+    command=(
+        "aider.sh",
+        PROMPT,
+        "grep hello greeting.txt && cp greeting.txt copy.txt || { echo hello is missing; exit 1; }",
+    ),
 )
 
 PRODUCTS = (OPENCODE, QWEN_CODE, MINI_SWE_AGENT, INSPECT, OPENHANDS, CLAUDE_CODE, CODEX, AIDER)
+OF_NODE = ("opencode", "qwen-code", "claude-code", "codex")
+"""Products that npm installs."""
 PACKAGES = {
     "opencode": ("npm opencode-linux-x64",),
     "qwen-code": ("npm @qwen-code/qwen-code",),

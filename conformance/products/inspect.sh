@@ -15,4 +15,4 @@ def repair():
         sandbox="local",
     )
 END
-inspect eval task.py --model "openai/$OPENAI_MODEL" --display plain --log-dir logs
+inspect eval task.py --model "openai/$OPENAI_MODEL" -M responses_api=false --display plain --log-dir logs

@@ -22,11 +22,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentjet.errors import ComputeError
+from agentjet.types import SamplingParams
 from conformance.audit import problems
 from conformance.child import HERE, run
+from conformance.conversation import Turn
 from conformance.episode import Evidence, Exercise, play
 from conformance.exercises import EXERCISES
 from conformance.page import Result, green, page
+from conformance.policy import Policy
+from tests.timeline.models import make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -135,8 +140,9 @@ def first_changed(values: Any) -> Any:
 LOSSES: dict[str, tuple[Callable[[Evidence], Evidence], str]] = {
     "the client crashed": (of_client(code=1, errors="boom"), "exit code 1: boom"),
     "another answer arrived": (of_client(output="85 and 43.\n"), "heard '85 and 43.'"),
+    "a file is not edited": (lambda evidence: replace(evidence, files={"a.txt": "helo"}), "a.txt holds 'helo'"),
     "it phoned home": (of_client(reached=("telemetry.example",)), "reach telemetry.example"),
-    "a call is missing": (lambda evidence: replace(evidence, said=evidence.said[:-1]), "asked 3 times, not 4"),
+    "a call is missing": (lambda evidence: replace(evidence, said=evidence.said[:-1]), "never asked for '84 and 43.'"),
     "a tool result is missing": (of_prompt(1, lambda prompt: prompt[:-9]), "call 2 adds"),
     "the tools are missing": (of_prompt(0, lambda prompt: prompt[-60:]), "call 1 was not told '<tools>'"),
     "a grammar out of nowhere": (of_said(2, grammar="x"), "call 3 was sampled under a grammar"),
@@ -162,7 +168,9 @@ LOSSES: dict[str, tuple[Callable[[Evidence], Evidence], str]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_is_seen(loss: str, evidence: Evidence) -> None:
     lose, words = LOSSES[loss]
-    assert any(words in problem for problem in problems(CHAT, lose(evidence)))
+    editing = replace(CHAT, leaves={"a.txt": "hello"})
+    found = replace(evidence, files={"a.txt": "hello"})
+    assert any(words in problem for problem in problems(editing, lose(found)))
 
 
 def test_a_client_that_asks_too_often_is_red(tmp_path: Path) -> None:
@@ -177,6 +185,26 @@ def test_the_guard_refuses_other_machines_and_tells(tmp_path: Path) -> None:
     ended = asyncio.run(run([sys.executable, "-c", program], episode, tmp_path))
     assert ended.code == 1 and "is not this machine" in ended.errors
     assert set(ended.reached) == {"203.0.113.7"}
+
+
+def test_the_proxy_of_a_product_refuses_and_tells(tmp_path: Path) -> None:
+    program = "import urllib.request; urllib.request.urlopen('http://telemetry.example/', timeout=9)"
+    episode = {"base_url": "http://127.0.0.1:9/v1", "api_key": "k", "model": "policy"}
+    ended = asyncio.run(run([sys.executable, "-c", program], episode, tmp_path, product=True))
+    assert ended.code == 1 and "403" in ended.errors
+    assert ended.reached == ("http://telemetry.example/",)
+
+
+def test_a_side_call_is_answered_whenever_it_comes(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "smollm2")
+    first, second, side = Turn("one"), Turn("two"), Turn("A title", asked_by="Make a title")
+    policy = Policy(model, [first, second, side])
+    for words in ("hello", "Make a title", "again"):
+        policy(model.ids(words), SamplingParams(max_tokens=9))
+    assert [one.turn for one in policy.said] == [first, side, second]
+    with pytest.raises(ComputeError):
+        policy(model.ids("Make a title"), SamplingParams(max_tokens=9))
+    assert policy.unanswered == ["Make a title"]
 
 
 def test_the_page_says_what_was_found(evidence: Evidence) -> None:
