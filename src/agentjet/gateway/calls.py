@@ -301,6 +301,7 @@ class CallPath:
             context=context_digest(order.prompt.tokens, completion),
             # Nobody recomputes what an eval episode was sampled from.
             allowed=pack_sets(answer.allowed) if order.episode.mode == "train" else b"",
+            untrained=order.request.untrained,
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
         order.delivery.recorded.append(call.id)

@@ -49,6 +49,9 @@ class CallRequest:
     notes: tuple[str, ...] = ()
     """Request keys that have no effect, and other deviations from the request: counted on the episode."""
 
+    untrained: str = ""
+    """Name of the rule of `job.side_calls` that excludes the call from training; empty for none."""
+
     @property
     def asked(self) -> str:
         """What the model is asked to continue, by the name that errors give it."""

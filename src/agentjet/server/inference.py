@@ -125,7 +125,8 @@ async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole 
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     episode_id = wired.keys.episode(key)
     role = _role_of(body.model, wired, role)
-    asked, _ = messages.to_conversation(body)
+    conversation, _ = messages.to_conversation(body)
+    asked = CallRequest(conversation, model=body.model)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 

@@ -142,7 +142,7 @@ class Journal(JournalFile):
         rows = self._db.execute(
             "SELECT c.episode_id, substr(c.versions, 1, 4) FROM calls c LEFT JOIN batch_members m USING (episode_id) "
             "LEFT JOIN steps s USING (batch_id) LEFT JOIN aborts a USING (episode_id) "
-            "WHERE s.batch_id IS NULL AND a.episode_id IS NULL AND length(c.versions) > 0"
+            "WHERE s.batch_id IS NULL AND a.episode_id IS NULL AND length(c.versions) > 0 AND c.untrained = ''"
         )
         oldest: dict[str, int] = {}
         for episode_id, first in rows:

@@ -47,7 +47,7 @@ class Episode:
     """Why it was aborted or expired."""
     num_calls: int = 0
     num_tokens: int = 0
-    """Sampled tokens, over all calls."""
+    """Sampled tokens, over all calls that may train."""
     trained_in: int | None = None
     """The batch that trained it, once it was learned."""
     dropped: str = ""

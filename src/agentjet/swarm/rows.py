@@ -37,7 +37,7 @@ SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id
     COALESCE(a.reason, ''),
     COALESCE(f.num_calls, a.num_calls, (SELECT COUNT(*) FROM calls c WHERE c.episode_id = e.id)),
     COALESCE(f.num_tokens, a.num_tokens,
-        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id), 0),
+        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id AND c.untrained = ''), 0),
     s.batch_id,
     CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
     e.code_version, e.team, e.at_version, e.temperature, COALESCE(n.noted, '{{}}'), COALESCE(n.refused, '{{}}')

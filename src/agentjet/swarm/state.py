@@ -246,10 +246,9 @@ class Swarm(Learning):
             )
         with self.transaction():
             self._journal.add_call(call, encoded_suffix, encoded_completion)
-            self._ledger.put(
-                replace(episode, num_calls=episode.num_calls + 1, num_tokens=episode.num_tokens + len(call.completion))
-            )
-            if call.versions:
+            num_tokens = episode.num_tokens + (0 if call.untrained else len(call.completion))
+            self._ledger.put(replace(episode, num_calls=episode.num_calls + 1, num_tokens=num_tokens))
+            if call.versions and not call.untrained:
                 oldest = self._ledger.oldest.get(episode.id, call.versions[0])
                 self._ledger.oldest[episode.id] = min(oldest, call.versions[0])
             tree.add(call, encoded_suffix, encoded_completion)
