@@ -181,6 +181,14 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Log-probability of a given token at temperature 1, and the likeliest tokens in its place with theirs."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """What the gateway must know of a model without loading it.
 

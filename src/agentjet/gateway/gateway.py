@@ -218,6 +218,8 @@ class Gateway:
         with `Later`, or `Conflict` when its episode ended.
         """
         role, request = directed(self.swarm.job.side_calls, role, request)
+        if request.others:
+            return self._calls.run_all(episode_id, role, request, hang_up)
         return self._calls.run(episode_id, role, request, hang_up)
 
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:

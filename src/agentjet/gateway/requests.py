@@ -42,6 +42,11 @@ class CallRequest:
     retry: bool = False
     """The agent's SDK says that it sends this request again, or may do so under the same `fingerprint`."""
 
+    num_likeliest: int | None = None
+    """With a number, the last chunk of each choice has the scores of the prompt's and the completion's tokens, with so
+    many of the likeliest tokens in each place. In evaluation episodes only."""
+    others: tuple[Conversation, ...] = ()
+    """Further conversations, each to be answered like the first. In evaluation episodes only."""
     model: str = ""
     """The name by which the agent asked for the model."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +73,17 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a prompt or a completion for people. The first one of a prompt has no log-probability."""
+
+    text: str
+    utf8: bytes
+    logprob: float | None
+    likeliest: tuple[tuple[str, float], ...] = ()
+    """The text and the log-probability of the likeliest tokens in its place, this one included."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallChunk:
     """A piece of one choice. The chunks' `text` joined is the answer's content, their `reasoning` its reasoning;
     the last one has `call`.
@@ -83,6 +99,8 @@ class CallChunk:
     num_prompt_tokens: int = 0
     stop: str = ""
     """The stop string that ended the choice, on its last chunk."""
+    scores: tuple[ScoredToken, ...] = ()
+    """Of the prompt and the completion, on the last chunk, where the request asks for them."""
 
 
 def overridden(request: CallRequest, job: JobConfig, episode: Episode) -> CallRequest:
@@ -115,6 +133,13 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> S
     temperature = job.temperature if asked is None else asked
     if not 1 <= request.choices <= MAX_CHOICES:
         raise InvalidRequest(f"n = {request.choices} is outside 1 to {MAX_CHOICES}.", param="n")
+    if episode.mode == "train" and (request.num_likeliest is not None or request.others):
+        raise InvalidRequest(
+            "echo, logprobs above 0 and several prompts in one request are for evaluation: begin the episode with mode "
+            "'eval'.",
+            code="unsupported_in_training",
+            param="prompt" if request.others else "logprobs" if request.num_likeliest else "echo",
+        )
     if episode.mode == "train" and temperature == 0:
         raise InvalidRequest(
             "temperature = 0 is not possible in a training episode, because the learner could not recompute what was "

@@ -178,15 +178,16 @@ async def respond(
     asked = dialect.to_request(body, partial(gateway.past, episode_id, role))
     call = replace(asked, id=head.id, **await _sent(request))
     chunks = gateway.call(episode_id, role, call, hang_up=hang_up_of(request))
+    choices = call.choices * (1 + len(call.others))
     if not call.stream:
         async with aclosing(chunks):
-            answer = await until_disconnect(request, _whole(dialect, chunks, call, body, head))
+            answer = await until_disconnect(request, _whole(dialect, chunks, choices, body, head))
             if not await _handed_out(request, chunks):
                 raise ClientGone
             return Response(answer.model_dump_json(), media_type="application/json")
     # What is wrong with a request shows before the first chunk, while the status can still say so.
     first = await until_disconnect(request, _first(chunks))
-    events = dialect.to_events(_all_of(first, chunks, call.choices), body, head)
+    events = dialect.to_events(_all_of(first, chunks, choices), body, head)
     return StreamingResponse(
         _stream(request, chunks, events, dialect.errors),
         media_type="text/event-stream",
@@ -203,9 +204,9 @@ async def _sent(request: Request) -> dict[str, Any]:
 
 
 async def _whole(
-    dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], call: CallRequest, body: Asked, head: Head
+    dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], choices: int, body: Asked, head: Head
 ) -> Answer:
-    return await dialect.to_answer(_all_of(await anext(chunks), chunks, call.choices), body, head)
+    return await dialect.to_answer(_all_of(await anext(chunks), chunks, choices), body, head)
 
 
 async def _first(chunks: AsyncGenerator[CallChunk]) -> CallChunk:

@@ -16,6 +16,8 @@ from agentjet.server.dialects.request_keys import RequestKeys, honoured, noted, 
 from agentjet.server.dialects.sampled import SAMPLED_KEYS, SampledBody
 
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=2**24)]
+MAX_LIKELIEST = 20
+MAX_PROMPTS = 64
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -23,19 +25,20 @@ class CompletionBody(SampledBody):
     """A text completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
 
     prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1)]
-    """Text, or token ids, which are fed as given; either may be the only item of a list.
+    """Text, or token ids, which are fed as given; or a list of either.
 
     Control tokens are written as ids: in text their names stay text.
     """
     max_tokens: Count | None = None
     """Without it as the job says, and not OpenAI's 16."""
-    logprobs: Annotated[Int64, Field(ge=0)] | None = None
-    """0: log-probabilities of the sampled tokens. Those of other tokens are not known."""
+    logprobs: Annotated[Int64, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    """0: log-probabilities of the sampled tokens. Above, in evaluation episodes: those of the likeliest tokens, too."""
+    echo: bool | None = None
+    """In evaluation episodes: the prompt comes back before the completion, with its log-probabilities."""
 
     # Known, and not honoured: see `KEYS`.
     user: Any = None
     best_of: int | None = None
-    echo: bool | None = None
     suffix: str | None = None
     frequency_penalty: Finite | None = None
     presence_penalty: Finite | None = None
@@ -46,12 +49,12 @@ class CompletionBody(SampledBody):
 
 KEYS: RequestKeys = {
     **SAMPLED_KEYS,
-    "prompt": honoured("a text or a list of token ids; either as the only item of a list"),
+    "prompt": honoured("a text or a list of token ids; in evaluation episodes a list of up to 64 of either"),
     "max_tokens": honoured("without it the job's limit, not OpenAI's 16"),
-    "logprobs": honoured("0: the sampled tokens; above 0 is refused"),
+    "logprobs": honoured("0: the sampled tokens; up to 20 in evaluation episodes: the likeliest tokens, too"),
+    "echo": honoured("in evaluation episodes, without `stream`"),
     "best_of": honoured("1, or equal to `n`"),
     "user": noted(),
-    "echo": refused("", False),
     "suffix": refused("the policy continues a text", ""),
     "frequency_penalty": refused("it would change the distribution", 0.0),
     "presence_penalty": refused("it would change the distribution", 0.0),
@@ -65,10 +68,11 @@ class CompletionLogprobs(BaseModel):
     """Log-probabilities of a choice, token by token: every sampled token, control tokens included."""
 
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt."""
     text_offset: list[int]
-    """Where each token begins in the tokens' text, in characters; 0 is the beginning of the completion."""
-    top_logprobs: None = None
+    """Where each token begins in the tokens' text, in characters; 0 is the beginning of the choice's text."""
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class CompletionChoice(BaseModel):
