@@ -1,8 +1,8 @@
 """`python -m conformance [CLIENT ...]`: run the exercises, write `docs/compatibility.md`, print what was found.
 
 The page is written by a run of all clients only. The last line of the output is JSON, in which a client that did not
-run is false; the exit code is 0 when all that ran are green. Without Node the clients from npm do not run, without
-Python 3.12 OpenHands does not.
+run is false; the client that evaluates and trains nothing has a place of its own. The exit code is 0 when all that ran
+are green. Without Node the clients from npm do not run, without Python 3.12 OpenHands does not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from conformance import page
+from conformance import evaluation, page
 from conformance.audit import problems
 from conformance.child import HERE, OPENHANDS, PYTHON, command, is_node
 from conformance.episode import Exercise, play
@@ -28,12 +29,17 @@ from conformance.product_exercises import OF_NODE
 PAGE = HERE.parent / "docs" / "compatibility.md"
 
 
+Evaluated = tuple[str, ...] | None
+"""What was wrong with the evaluation; None where it did not run."""
+
+
 async def check(exercise: Exercise, room: asyncio.Semaphore) -> Result:
     """Run an exercise and print how it went."""
     async with room:
         with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
             evidence = await play(exercise, command(*exercise.command), Path(folder))
-    result = Result(exercise, tuple(problems(exercise, evidence)), evidence.num_timelines)
+    found, forks = tuple(problems(exercise, evidence)), (call["fork"] for call in evidence.tree["calls"])
+    result = Result(exercise, found, evidence.num_timelines, tuple(filter(None, forks)))
     print(
         f"{'red  ' if result.problems else 'green'} {exercise.client}: {exercise.dialect}, {exercise.name}", flush=True
     )
@@ -42,10 +48,23 @@ async def check(exercise: Exercise, room: asyncio.Semaphore) -> Result:
     return result
 
 
-async def check_all(exercises: list[Exercise]) -> list[Result]:
+async def check_evaluation(room: asyncio.Semaphore) -> tuple[str, ...]:
+    """Run the client that evaluates and print how it went; what is wrong, nothing when it is green."""
+    async with room:
+        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+            found = tuple(await evaluation.evaluate(Path(folder)))
+    print(f"{'red  ' if found else 'green'} {evaluation.CLIENT}: completions, an evaluation", flush=True)
+    for problem in found:
+        print(f"      {problem}", flush=True)
+    return found
+
+
+async def check_all(exercises: list[Exercise], with_evaluation: bool) -> tuple[list[Result], Evaluated]:
     """As many side by side as there are cores: a client's time goes into its imports."""
     room = asyncio.Semaphore(os.cpu_count() or 1)
-    return await asyncio.gather(*(check(exercise, room) for exercise in exercises))
+    evaluated = asyncio.create_task(check_evaluation(room)) if with_evaluation else None
+    results = await asyncio.gather(*(check(exercise, room) for exercise in exercises))
+    return results, await evaluated if evaluated else None
 
 
 def missing(exercise: Exercise) -> str:
@@ -60,7 +79,7 @@ def missing(exercise: Exercise) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(dict.fromkeys(exercise.client for exercise in EXERCISES))
+    names = [*dict.fromkeys(exercise.client for exercise in EXERCISES), evaluation.CLIENT]
     parser.add_argument("client", nargs="*", help=f"all of them when none is named: {', '.join(names)}")
     wanted = parser.parse_args().client
     if unknown := set(wanted) - set(names):
@@ -73,13 +92,17 @@ def main() -> int:
         print(f"      {name} does not run: there is no {lack} here", flush=True)
     if not (in_namespace := leave_the_network()):
         print("      there is no namespace to be had: native programs are held back by a proxy only", flush=True)
-    results = asyncio.run(check_all(possible))
+    results, evaluated = asyncio.run(check_all(possible, not wanted or evaluation.CLIENT in wanted))
     if not wanted and possible == chosen:
-        PAGE.write_text(page.page(results, page.versions(), in_namespace=in_namespace), encoding="utf-8")
+        written = page.page(results, page.versions(), evaluated, in_namespace=in_namespace)
+        PAGE.write_text(written, encoding="utf-8")
     ran = page.green(results)
     clients = {one.client: ran.get(one.client, False) for one in chosen}
-    print(json.dumps({"green": sum(clients.values()), "total": len(clients), "clients": clients}))
-    return 0 if all(ran.values()) else 1
+    found: dict[str, Any] = {"green": sum(clients.values()), "total": len(clients), "clients": clients}
+    if evaluated is not None:
+        found["evaluated"] = {evaluation.CLIENT: not evaluated}
+    print(json.dumps(found))
+    return 0 if all(ran.values()) and not evaluated else 1
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 4. The recorded tree holds exactly the tokens that the sampler was fed and said. Its mask covers those it said.
 5. The sampler was told to follow a grammar where the client asked for one, and the answer is one that it allows.
 6. Timelines begin where they must and nowhere else, and the reason is counted.
-7. The forest trains every sampled token once, behind its exact context, with the advantage that the reward makes,
+7. The forest trains every sampled token of a call that no rule leaves out once, behind its exact context, with the advantage that the reward makes,
    that of its agent role where it has one, and with the set it was chosen among where there was a grammar; and it holds
    nothing else.
 """
@@ -108,13 +108,14 @@ def _record(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
             yield f"call {number} is recorded with other tokens than the policy saw and said"
             continue
         mask, call = recorded[said.tokens]
-        if mask != [0] * len(said.prompt) + [1] * len(said.completion):
+        if mask != [0] * len(said.prompt) + [int(said.turn.is_trained)] * len(said.completion):
             yield f"call {number}: the mask does not cover exactly what was sampled"
-        if call["fork"] != said.turn.fork:
-            yield f"call {number} is counted as {call['fork'] or 'no fork'!r}, not {said.turn.fork or 'no fork'!r}"
+        fork = said.turn.fork if call is not calls[0] else ""
+        if call["fork"] != fork:
+            yield f"call {number} is counted as {call['fork'] or 'no fork'!r}, not {fork or 'no fork'!r}"
         if call["role"] != exercise.role:
             yield f"call {number} is of role {call['role']!r}, not {exercise.role!r}"
-        if call["retry_of"] or call["orphan"]:
+        if call["retry_of"] or (call["orphan"] and said.turn.is_trained):
             yield f"call {number} is taken for a retry or an orphan"
 
 
@@ -122,14 +123,15 @@ def _training(exercise: Exercise, evidence: Evidence) -> Iterator[str]:
     if evidence.forest is None:
         yield "nothing was learned"
         return
-    wanted = Counter(_targets(evidence.said, exercise.advantage))
+    said = tuple(one for one in evidence.said if one.turn.is_trained)
+    wanted = Counter(_targets(said, exercise.advantage))
     wanted += Counter(_targets(evidence.other, OTHER_ADVANTAGE))
     trained = Counter(_trained(evidence.forest))
     if missing := wanted - trained:
         yield f"{missing.total()} of {wanted.total()} sampled tokens are not trained in their context and by the reward"
     if extra := trained - wanted:
         yield f"{extra.total()} tokens are trained that nobody sampled in that context"
-    contexts = {context for one in (*evidence.said, *evidence.other) for context in _contexts(one.tokens)}
+    contexts = {context for one in (*said, *evidence.other) for context in _contexts(one.tokens)}
     if evidence.forest.num_nodes != len(contexts):
         yield "the forest does not hold each token in its context exactly once"
     if evidence.forest.num_sequences != 2:

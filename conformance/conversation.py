@@ -18,7 +18,7 @@ WORK = "/WORK"
 
 @dataclass(frozen=True)
 class Turn:
-    """One call. `fork` is how it must be counted: a call that continues a timeline has none."""
+    """One call. `fork` is how it must be counted: a call that continues a timeline has none, and nor has the first."""
 
     says: str
     """The completion's text, as sampled, without the token that ends it."""
@@ -31,6 +31,9 @@ class Turn:
     """`says` ends with a stop string of the client's, so the token that ends a turn is never sampled."""
     asked_by: str = ""
     """Words of the prompt that a side call is recognised by (a title, a summary); empty in the conversation itself."""
+
+    is_trained: bool = True
+    """False for a side call that a rule of the job leaves out of training."""
 
     def within(self, work: str) -> Turn:
         """The turn with the folder `work` for `WORK`."""

@@ -48,6 +48,8 @@ class Exercise:
     """Whether the client asks for answers that follow a grammar: strict tools, a tool that must be called, JSON."""
     role: str = ""
     """The agent role that the client speaks as, by the model's name."""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the job beside `JOB`."""
     files: Mapping[str, str] = field(default_factory=dict)
     """What a product's working directory holds at the start: names and texts."""
     leaves: Mapping[str, str] = field(default_factory=dict)
@@ -101,7 +103,7 @@ async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
     model = make_model(folder, exercise.template)
     turns = [turn.within(str(folder / "work")) for turn in exercise.turns]
     policy = Policy(model, turns.copy())
-    job = {**JOB, "history": exercise.history}
+    job = {**JOB, "history": exercise.history, **exercise.job}
     async with serving(folder / "data", policy, card=model.card, job=job, prepare=policy.attach) as served:
         episode, other = await served.begin(group="g"), await served.begin(group="g")
         _write(folder / "work", exercise.files)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 
+from conformance import evaluation
 from conformance.child import AIDER, NODE, OPENHANDS, PRODUCTS, PYTHON
 from conformance.episode import Exercise
 from conformance.exercises import PACKAGES
@@ -16,7 +17,8 @@ HEAD = """# Compatibility
 
 Made by `make conformance`; do not edit.
 
-This page lists the libraries and products that were trained as they are, and says how to point each product at AgentJet.
+This page is for everybody who asks whether an agent can be trained as it is: it lists libraries and products that were.
+The blocks at its end point each product at AgentJet.
 
 Each client below ran an agent through an episode of a real server, as a process that knew an address and a key.
 The agents use tools and take several turns. The policy's answers were scripted, and the run checked what was *trained*:
@@ -35,25 +37,30 @@ timeline forks there, the reason is counted (`edit`: what the policy said came b
 model's own template wrote it in other words; `tools`: other tools are on offer; `branch`: a prompt of its own), and
 every branch is trained in its exact context. It costs speed, never exactness.
 
-**Side calls.** Some products ask for a title or a summary beside the conversation. The column "calls" counts them after a
-plus. They are trained like the rest, unless a rule of the job gives them a role or leaves them out.
+**Side calls.** Some products ask for a title or a summary beside the conversation. The column "calls" counts them after
+a plus. They are trained like the rest, unless a [rule](black-box.md) of the job gives them a role or leaves them out.
 """
 NETWORK = """
-**Network.** A guard in the interpreter of each Python and Node client refuses and records every connection that leaves the
-machine. Native programs (Claude Code, Codex, opencode) cannot load it. Each product has a proxy that refuses and records
-every target. {namespace}
+**Network.** A guard in the interpreter of each Python and Node client refuses and records every connection that leaves
+the machine. Native programs (Claude Code, Codex, opencode) cannot load it. Each product has a proxy that refuses and
+records every target. {namespace}
 Only the server answered a client. The remarks name each host that a product requests whatever its settings are.
 """
 NAMESPACE = {
     True: "The whole run, server included, was in a network namespace with the loopback interface only.",
     False: "There was no network namespace: a native program that ignores its proxy was not held back.",
 }
+EVALUATION = """
+**Evaluated, not trained.** lm-eval {version} (`local-completions`) is {state}. In an evaluation episode it scored
+answers by log-likelihood and let the policy answer. The run compared its results with the log-probabilities that the
+policy gave to exactly these tokens, and with the policy's word. Nothing was trained, and it is not counted above.
+"""
 SETUP = """
 ## How to point a product at an episode
 
-Each block is the script that the run started, with a prompt as `$1`. It needs the environment that `agentjet run` gives
-to a program ([black-box.md](black-box.md)): `OPENAI_BASE_URL` and the others, and a `HOME` of the episode, where
-configuration files may be written. To train, put the block in a file:
+Each block is the script that the run started, with a prompt as `$1`. It needs the environment that `agentjet run`
+gives to a program ([black-box.md](black-box.md)): `OPENAI_BASE_URL` and the others, and a `HOME` of the episode, where
+it may write configuration files. To train, put the block in a file:
 
 ```bash
 agentjet run --task-file tasks.jsonl --reward reward.py:score -- sh {here}/product.sh {task.prompt}
@@ -70,6 +77,8 @@ class Result:
     exercise: Exercise
     problems: tuple[str, ...]
     num_timelines: int
+    forks: tuple[str, ...] = ()
+    """Why calls began a timeline, as the server counted."""
 
 
 def versions() -> dict[str, str]:
@@ -93,7 +102,13 @@ def green(results: Sequence[Result]) -> dict[str, bool]:
     return clients
 
 
-def page(results: Sequence[Result], installed: Mapping[str, str], *, in_namespace: bool = True) -> str:
+def page(
+    results: Sequence[Result],
+    installed: Mapping[str, str],
+    evaluated: tuple[str, ...] | None = None,
+    *,
+    in_namespace: bool = True,
+) -> str:
     """The whole page, with a line for each exercise and a block for each product."""
     clients = green(results)
     summary = f"{sum(clients.values())} of {len(clients)} clients are green.\n\n"
@@ -102,6 +117,10 @@ def page(results: Sequence[Result], installed: Mapping[str, str], *, in_namespac
     products = dict.fromkeys(one.exercise.command[0] for one in results if one.exercise.is_product)
     names = {one.exercise.command[0]: one.exercise.client for one in results}
     blocks = "".join(_block(names[script], script) for script in products)
+    if evaluated is not None:
+        state = f"red: {evaluated[0]}" if evaluated else "green"
+        table += EVALUATION.format(version=installed.get(evaluation.CLIENT, "?"), state=state)
+        blocks += _block(evaluation.CLIENT, evaluation.SCRIPT)
     return HEAD + summary + table + FOOT + network + (SETUP + blocks if blocks else "")
 
 
@@ -139,6 +158,6 @@ def _calls(exercise: Exercise) -> str:
 
 def _timelines(result: Result) -> str:
     """How many there are, and why calls began one."""
-    forks = [turn.fork for turn in result.exercise.turns if turn.fork]
+    forks = result.forks
     reasons = ", ".join(f"{forks.count(reason)} `{reason}`" for reason in sorted(set(forks)))
     return f"{result.num_timelines} ({reasons})" if forks else str(result.num_timelines)

@@ -51,13 +51,21 @@ OPENCODE = task(
     "opencode",
     CHAT,
     "opencode.sh",
-    Turn("A misspelt word", asked_by="You are a title generator", sees=(PROMPT,)),
+    Turn("A misspelt word", asked_by="You are a title generator", sees=(PROMPT,), fork="tools"),
     Turn(use("read", filePath=FILE), sees=("You are opencode", PROMPT), fork="tools"),
     Turn(use("edit", filePath=FILE, oldString="helo", newString="hello"), sees=("1: helo world",)),
     Turn(use("bash", command=COPY, description="copies"), sees=("Edit applied successfully.",)),
     Turn(ANSWER, sees=(COPY, "(no output)")),
     remark="its title is a side call, trained like the rest; it wants a plugin from npm whatever its settings",
     reaches=("registry.npmjs.org",),
+)
+TITLE_RULE = {"name": "title", "system": "You are a title generator*", "train": False}
+OPENCODE_WITHOUT_TITLE = replace(
+    OPENCODE,
+    name="the same, its title left out by a rule of the job",
+    turns=(replace(OPENCODE.turns[0], is_trained=False), *OPENCODE.turns[1:]),
+    job={"side_calls": [TITLE_RULE]},
+    remark="`[[job.side_calls]]`",
 )
 QWEN_CODE = task(
     "qwen-code",
@@ -134,7 +142,7 @@ AIDER = replace(
     ),
 )
 
-PRODUCTS = (OPENCODE, QWEN_CODE, MINI_SWE_AGENT, INSPECT, OPENHANDS, CLAUDE_CODE, CODEX, AIDER)
+PRODUCTS = (OPENCODE, OPENCODE_WITHOUT_TITLE, QWEN_CODE, MINI_SWE_AGENT, INSPECT, OPENHANDS, CLAUDE_CODE, CODEX, AIDER)
 OF_NODE = ("opencode", "qwen-code", "claude-code", "codex")
 """Products that npm installs."""
 PACKAGES = {
