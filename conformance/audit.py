@@ -7,9 +7,9 @@
 4. The recorded tree holds exactly the tokens that the sampler was fed and said. Its mask covers those it said.
 5. The sampler was told to follow a grammar where the client asked for one, and the answer is one that it allows.
 6. Timelines begin where they must and nowhere else, and the reason is counted.
-7. The forest trains every sampled token of a call that no rule leaves out once, behind its exact context, with the advantage that the reward makes,
+7. The forest trains every sampled token once, behind its exact context, with the advantage that the reward makes,
    that of its agent role where it has one, and with the set it was chosen among where there was a grammar; and it holds
-   nothing else.
+   nothing else. Of a call that a rule of the job leaves out it holds nothing.
 """
 
 from __future__ import annotations

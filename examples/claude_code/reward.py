@@ -1,4 +1,4 @@
-"""What an attempt is worth: 1 when the file holds what the task wants, 0.1 when Claude Code at least ended by itself."""
+"""What an attempt is worth: 1 when the file holds what the task wants, 0.1 when Claude Code ended by itself."""
 
 from __future__ import annotations
 
