@@ -116,6 +116,23 @@ class Renderer:
         """A completion's encoded text without the end token that may be its last."""
         return self._body(encoded).encoded
 
+    def closes_reasoning(self, encoded: bytes) -> bool:
+        """True if a completion's encoded text has an end of reasoning, with or without reasoning before it."""
+        return b"</think>" in encoded or self._literal("</think>") in encoded
+
+    def beginning(self, token_ids: Sequence[int], text: str) -> bytes | None:
+        """Encoded text of the beginning of a completion that people read as `text`; None if it begins otherwise."""
+        left, parts = text.encode(), []
+        for token_id, piece in zip(token_ids, self._vocabulary.pieces(token_ids), strict=True):
+            if not left:
+                break
+            raw = self._vocabulary.raw(token_id)
+            if not left.startswith(raw) and not raw.startswith(left):
+                return None
+            parts.append(piece if left.startswith(raw) else left)
+            left = left[len(raw) :]
+        return None if left else b"".join(parts)
+
     def show(self, encoded: bytes) -> str:
         """Encoded text for people: control tokens by name, broken characters replaced."""
         return self._vocabulary.show(encoded)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from agentjet.compute.embedded.resolve import load_pretrained
 from agentjet.types import ModelCard
