@@ -54,6 +54,7 @@ def prepare(
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
     asked = tree.identify(conversation)
     known = tree.recognise(asked)
+    found: dict[int, bytes | None]
     if history == "as_sampled":
         found = {i: tree.encoded_completion(call.id) for i, call in known.items()}
     else:
