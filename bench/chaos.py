@@ -3,10 +3,10 @@
 A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. Faults come one after the other,
 drawn from a seed: the gateway is killed at every transition of its journal and at random times, its log's tail torn;
 the worker is killed while it samples, learns, saves and starts, and stopped (SIGSTOP) at work; clients are killed;
-requests and answers are lost, cut and sent twice; the disk is full; agents hang; the clock jumps. Afterwards the journal
-is held against the clients' own books, and an undisturbed worker learns the same episodes: its weights must be the
-same, bit by bit. Then copies of the data dir get their checkpoints damaged, and each must come back to those weights or
-be refused.
+requests and answers are lost, cut and sent twice; the disk is full; agents hang; the clock jumps. Afterwards the
+journal is held against the clients' own books, and an undisturbed worker learns the same episodes: its weights must be
+the same, bit by bit. Then checkpoints are damaged in copies of the data dir: each copy must come back to those weights
+or be refused.
 
 A table, then one JSON object as the last line. The exit code is 1 when a promise was not kept.
 """
