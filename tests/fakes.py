@@ -95,7 +95,7 @@ class ScriptedCompute:
         self.deadly: set[int] = set()
         """Batches that kill every worker that tries them."""
         self._last: tuple[int, dict[str, float]] | None = None
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._death: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, *, dtype: str = "") -> ModelCard:
@@ -180,14 +180,15 @@ class ScriptedCompute:
     async def close(self) -> None:
         self._stop("stopped")
 
-    async def died(self) -> str:
+    async def died(self) -> WorkerDied:
         return await asyncio.shield(self._death)
 
-    def die(self, why: str = "killed by the test") -> None:
+    def die(self, why: str | WorkerDied = "killed by the test") -> None:
         """End as if the process had been killed."""
-        self._stop(why)
+        error = why if isinstance(why, WorkerDied) else WorkerDied(why)
+        self._stop(str(error))
         if not self._death.done():
-            self._death.set_result(why)
+            self._death.set_result(error)
 
     def _stop(self, why: str) -> None:
         self.running = False

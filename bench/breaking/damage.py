@@ -5,13 +5,17 @@ Each function gets the folder `checkpoints/` of a server that has stopped, with 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentjet.compute.embedded.digests import STATE, seal
+from bench.breaking.victims import ROOT, environment
 
 WEIGHTS = "policy/model.safetensors"
 CONFIG = "policy/config.json"
@@ -174,3 +178,18 @@ ALL: dict[str, Damage] = {
     "every folder gone": partial(_every, _gone),
 }
 """Done to every checkpoint: the start must be refused, or the journal lead to the same weights."""
+
+
+async def verdicts(settings: Path, exported: Path, number: int | None) -> list[dict[str, Any]]:
+    """Run `bench.breaking.recovery`, in a process of its own so that this one never loads torch."""
+    few = [] if number is None else [str(number)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.breaking.recovery", str(settings), str(exported), *few),
+        cwd=ROOT,
+        env=environment(),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, f"bench.breaking.recovery ended with exit code {process.returncode}"
+    judged: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return judged

@@ -21,7 +21,7 @@ from typing import Any
 
 from agentjet.compute.embedded.worker import Worker
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError
+from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
 from agentjet.timeline.forest import Forest
 from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
@@ -69,7 +69,7 @@ class LocalWorker:
     async def close(self) -> None:
         """Nothing to end."""
 
-    async def died(self) -> str:
+    async def died(self) -> WorkerDied:
         return await asyncio.Future()
 
     def _done(self, verb: str, *arguments: Any) -> Any:

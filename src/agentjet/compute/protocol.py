@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from agentjet.config import JobConfig
+from agentjet.errors import WorkerDied
 from agentjet.timeline.forest import Forest
 from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
 
@@ -65,6 +66,9 @@ class Compute(Protocol):
         """Stop the worker and wait for it; idempotent."""
         ...
 
-    async def died(self) -> str:
-        """Wait until the worker ends without having been asked to; returns why, for the log."""
+    async def died(self) -> WorkerDied:
+        """Wait until the worker ends without having been asked to; returns why.
+
+        A worker that hangs is ended by its backend: `WorkerHung`.
+        """
         ...

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from agentjet.compute import Compute
 from agentjet.config import JobConfig
-from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied
+from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied, WorkerHung
 from agentjet.gateway import log_context, states
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.checkpoints import CheckpointStore
@@ -74,6 +74,8 @@ class Engine:
         """Of the card; both are there from the first time the worker was up."""
         self.num_workers = 0
         """Started so far."""
+        self.num_hung = 0
+        """Killed so far because they hung."""
         self.fatal: AgentJetError | None = None
         """What made the engine give up."""
         self._swarm = swarm
@@ -224,6 +226,7 @@ class Engine:
     async def _recover(self, error: Exception, *, lived: float) -> bool:
         """After a failure `lived` seconds after the start: whether another worker is to be started, now."""
         log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied) else error)
+        self.num_hung += isinstance(error, WorkerHung)
         self._blame(error)
         if self._stopping:
             return False
@@ -335,7 +338,7 @@ class Engine:
             if training.done():
                 training.result()
             else:
-                raise WorkerDied(death.result())
+                raise death.result()
         finally:
             training.cancel()
             death.cancel()

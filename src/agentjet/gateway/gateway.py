@@ -318,6 +318,8 @@ class Gateway:
             holding=swarm.holding(),
             code_versions=inspection.code_versions(swarm),
             task_sets=inspection.task_sets(swarm),
+            workers_started=self.engine.num_workers,
+            workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
             uptime=now - self.began,
