@@ -34,10 +34,9 @@ def same(a: Forest, b: Forest) -> bool:
 
 
 def test_a_batch_is_on_disk_before_it_is_learned(world: World) -> None:
-    world.play("a", 0, 1)
-    world.play("b", 1, 0)
+    groups = [world.play("a", 0, 1), world.play("b", 1, 0)]
     batch = world.swarm.compose()
-    assert (batch.id, batch.groups) == (0, (("ep000001", "ep000002"), ("ep000003", "ep000004")))
+    assert (batch.id, batch.groups) == (0, tuple((first.id, second.id) for first, second in groups))
     forest = world.swarm.forest(batch)
     world.reopen()
     assert world.swarm.pending == batch and not world.swarm.ready()
@@ -48,12 +47,12 @@ def test_a_batch_is_on_disk_before_it_is_learned(world: World) -> None:
 def test_groups_train_in_the_order_they_were_completed(world: World) -> None:
     slow = world.begin("slow")
     world.now += 1
-    world.play("fast", 0, 1)
+    fast = world.play("fast", 0, 1)
     world.now += 1
     world.call(slow, 5)
     world.finish(slow, 1.0)
-    world.play("slow", 0)
-    assert world.swarm.compose().groups == (("ep000002", "ep000003"), ("ep000001", "ep000004"))
+    [slower] = world.play("slow", 0)
+    assert world.swarm.compose().groups == ((fast[0].id, fast[1].id), (slow.id, slower.id))
 
 
 def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -> None:

@@ -102,13 +102,13 @@ def test_a_short_group_closes_and_trains(make_world: Make) -> None:
 
 def test_a_refill_in_time_keeps_a_short_group_open(make_world: Make) -> None:
     world = make_world(group_size=3, batch_size=1)
-    world.play("a", 0, 1)
+    members = world.play("a", 0, 1)
     world.now += LEASE - 1
-    substitute = world.begin("a")
+    members.append(world.begin("a"))
     world.now += LEASE - 1
-    world.call(substitute, 5)
-    world.finish(substitute, 0.5)
-    assert world.swarm.compose().groups == (("ep000001", "ep000002", "ep000003"),)
+    world.call(members[2], 5)
+    world.finish(members[2], 0.5)
+    assert world.swarm.compose().groups == (tuple(member.id for member in members),)
 
 
 def test_an_expired_lease_delays_a_batch_no_longer_than_itself(make_world: Make) -> None:
@@ -139,10 +139,11 @@ def test_a_short_group_below_the_minimum_is_dropped_and_counted(make_world: Make
 
 
 def test_groups_that_never_spoke_are_dropped(world: World) -> None:
-    for episode in [world.begin("a"), world.begin("a")]:
+    members = [world.begin("a"), world.begin("a")]
+    for episode in members:
         world.finish(episode, 1.0)
     assert world.swarm.groups == ()
-    assert world.swarm.episode("ep000001").dropped == "no_tokens"
+    assert world.swarm.episode(members[0].id).dropped == "no_tokens"
 
 
 def test_zero_variance_groups_are_dropped_up_to_the_cap(make_world: Make) -> None:

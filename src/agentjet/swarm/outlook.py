@@ -39,7 +39,9 @@ class Outlook:
         """Any episode since the data dir was made. Raises `NotFound`."""
         episode = self._ledger.episodes.get(episode_id) or self._journal.episode(episode_id)
         if episode is None:
-            raise NotFound(f"There is no episode {episode_id!r} here.", code="episode_not_found")
+            raise NotFound(
+                f"There is no episode {episode_id!r} in the run that this server serves now.", code="episode_not_found"
+            )
         return episode
 
     def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:

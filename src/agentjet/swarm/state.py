@@ -27,7 +27,7 @@ from agentjet.swarm.endings import STALLED, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
 from agentjet.swarm.origin import of_worker
-from agentjet.swarm.records import Episode
+from agentjet.swarm.records import Episode, new_episode_id
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call, EpisodeStatus, ModelCard
 
@@ -100,11 +100,10 @@ class Swarm(Learning):
         joined = None
         if request.mode == "train":
             joined = admission.admit(self._ledger, self._mixing, self.job, request, now)
-        seq = self._journal.next_episode_seq()
         with self.transaction():
             episode = Episode(
-                id=f"ep{seq:06d}",
-                seq=seq,
+                id=new_episode_id(now),
+                seq=self._journal.next_episode_seq(),
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
