@@ -44,9 +44,9 @@ from agentjet.types import Conversation, Message
 log = logging.getLogger(__name__)
 
 LONGEST_NAP = 1.0
+"""Seconds between two looks at the clock for leases, at most."""
 DISK_SECONDS = 2.0
 """Between two tries of a disk that refuses."""
-"""Seconds between two looks at the clock for leases, at most."""
 EVENTS_PAGE = 1000
 
 
@@ -352,18 +352,23 @@ class Gateway:
     async def _reap(self) -> None:
         """Reclaim what outlived its lease, when it does; while the disk refuses writes, see whether it takes one."""
         now = asyncio.get_running_loop().time
-        next_try = 0.0
+        next_try, logged = 0.0, ""
         while True:
-            deadline = self.swarm.next_deadline()
-            nap = LONGEST_NAP if deadline is None else min(LONGEST_NAP, max(0.001, deadline - self._clock()))
-            await self.changed.wait(nap)
             try:
+                deadline = self.swarm.next_deadline()
+                nap = LONGEST_NAP if deadline is None else min(LONGEST_NAP, max(0.001, deadline - self._clock()))
+                await self.changed.wait(nap)
                 if self.swarm.disk_refusal and now() >= next_try:
                     next_try = now() + DISK_SECONDS
                     self.swarm.try_disk()
                 if deadline is not None and deadline <= self._clock():
                     self.swarm.reap()
             except Later:  # The journal has said why.
+                await asyncio.sleep(LONGEST_NAP)
+            except Exception as error:  # The boundary: leases must go on ending. The same failure is logged once.
+                if repr(error) != logged:
+                    log.exception("leases could not be looked at; this is tried again every %g s", LONGEST_NAP)
+                logged = repr(error)
                 await asyncio.sleep(LONGEST_NAP)
 
 

@@ -345,6 +345,10 @@ class Swarm(Learning):
         """
         self._journal.sync()
 
+    def distrust(self, error: BaseException) -> Later:
+        """Record nothing more until the journal is opened again, because of `error`; returns what writers get."""
+        return self._journal.distrust(error)
+
     @property
     def disk_refusal(self) -> str:
         """Why nothing can be recorded now, and the way out; empty while everything is."""
