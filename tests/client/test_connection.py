@@ -270,6 +270,7 @@ def test_arguments_come_before_the_environment() -> None:
 
 
 def test_a_token_is_read_without_the_newline_of_its_file() -> None:
+    assert load_settings(environ={}).instance_id == "" != load_settings(client_id="me", environ={}).instance_id
     assert load_settings(token="secret\n", environ={}).token == "secret"
     assert load_settings(environ={"AGENTJET_TOKEN": " secret\n"}).token == "secret"
 

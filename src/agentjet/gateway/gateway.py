@@ -185,6 +185,7 @@ class Gateway:
         if self.swarm.begun(request, idempotency_key) is not None:
             return
         self.swarm.reap()
+        self.swarm.take_over(request)
         if self.swarm.num_undecided(request.client_id) >= most:
             raise too_many_episodes(request.client_id, most)
 

@@ -167,7 +167,7 @@ def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, 
         "episodes/expired": float(lost_episodes.get("expired", 0)),
         **{
             f"episodes/{how}": float(lost_episodes[how])
-            for how in ("surplus", "stale", "in_doubt", "not_needed")
+            for how in ("surplus", "stale", "in_doubt", "not_needed", "replaced")
             if how in lost_episodes
         },
     }

@@ -178,5 +178,5 @@ def _categories(episode: Episode) -> list[str]:
 
 
 def _fingerprint(request: Request) -> str:
-    """Digest of what a request asks for; `wait` is how it asks, and may shrink from one try to the next."""
-    return hashlib.sha256(request.model_dump_json(exclude={"wait"}).encode()).hexdigest()
+    """Digest of what a request asks for. `wait` and `instance_id` are how it asks and who does."""
+    return hashlib.sha256(request.model_dump_json(exclude={"wait", "instance_id"}).encode()).hexdigest()

@@ -55,6 +55,8 @@ class Episode:
     """The policy version that an eval episode is pinned to."""
     temperature: float | None = None
     """Of all calls of an eval episode that was begun with one."""
+    instance_id: str = ""
+    """The process of the client that began it, if the client named one."""
 
 
 def new_episode_id(now: float) -> str:

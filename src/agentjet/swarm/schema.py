@@ -8,7 +8,7 @@ completion's tokens, joined, with the length of each in `piece_lengths` (int32).
 A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -42,11 +42,14 @@ CREATE TABLE episodes (
     code_version TEXT NOT NULL DEFAULT '',
     team TEXT NOT NULL DEFAULT '',
     at_version INTEGER,
-    temperature REAL
+    temperature REAL,
+    instance_id TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX episodes_of_group ON episodes (group_id);
 CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
 CREATE INDEX episodes_of_code ON episodes (code_version) WHERE code_version != '';
+CREATE INDEX episodes_of_client ON episodes (client_id) WHERE instance_id != '';
+CREATE INDEX episodes_of_instance ON episodes (client_id, instance_id) WHERE instance_id != '';
 
 CREATE TABLE calls (
     seq INTEGER PRIMARY KEY,
@@ -182,6 +185,11 @@ MIGRATIONS = {
     """,
     5: """
     UPDATE meta SET key = 'origin', value = json_object('model.name', value) WHERE key = 'model';
+    """,
+    6: """
+    ALTER TABLE episodes ADD COLUMN instance_id TEXT NOT NULL DEFAULT '';
+    CREATE INDEX episodes_of_client ON episodes (client_id) WHERE instance_id != '';
+    CREATE INDEX episodes_of_instance ON episodes (client_id, instance_id) WHERE instance_id != '';
     """,
 }
 """From each older version to the next."""
