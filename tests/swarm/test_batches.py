@@ -127,11 +127,28 @@ def test_roles_are_compared_over_the_episodes_in_which_they_spoke(make_world: Ma
 
 
 def test_roles_are_compared_over_all_episodes_by_default(make_world: Make) -> None:
-    """Where the verifier did not speak the episode's own reward stands for it."""
+    """Over all that name a reward for the role: where the verifier did not speak nobody gave it one."""
     world = make_world(batch_size=1, group_size=4, algorithm={"advantage": "dr_grpo"})
-    mean = (0.9 + 0.1 + 0.1 + (0.0 + 0.5) / 2) / 4
+    mean = (0.9 + 0.1 + 0.1) / 3
     told = advantages_by_role(world)
     assert sorted(told["verifier"]) == pytest.approx([0.1 - mean, 0.1 - mean, 0.9 - mean], abs=1e-6)
+
+
+@pytest.mark.parametrize("by_role", [False, True])
+def test_an_episode_that_names_no_reward_of_a_role_is_not_compared_with_those_that_do(
+    make_world: Make, caplog: pytest.LogCaptureFixture, by_role: bool
+) -> None:
+    """Its own reward, 100, is on another scale."""
+    world = make_world(batch_size=1, group_size=3, algorithm={"advantage": "dr_grpo", "by_role": by_role})
+    for number, critic in enumerate(({"critic": 0.0}, {"critic": 1.0}, {})):
+        episode = world.begin()
+        world.call(episode, 7, role="critic", suffix=(1, number))
+        world.finish(episode, 100.0, by_role=critic)
+    batch = world.swarm.compose()
+    forest = world.swarm.forest(batch)
+    assert sorted(forest.advantage.tolist()) == [-0.5, 0.0, 0.5]
+    assert f"1 roles have no reward of their own, such as 'critic' of {episode.id}" in caplog.text
+    assert world.swarm.learned(batch, {})["reward/roles_left_out"] == 1
 
 
 def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make) -> None:

@@ -174,6 +174,15 @@ def test_rewards_that_differ_for_a_role_are_no_zero_variance(make_world: Make) -
     assert world.swarm.groups_complete == 1
 
 
+def test_rewards_that_differ_for_nothing_comparable_are_zero_variance(make_world: Make) -> None:
+    world = make_world(algorithm={"drop_zero_variance": True})
+    for by_role in ({"critic": 0.5}, {}):
+        episode = world.begin("a")
+        world.call(episode, 5, role="critic")
+        world.finish(episode, 1.0, by_role=by_role)
+    assert world.swarm.episode(episode.id).dropped == "zero_variance"
+
+
 def test_eval_episodes_are_never_counted_grouped_or_trained(make_world: Make) -> None:
     world = make_world(batch_size=1)
     for _ in range(5):

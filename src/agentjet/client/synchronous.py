@@ -17,8 +17,8 @@ from agentjet.types import Mode
 
 class Swarm(Driver[AsyncSwarm]):
     """A client of one server. May be used from several threads. Its methods are those of `AsyncSwarm`; Ctrl-C in
-    `train` and `evaluate` aborts the live episodes, then raises a `KeyboardInterrupt`, which ends a script that does not
-    catch it with a sentence; SIGTERM, then `SystemExit`.
+    `train` and `evaluate` aborts the live episodes, then raises a `KeyboardInterrupt`, which ends a script that does
+    not catch it with a sentence; SIGTERM, then `SystemExit`.
 
     `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN. `lease` is the epoch of the lease under which it
     works: see `take_lease`.
