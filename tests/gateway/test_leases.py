@@ -33,6 +33,7 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
 ) -> None:
     monkeypatch.setattr("agentjet.gateway.gateway.LONGEST_NAP", 0.001)
     async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
         swarm, real, looks = run.gateway.swarm, run.gateway.swarm.next_deadline, 0
 
         def failing() -> float | None:
@@ -43,7 +44,6 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
             return real()
 
         swarm.next_deadline = failing  # type: ignore[method-assign]
-        episode = await run.gateway.begin(BeginRequest(task_id="t"))
         run.clock.advance(11)
         await run.until(lambda: swarm.recent_episodes(1, status="expired") != [])
         assert swarm.recent_episodes(1)[0].id == episode.id

@@ -119,7 +119,7 @@ def _all_equal(members: Sequence[Episode]) -> bool:
     """Whether no role could learn from comparing these episodes."""
     roles = {role for member in members for role in member.by_role}
     by_role = [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
-    return all(len(rewards) == 1 for rewards in [{member.reward for member in members}, *by_role])
+    return len({member.reward for member in members}) == 1 and all(len(rewards) == 1 for rewards in by_role)
 
 
 def drop(ledger: Ledger, group: Group, reason: str, now: float) -> None:

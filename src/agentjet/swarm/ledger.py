@@ -37,6 +37,8 @@ class Ledger:
         self.handing_out: Callable[[str], Sequence[str]] = lambda episode_id: ()
         """Which recorded calls of an episode are still on their way to its agent."""
         self._clock = clock
+        self.revision = 0
+        """Rises with every change. Not journaled."""
         self._outbox: list[Event] = []
         self._committed: list[Event] = []
         self.load()
@@ -74,6 +76,7 @@ class Ledger:
         committed.
         """
         outermost = not self.journal.in_transaction
+        self.revision += 1
         kept = len(self._outbox)
         try:
             with self.journal.transaction():

@@ -93,7 +93,8 @@ class Swarm(Learning):
         known = self.begun(request, idempotency_key)
         if known is not None:
             return known
-        self.reap()
+        if self.is_due():
+            self.reap()
         self.take_over(request)
         self._close_outdated(request)
         now = self._clock()
