@@ -3,7 +3,8 @@
 A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. Faults come one after the other,
 drawn from a seed: the gateway is killed at every transition of its journal and at random times, its log's tail torn;
 the worker is killed while it samples, learns, saves and starts; clients are killed; requests and answers are lost, cut
-and sent twice; the disk is full; agents hang; the clock jumps. Afterwards the journal is held against the clients' own
+and sent twice; the disk is full; agents hang; the clock jumps; clients wait for room for minutes, by their
+clock, and then see the gateway die. Afterwards the journal is held against the clients' own
 books, and an undisturbed worker learns the same episodes: its weights must be the same, bit by bit.
 
 A table, then one JSON object as the last line. The exit code is 1 when a promise was not kept.
@@ -80,6 +81,7 @@ class Outcome:
             "a replayed forest is the same bytes": not self.drifted,
             "weights equal those of an undisturbed run": self.weights_equal,
             "nothing ended that was not killed": not self.tally.unexpected,
+            "who waits politely outlives a restart": not self.tally.gave_up,
         }
 
     def summary(self) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def table(outcome: Outcome) -> Table:
     grid.add_section()
     for promise, is_kept in outcome.kept().items():
         grid.add_row(promise, "yes" if is_kept else "NO")
-    for wrong in [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected]:
+    for wrong in [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected, *t.gave_up]:
         grid.add_row("", wrong)
     for fault in t.missed:
         grid.add_row("its moment did not come", f"{fault.kind} {fault.at} {fault.when}")

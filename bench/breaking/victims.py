@@ -28,6 +28,8 @@ POLL_SECONDS = 0.02
 PATIENCE = 120.0
 """Seconds any one thing may take before the run is given up."""
 LOG_LINES = 15
+MOST_LIVE = 8
+"""Live episodes that a client may have: more than the bench's own clients need."""
 
 
 class GivenUp(Exception):
@@ -57,7 +59,8 @@ class Server:
         self.log = folder / "server.log"
         self.said: list[dict[str, Any]] = []
         """Every fact the server told, over all its lives."""
-        settings = {**settings, "server": {"data_dir": str(self.data_dir), "port": self.port, "call_timeout": 60.0}}
+        own = {"data_dir": str(self.data_dir), "port": self.port}
+        settings = {**settings, "server": {**own, "call_timeout": 60.0, "max_episodes_per_client": MOST_LIVE}}
         (folder / "settings.json").write_text(json.dumps(settings))
         self._numbers = itertools.count(1)
         self._process: asyncio.subprocess.Process | None = None
