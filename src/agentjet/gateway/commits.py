@@ -64,7 +64,7 @@ class Commits:
         except Later as later:
             _refuse(waiting, later)
             return
-        except BaseException as error:  # The boundary: whatever it is, nobody waits for ever, or is told too much.
+        except BaseException as error:  # The boundary: whatever failed, those who wait are refused.
             self._give_up(waiting, error)
             if not isinstance(error, Exception):
                 raise
