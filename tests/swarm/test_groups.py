@@ -256,3 +256,32 @@ def test_a_restart_grants_the_wait_for_a_refill_once_more_and_no_further(make_wo
     world.now = touched + 2 * LEASE
     world.reopen().reap()
     assert world.swarm.ready() and world.swarm.groups[0].reason == "short"
+
+
+def test_the_cached_deadline_is_never_later_than_the_true_one(make_world: Make) -> None:
+    world = make_world(batch_size=4)
+    swarm, looks = world.swarm, 0
+    real = swarm.next_deadline
+
+    def counted() -> float | None:
+        nonlocal looks
+        looks += 1
+        return real()
+
+    swarm.next_deadline = counted  # type: ignore[method-assign]
+    first = world.begin("a")
+    assert swarm.no_deadline_before() == real() == world.now + LEASE
+    world.now += 10
+    swarm.heartbeat(first.id)
+    for _ in range(5):
+        assert not swarm.is_due() and swarm.no_deadline_before() == world.now - 10 + LEASE
+    assert looks == 2, "signs of life put deadlines off, and cost no look"
+    world.now += LEASE - 10
+    assert not swarm.is_due() and swarm.no_deadline_before() == real() == first.begun + LEASE + 10
+    with swarm.calling(first.id):
+        assert not swarm.is_due()
+        world.begin("b")
+        assert swarm.no_deadline_before() == real()
+    assert swarm.no_deadline_before() == real()
+    world.now += LEASE
+    assert swarm.is_due() and len(swarm.reap()) == 2 and not swarm.is_due()

@@ -45,6 +45,7 @@ class Ledger:
 
     def load(self) -> None:
         """Memory anew from the journal."""
+        self.revision += 1
         journal = self.journal
         self.episodes: dict[str, Episode] = {episode.id: episode for episode in journal.unsettled_episodes()}
         self.groups: dict[int, Group] = {group.id: group for group in journal.unlearned_groups()}

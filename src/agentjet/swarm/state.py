@@ -148,14 +148,15 @@ class Swarm(Learning):
                 code="client_replaced",
             )
         now, ledger = self._clock(), self._ledger
-        with self.transaction():
-            for episode in [e for e in ledger.live() if e.client_id == request.client_id and e.instance_id]:
+        for episode in [e for e in ledger.live() if e.client_id == request.client_id and e.instance_id]:
+            with self.transaction():
                 self._mixing.ended(self._endings.lose(replace(episode, status="aborted", ended=now, reason=REPLACED)))
-            for group in list(ledger.groups.values()):
-                members = [ledger.episodes[member] for member in group.members]
-                is_left = all(member.ended is not None and member.instance_id for member in members)
-                if group.client_id == request.client_id and group.state == "open" and is_left:
-                    groups.close(ledger, self.job, group, now)  # Nobody will refill it.
+        for group in list(ledger.groups.values()):
+            members = [ledger.episodes[member] for member in group.members]
+            is_left = all(member.ended is not None and member.instance_id for member in members)
+            if group.client_id == request.client_id and group.state == "open" and is_left:
+                with self.transaction():
+                    groups.close(ledger, self.job, group, now)  # No client will refill it.
 
     def begun(self, request: BeginRequest, idempotency_key: str | None) -> Episode | None:
         """The episode that this very request began before, if it did. Raises `Conflict` for the key of another."""
