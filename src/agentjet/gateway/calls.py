@@ -198,7 +198,7 @@ class CallPath:
             order.params,
             explicit=order.request.seed,
             job_seed=self._swarm.job.seed,
-            episode_id=order.episode.id,
+            episode_seq=order.episode.seq,
             ordinal=order.delivery.ordinal,
             choice=index,
         )

@@ -47,6 +47,11 @@ class BeginRequest(Request):
     """Episodes with the same group are compared with each other; default: the task's id. Namespaced per client."""
     mode: Mode = "train"
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+    instance_id: Annotated[str, Field(max_length=128)] = ""
+    """The process of the client that asks. A new one takes the client's places over from the one before: the live
+    episodes that this left behind are aborted. An old one is refused from then on: 409 `client_replaced`. Empty: no
+    process is taken over.
+    """
     join_only: bool = False
     """Join an open group, never open one: for spare episodes. 409 `group_closed` when there is none with room."""
     unless_full: bool = False
