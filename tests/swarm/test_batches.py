@@ -158,6 +158,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "episode/num_turns": 1.5,
         "completion/tokens": pytest.approx(4 / 3),
         "batch/episodes": 2.0,
+        "batch/unscorable": 0.0,
         "batch/sampled_tokens": 4.0,
         "batch/staleness_max": 0.0,
         "agent/tools": 3.0,

@@ -134,6 +134,7 @@ def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
         "episode/num_turns": num_calls / len(members),
         "completion/tokens": num_tokens / max(1, num_calls),
         "batch/episodes": float(len(members)),
+        "batch/unscorable": float(sum(episode.unscorable for episode in members)),
         "batch/sampled_tokens": float(num_tokens),
     }
     by_set: dict[str, list[float]] = {}

@@ -191,6 +191,7 @@ KEYS: RequestKeys = {
     "mcp_servers": noted("a provider would run their tools; the policy is not offered them", []),
     "container": refused("no code is executed here"),
     "thread": refused("the server holds no history"),
+    "tools[].cache_control": noted("prefixes are kept anyway"),
     "tools[].eager_input_streaming": noted("tool uses are streamed whole"),
     "tools[].input_examples": noted("the chat template has no place for them", []),
     "tools[].defer_loading": noted("every tool is offered at once"),

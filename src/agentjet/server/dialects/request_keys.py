@@ -18,11 +18,8 @@ from pydantic import BaseModel
 from agentjet.errors import InvalidRequest
 
 Treatment = Literal["honoured", "noted", "refused"]
-WORDS: dict[Treatment, str] = {
-    "honoured": "has its effect",
-    "noted": "accepted without an effect, counted on the episode",
-    "refused": "400",
-}
+UNTREATED: dict[Treatment, str] = {"honoured": "as if absent", "noted": "not counted", "refused": "accepted"}
+"""What the page says of neutral values, in the order of its tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +92,10 @@ def _shown(value: Any) -> str:
 def table(title: str, keys: RequestKeys) -> str:
     """Markdown: the keys of one dialect by treatment."""
     lines = [f"### {title}", "", "| key | treatment | meaning |", "|---|---|---|"]
-    for treatment in WORDS:
+    for treatment in UNTREATED:
         for name, key in sorted(_rows(keys, treatment)):
             neutral = ", ".join(f"`{_json(value)}`" for value in key.neutral)
-            meaning = "; ".join(filter(None, [key.meaning, f"no effect: {neutral}" if neutral else ""]))
+            meaning = "; ".join(filter(None, [key.meaning, f"{UNTREATED[treatment]}: {neutral}" if neutral else ""]))
             lines.append(f"| `{name}` | {treatment} | {meaning} |")
     return "\n".join(lines)
 
