@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, RequestBody, StopStrings, Text
-from agentjet.server.dialects.request_keys import RequestKeys, honoured, noted, refused
+from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
 
 
 class Open(BaseModel):
@@ -199,6 +199,7 @@ KEYS: RequestKeys = {
     "messages[].content[].cache_control": noted("prefixes are kept anyway"),
     "messages[].content[].citations": refused("the policy cites nothing", []),
 }
+BODY = KeyRules(KEYS)
 
 
 class TextBlock(BaseModel):
