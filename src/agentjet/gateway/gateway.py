@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from agentjet import __version__
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, ServeConfig, parse_job
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError
 from agentjet.gateway import inspection
 from agentjet.gateway.broadcast import Broadcast, Room
 from agentjet.gateway.calls import CallPath
@@ -27,6 +29,7 @@ from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import TOO_MANY_EPISODES, CallLimits, too_many_episodes
 from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
 from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.side_calls import directed
 from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import (
     AbortRequest,
@@ -225,18 +228,30 @@ class Gateway:
         Raises, before the first chunk, every `RequestError` there is. A call already answered in part can only fail
         with `Later`, or `Conflict` when its episode ended.
         """
+        role, request = directed(self.swarm.job.side_calls, role, request)
+        if request.others:
+            return self._calls.run_all(episode_id, role, request, hang_up)
         return self._calls.run(episode_id, role, request, hang_up)
 
-    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
-        """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`."""
-        return await self._calls.count_tokens(episode_id, role, conversation)
+    async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
+        """Length of the prompt that `request` is for the policy; nothing is recorded. Raises like `call`."""
+        role, request = directed(self.swarm.job.side_calls, role, request)
+        return await self._calls.count_tokens(episode_id, role, request.conversation)
+
+    async def refused(self, episode_id: str, error: RequestError) -> None:
+        """Counts a refused request on its episode. A refusal of the disk leaves it uncounted."""
+        param = re.sub(r"\.\d+", "[]", error.param or "")
+        with suppress(Later, NotFound):
+            self.swarm.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
+            await self._commits.durable()
 
     def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """What a call of a live episode and role was asked, and what it answered; None when there is no such call, or
         it continued a raw prompt.
         """
-        tree = self.swarm.tree(episode_id, role)
-        exchange = tree.exchange(call_id) if tree.knows(call_id) else None
+        roles = (role,) if role else ("", *dict.fromkeys(rule.role for rule in self.swarm.job.side_calls if rule.role))
+        trees = (self.swarm.tree(episode_id, name) for name in roles)
+        exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
         return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
 
     def episode_tree(self, episode_id: str) -> EpisodeTree:

@@ -132,6 +132,12 @@ class EpisodeView(Response):
     """The batch that trained it, once it was."""
     code_version: str = ""
     team: str = ""
+    noted: dict[str, int] = {}
+    """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
+    refused: dict[str, int] = {}
+    """Refused requests: `code` or `code: parameter`, with their counts."""
+    unscorable: bool = False
+    """A refusal ended a call of the agent, so the reward may judge the refusal instead of the policy."""
 
 
 class CallView(Response):
@@ -147,7 +153,7 @@ class CallView(Response):
     """Why it began a timeline of its own."""
     retry_of: str | None
     orphan: str
-    """Why it is not trained: `retry`, `undelivered`; empty when it is."""
+    """Why it is not trained: `retry`, `undelivered`, `side` (a rule of `job.side_calls`); empty when it is."""
     after: str | None
     """The call whose response `messages` follow; they are the whole conversation when it is null."""
     messages: list[dict[str, Any]]

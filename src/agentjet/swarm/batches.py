@@ -42,7 +42,7 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
     not those that were sampled (`forest/drift`, always 0 unless the journal is damaged).
     """
     rows: list[Row] = []
-    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "drift", "truncated"), 0))
+    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "side_calls", "drift", "truncated"), 0))
     num_sequences = 0
     unnamed: list[str] = []
     for group in batch.groups:
@@ -88,7 +88,9 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
     for call in tree.calls:
         if call.fork:
             shape[f"forks_{call.fork}"] += 1
-        if call.id in unheard:
+        if call.untrained:
+            shape["side_calls"] += 1
+        elif call.id in unheard:
             shape["orphans"] += 1
             shape["orphan_tokens"] += len(call.completion)
         elif call.context and call.context != context_digest(tree.tokens(call.id)):
@@ -152,6 +154,7 @@ def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
         "episode/num_turns": num_calls / len(members),
         "completion/tokens": num_tokens / max(1, num_calls),
         "batch/episodes": float(len(members)),
+        "batch/unscorable": float(sum(episode.unscorable for episode in members)),
         "batch/sampled_tokens": float(num_tokens),
     }
     by_set: dict[str, list[float]] = {}

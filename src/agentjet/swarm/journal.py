@@ -123,6 +123,14 @@ class Journal(JournalFile):
         e = episode
         self._insert("aborts", (e.id, e.status, e.reason, e.num_calls, e.num_tokens, e.ended, for_batch))
 
+    def put_notes(self, episode: Episode) -> None:
+        """Insert or update the counts of what was noted and refused."""
+        self._db.execute(
+            "INSERT INTO notes VALUES (?, ?, ?) ON CONFLICT (episode_id) DO UPDATE SET "
+            "noted = excluded.noted, refused = excluded.refused",
+            (episode.id, to_json(episode.noted), to_json(episode.refused)),
+        )
+
     def episode(self, episode_id: str) -> Episode | None:
         row = self._db.execute(f"{SELECT_EPISODES} WHERE e.id = ?", (episode_id,)).fetchone()
         return None if row is None else read_episode(row)
@@ -168,7 +176,7 @@ class Journal(JournalFile):
         rows = self._db.execute(
             "SELECT c.episode_id, substr(c.versions, 1, 4) FROM calls c LEFT JOIN batch_members m USING (episode_id) "
             "LEFT JOIN steps s USING (batch_id) LEFT JOIN aborts a USING (episode_id) "
-            "WHERE s.batch_id IS NULL AND a.episode_id IS NULL AND length(c.versions) > 0"
+            "WHERE s.batch_id IS NULL AND a.episode_id IS NULL AND length(c.versions) > 0 AND c.untrained = ''"
         )
         oldest: dict[str, int] = {}
         for episode_id, first in rows:
@@ -237,7 +245,7 @@ class Journal(JournalFile):
             *(pack_ints(call.suffix), pack_ints(call.completion), pack_floats(call.logprobs), pack_ints(call.versions)),
             *(b"".join(pieces), pack_ints([len(piece) for piece in pieces])),
             *(call.temperature, call.finish_reason, to_json(asdict(call.response)), call.prompt_key, call.created),
-            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.allowed),
+            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.allowed, call.untrained),
         )
         self._insert("calls", values)
 

@@ -13,6 +13,10 @@ from typing import Literal
 from agentjet.config import JobConfig
 from agentjet.types import EpisodeStatus, Mode
 
+RECOVERABLE = frozenset(
+    {"context_length_exceeded", "thread_unsupported_request", "previous_response_not_found", "item_not_found"}
+)
+"""Codes of refusals that are part of the protocol: the agent compacts its history, or sends all of it."""
 GroupState = Literal["open", "complete", "dropped"]
 
 
@@ -44,7 +48,7 @@ class Episode:
     """Why it was aborted or expired."""
     num_calls: int = 0
     num_tokens: int = 0
-    """Sampled tokens, over all calls."""
+    """Sampled tokens, over all calls that may train."""
     trained_in: int | None = None
     """The batch that trained it, once it was learned."""
     dropped: str = ""
@@ -57,6 +61,15 @@ class Episode:
     """Of all calls of an eval episode that was begun with one."""
     instance_id: str = ""
     """The process of the client that began it, if the client named one."""
+    noted: Mapping[str, int] = field(default_factory=dict)
+    """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Refused requests: `code` or `code: parameter`, with their counts."""
+
+    @property
+    def unscorable(self) -> bool:
+        """True if a refusal ended a call, except for refusals that agents are known to recover from."""
+        return any(name.partition(":")[0] not in RECOVERABLE for name in self.refused)
 
 
 def new_episode_id(now: float) -> str:

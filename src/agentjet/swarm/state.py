@@ -29,7 +29,10 @@ from agentjet.swarm.learning import Learning
 from agentjet.swarm.origin import of_worker
 from agentjet.swarm.records import Episode, new_episode_id
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import Call, EpisodeStatus, ModelCard
+from agentjet.types import MAX_NAME, Call, EpisodeStatus, ModelCard
+
+MAX_NOTES = 64
+"""Different notes, and different refusals, that are counted apart on one episode."""
 
 
 class Swarm(Learning):
@@ -273,14 +276,23 @@ class Swarm(Learning):
             )
         with self.transaction():
             self._journal.add_call(call, encoded_suffix, encoded_completion)
-            self._ledger.put(
-                replace(episode, num_calls=episode.num_calls + 1, num_tokens=episode.num_tokens + len(call.completion))
-            )
-            if call.versions:
+            num_tokens = episode.num_tokens + (0 if call.untrained else len(call.completion))
+            self._ledger.put(replace(episode, num_calls=episode.num_calls + 1, num_tokens=num_tokens))
+            if call.versions and not call.untrained:
                 oldest = self._ledger.oldest.get(episode.id, call.versions[0])
                 self._ledger.oldest[episode.id] = min(oldest, call.versions[0])
             tree.add(call, encoded_suffix, encoded_completion)
         self._leases.touch(episode)
+
+    def note(self, episode_id: str, *, noted: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
+        """Count what an episode's request had noted or refused. An ended episode keeps its counts unchanged."""
+        episode = self._up_to_date(episode_id)
+        if episode.ended is not None or not (noted or refused):
+            return
+        with self.transaction():
+            episode = replace(episode, noted=_counted(episode.noted, noted), refused=_counted(episode.refused, refused))
+            self._journal.put_notes(episode)
+            self._ledger.put(episode)
 
     def undelivered(self, episode_id: str, call_ids: Sequence[str]) -> None:
         """These recorded answers did not reach their agent: unless it turns out that they did, they train nothing.
@@ -436,6 +448,16 @@ class Swarm(Learning):
         how = f"finished with reward {episode.reward}" if episode.status == "finished" else episode.status
         reason = f" ({episode.reason})" if episode.reason else ""
         raise Conflict(f"Episode {episode_id} has ended: {how}{reason}.", code=f"episode_{episode.status}")
+
+
+def _counted(counts: Mapping[str, int], names: Sequence[str]) -> Mapping[str, int]:
+    """The counts with one more of each name. Names beyond `MAX_NOTES` are counted as `others`."""
+    counted = dict(counts)
+    for name in names:
+        key = name[:MAX_NAME]
+        key = key if key in counted or len(counted) < MAX_NOTES else "others"
+        counted[key] = counted.get(key, 0) + 1
+    return counted
 
 
 def _begin_scope(request: BeginRequest) -> str:
