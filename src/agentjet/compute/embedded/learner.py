@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentjet.algorithms.correction import correction_weights
-from agentjet.algorithms.losses import cispo_loss, clip_loss, gspo_loss, kl_k3, log_ratio, weights
+from agentjet.algorithms.losses import kl_k3, policy_loss, weights
 from agentjet.compute.embedded.passes import pass_of
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
@@ -31,6 +31,7 @@ from agentjet.timeline.forest import Forest, select
 
 HEAD_POSITIONS = 512
 """Positions whose whole-vocabulary logits exist at the same time."""
+MISMATCH = "policy/mismatch_kl"
 
 
 @dataclass(slots=True)
@@ -65,9 +66,12 @@ class Learner:
         """
         algorithm = job.algorithm
         self._configure(job.optimizer, version)
-        corrected: dict[str, float] = {}
+        measured: dict[str, float] = {}
+        if forest.num_targets:  # an unbiased estimate, over every sampled token, without a forward pass
+            measured["policy/entropy"] = -float(forest.logprob.mean(dtype=np.float64))
         if algorithm.correction != "none" and forest.num_targets:
             forest, corrected = self._corrected(forest, job)
+            measured |= corrected
         totals = _Totals()
         num_steps = 0
         for epoch in range(algorithm.epochs):
@@ -76,7 +80,7 @@ class Learner:
                 num_steps += 1
         return {
             **totals.metrics(),
-            **corrected,
+            **measured,
             "forest/tokens_computed": float(totals.num_computed),
             "optim/lr": self._optimizer.param_groups[0]["lr"],
             "optim/steps": float(num_steps),
@@ -93,7 +97,7 @@ class Learner:
         weight, counts = correction_weights(proximal, forest.logprob, job.algorithm)
         mismatch = kl_k3(torch.from_numpy(forest.logprob.copy()), torch.from_numpy(proximal)).mean()
         metrics = {
-            "policy/mismatch_kl": float(mismatch),
+            MISMATCH: float(mismatch),
             "policy/correction_mean": float(weight.mean()),
             "policy/correction_dropped": float((weight == 0).mean()),
         }
@@ -119,9 +123,9 @@ class Learner:
         if algorithm.kl_coef:
             for part in parts:
                 part.reference = self._reference_logprobs(part.forest)
-        computed = sum(part.forest.num_targets for part in parts)
+        totals.begin_step(forest, parts)
         for part in parts:
-            self._accumulate(part, algorithm, totals, normalise=computed)
+            self._accumulate(part, algorithm, totals)
         self._pass.finish()
         self._gather_gradients()
         totals.num_computed += sum(self._pass.num_computed(part.forest) for part in parts)
@@ -160,7 +164,7 @@ class Learner:
         """Log-probabilities [M] of the forest's targets, without gradient."""
         with torch.no_grad():
             hidden, positions = self._pass.hidden(forest)
-            chunks = [logp for _, logp, _ in self._heads(hidden, positions, forest)]
+            chunks = [logp for _, logp in self._heads(hidden, positions, forest)]
             return torch.cat(chunks) if chunks else hidden.new_zeros(0)
 
     def _reference_logprobs(self, forest: Forest) -> Tensor:
@@ -178,10 +182,8 @@ class Learner:
             for name, p in self._params.items():
                 p.data = swapped[name]
 
-    def _heads(
-        self, hidden: Tensor, rows: Tensor, forest: Forest
-    ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
-        """For chunks of targets: their indices, log-probabilities (with gradient to `hidden`) and entropies."""
+    def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        """For chunks of targets: their indices and log-probabilities, with gradient to `hidden`."""
         device = hidden.device
         wanted = torch.from_numpy(forest.tokens[forest.node].astype(np.int64)).to(device)
         temperature = torch.from_numpy(forest.temperature.copy()).to(device)
@@ -191,36 +193,30 @@ class Learner:
             logits = self.policy.head(hidden.index_select(0, rows[part])) / temperature[part, None]  # at least float32
             outside = _outside(forest, chunk, logits.shape[-1])
             if outside is not None:
-                outside = outside.to(device)
-                logits = logits.masked_fill(outside, -torch.inf)
-            logp = logits.log_softmax(-1)
-            with torch.no_grad():
-                finite = logp if outside is None else logp.masked_fill(outside, 0)
-                entropy = -(logp.exp() * finite).sum(-1)
-            yield chunk, logp.gather(-1, wanted[part, None])[:, 0], entropy
+                logits = logits.masked_fill(outside.to(device), -torch.inf)
+            yield chunk, logits.log_softmax(-1).gather(-1, wanted[part, None])[:, 0]
 
-    def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals, normalise: int) -> None:
+    def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals) -> None:
         """Forward, loss and backward of one micro-batch, as far as no later one stands on it."""
         forest, device = part.forest, self.policy.device
         hidden, rows = self._pass.hidden(forest)
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only; the body is walked back once, from the hidden states' summed
         # gradient.
-        for chunk, logp, entropy in self._heads(cut, rows, forest):
+        for chunk, logp in self._heads(cut, rows, forest):
             old = _to(forest.logprob[chunk], device)
             advantage = _to(forest.advantage[chunk], device)
-            if algorithm.loss == "gspo":
-                assert part.sequence_log_ratio is not None
-                mean = _to(part.sequence_log_ratio[chunk], device).to(logp.dtype)
-                loss = gspo_loss(logp, mean, advantage, algorithm)
-            else:
-                loss = (clip_loss if algorithm.loss == "clip" else cispo_loss)(logp, old, advantage, algorithm)
+            mean_ratio = None
+            if part.sequence_log_ratio is not None:
+                mean_ratio = _to(part.sequence_log_ratio[chunk], device).to(logp.dtype)
+            loss, clipped = policy_loss(logp, old, mean_ratio, advantage, algorithm)
             if part.reference is not None:
                 kl = kl_k3(logp, part.reference[chunk[0] : chunk[-1] + 1])
                 loss = loss + algorithm.kl_coef * kl
-                totals.add("policy/kl", kl, normalise)
+                totals.add("policy/kl", kl)
             (loss * _to(part.weight[chunk], device)).sum().backward()  # type: ignore[no-untyped-call]
-            totals.add_policy(logp.detach(), old, advantage, entropy, algorithm, normalise)
+            totals.add("policy/clip_fraction", clipped)
+            totals.add_mismatch(old, logp)
         self._pass.backward(hidden, cut.grad)
         self._gather_gradients()
 
@@ -295,32 +291,38 @@ def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
 
 
 class _Totals:
-    """Sums of per-token metrics over a batch, reported as means over the tokens computed and the optimiser steps."""
+    """Sums of per-token metrics over a batch, reported as means over tokens and optimiser steps.
+
+    Every sampled token of a mini-batch is in the mean. A token that the learner skips has advantage 0, so no loss clips
+    it; a KL term skips no token. The mismatch needs log-probabilities, so its mean is over the computed tokens only.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
+        self._sampled = 0
+        self._computed = 0
         self.grad_norms: list[float] = []
         self.num_computed = 0
 
-    def add(self, name: str, values: Tensor, normalise: int) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / normalise
+    def begin_step(self, forest: Forest, parts: Sequence[_Part]) -> None:
+        """The mini-batch of the next optimiser step, and what the learner computes of it."""
+        self._sampled = forest.num_targets
+        self._computed = sum(part.forest.num_targets for part in parts)
+        if self._sampled:
+            self._sums.setdefault("policy/clip_fraction", 0.0)
 
-    def add_policy(
-        self, logp: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, algorithm: AlgorithmConfig, normalise: int
-    ) -> None:
-        ratio = log_ratio(logp, old)
-        clipped = torch.where(
-            advantage > 0, ratio > math.log1p(algorithm.clip_high), ratio < _log_low(algorithm.clip_low)
-        )
-        self.add("policy/entropy", entropy, normalise)
-        self.add("policy/clip_fraction", (clipped & (advantage != 0)).float(), normalise)
-        if not self.grad_norms:  # before the first optimiser step both sides have the same weights
-            self.add("policy/mismatch_kl", kl_k3(old, logp), normalise)
+    def add(self, name: str, values: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / self._sampled
+
+    def add_mismatch(self, old: Tensor, logp: Tensor) -> None:
+        """Compares the sampler with the learner; only before the first optimiser step both have the same weights."""
+        if not self.grad_norms:
+            total = float(kl_k3(old, logp.detach()).sum()) / self._computed
+            self._sums[MISMATCH] = self._sums.get(MISMATCH, 0.0) + total
 
     def metrics(self) -> dict[str, float]:
         steps = max(1, len(self.grad_norms))
-        once = {"policy/mismatch_kl"}
-        means = {name: total if name in once else total / steps for name, total in self._sums.items()}
+        means = {name: total if name == MISMATCH else total / steps for name, total in self._sums.items()}
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
         return {
             **means,
@@ -340,10 +342,6 @@ def _outside(forest: Forest, chunk: NDArray[np.int64], vocabulary: int) -> Tenso
     wanted = forest.tokens[forest.node[chunk]]
     assert not outside[np.arange(len(chunk)), wanted].any(), "a token was sampled that its set does not hold"
     return torch.from_numpy(outside)
-
-
-def _log_low(clip_low: float) -> float:
-    return math.log(1 - clip_low) if clip_low < 1 else -math.inf
 
 
 def _to(values: NDArray[np.floating[Any]], device: torch.device) -> Tensor:

@@ -89,7 +89,9 @@ def base_value(name: str, settings: Setting) -> Value:
     """What a setting is where no arm changes it: the subject's, or the default."""
     if name in settings:
         return settings[name]
-    value: Any = load_config(None, environ={}).model_dump()
+    loss = settings.get("job.algorithm.loss")
+    config = load_config(None, [] if loss is None else [f"job.algorithm.loss={json.dumps(loss)}"], environ={})
+    value: Any = {**config.model_dump(), "job": config.job.in_force().model_dump()}
     for part in name.split("."):
         value = value[part]
     assert isinstance(value, bool | int | float | str), name
