@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agentjet.client.estimates import Estimate, estimate, pass_at_k
+from agentjet.protocol import REPORTED_BATCHES, batches_without_variance
 
 Outcome = Literal["finished", "aborted", "expired", "not_needed"]
 """`not_needed`: aborted through nobody's fault, when the run had its steps or the server's batch enough without it."""
@@ -138,6 +139,9 @@ class TrainReport(_Report):
             f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
+        empty = [batches_without_variance([step.metrics]) for step in self.steps]
+        if sum(empty) >= REPORTED_BATCHES:
+            lines.append(f"{sum(empty)} of these steps could teach nothing: in every group all rewards were equal")
         for change in self.code_changes:
             why = f": {change.why}" if change.why else ""
             lines.append(f"code {change.before} {change.kind}{f' to {change.to}' if change.to else ''}{why}")

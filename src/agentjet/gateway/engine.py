@@ -28,9 +28,10 @@ from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.gate import Gate
+from agentjet.gateway.inspection import zero_variance
 from agentjet.gateway.metrics import DIVERGED, MetricsFile, StepTimer, has_diverged
 from agentjet.gateway.tracing import Tracing
-from agentjet.protocol import CheckpointInfo
+from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch, Swarm
 from agentjet.types import EngineState, ModelCard
@@ -366,6 +367,8 @@ class Engine:
                 self._metrics.append(batch.id + 1, merged)
                 if has_diverged(merged):
                     log.error(DIVERGED)
+                if (found := zero_variance(self._swarm)) and found.batches == REPORTED_BATCHES:
+                    log.warning("\n".join(report_lines(found)))
                 self._failures = 0
         except Later:  # The journal's fault, not the batch's.
             self._trying = None

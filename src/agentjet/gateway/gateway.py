@@ -318,6 +318,7 @@ class Gateway:
             holding=swarm.holding(),
             code_versions=inspection.code_versions(swarm),
             task_sets=inspection.task_sets(swarm),
+            zero_variance=inspection.zero_variance(swarm),
             last_event=self.last_event,
             uptime=now - self.began,
         )

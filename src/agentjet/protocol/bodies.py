@@ -254,6 +254,29 @@ class TaskSetStatus(Response):
     """Mean of `reward/{task_set}/mean` over those batches; null when it was in none."""
 
 
+class ScoredAnswer(Response):
+    """An answer of the group that is shown, and its reward."""
+
+    answer: str
+    """The text of the episode's last response, shortened; empty once a durable checkpoint covers its batch."""
+    reward: float
+    count: int
+    """Episodes of the group with this answer and this reward."""
+
+
+class ZeroVariance(Response):
+    """The newest batches could teach nothing: in each of their groups all rewards were equal. Shows one group."""
+
+    batches: int
+    """The number of newest batches in a row; at most 50 are counted."""
+    truncated: float
+    """Part of the newest batch's calls that ended at `max_tokens`."""
+    task_id: str
+    prompt: str
+    """The last message of the group's first request, shortened; empty once a durable checkpoint covers its batch."""
+    answers: list[ScoredAnswer]
+
+
 class StatusResponse(Response):
     """`GET /swarm/v1/status`."""
 
@@ -287,6 +310,8 @@ class StatusResponse(Response):
     """The newest 20 by last use, the newest last."""
     task_sets: dict[str, TaskSetStatus] = {}
     """Those that have a weight, or groups in the present or a recent batch; empty when no task names one."""
+    zero_variance: ZeroVariance | None = None
+    """The report if the newest 3 or more batches could teach nothing, else null."""
     last_event: int = 0
     """Number of the newest event: where to begin reading `events` to miss none from here on."""
     uptime: float
