@@ -205,6 +205,14 @@ class EvalReport(_Report):
         are missing in `num_tasks`. One task alone is judged by its repeats."""
         return _over_tasks(list(self.by_task.values()))
 
+    @property
+    def by_task_set(self) -> dict[str, Estimate]:
+        """`mean_at_k` of each task set, in the order in which the sets first occur."""
+        sets: dict[str, list[Sequence[float]]] = {}
+        for (task_set, _), rewards in self.by_task.items():
+            sets.setdefault(task_set, []).append(rewards)
+        return {task_set: _over_tasks(tasks) for task_set, tasks in sets.items()}
+
     def metric_at_k(self, name: str) -> Estimate:
         """The same of a metric, over the finished repeats that carry it. Raises `ValueError` when there are
         some, and none carries it."""
@@ -233,7 +241,10 @@ class EvalReport(_Report):
         unfinished = self.num_aborted + self.num_expired
         mean = self.mean_at_k
         tasks = f"{mean.num_tasks} task{'' if mean.num_tasks == 1 else 's'}"
-        return f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"
+        lines = [f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"]
+        if len(self.by_task_set) > 1:
+            lines += [f"  {name or '(no task set)'}: {one}" for name, one in self.by_task_set.items()]
+        return "\n".join(lines)
 
 
 def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:
