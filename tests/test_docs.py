@@ -28,7 +28,7 @@ import typer
 
 from agentjet import Episode, Swarm
 from agentjet.cli.main import app
-from agentjet.config import setting_names, settings_table
+from agentjet.config import load_config, setting_names, settings_table
 from agentjet.config.table import sections, settings
 from agentjet.research.journal import Journal
 from agentjet.research.report import check
@@ -149,6 +149,12 @@ def test_every_metric_of_a_step_is_explained() -> None:
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     explained = {re.sub("[A-Z][A-Z_]+", "*", name) for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert len(named) > 25 and named - explained - {"forest/*"} == set()
+
+
+def test_the_settings_file_of_the_readme_is_valid(tmp_path: Path) -> None:
+    [text] = blocks(README, "toml")
+    (tmp_path / "job.toml").write_text(text, encoding="utf-8")
+    assert load_config(tmp_path / "job.toml", environ={}).job.algorithm.drop_zero_variance
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

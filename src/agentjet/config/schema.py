@@ -219,8 +219,8 @@ class JobConfig(Section):
     spare_episodes: Int64 = Field(0, ge=0)
     """Episodes begun beyond `group_size` in each group: once enough have finished, the slowest end as surplus."""
     max_staleness: Int64 = Field(0, ge=0)
-    """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and run on while
-    the policy learns, and `algorithm.correction` makes up for it.
+    """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and live on across
+    batches, although nothing is sampled during one, and `algorithm.correction` makes up for it.
     """
     task_weights: dict[TaskSetName, Weight] = {}
     """Parts of every batch by task set, such as `{math = 2, code = 1}`; `"*"` is the weight of each set not named,
@@ -313,8 +313,8 @@ class ServerConfig(Section):
         is_private = host == "localhost" or _is_loopback(host)
         if not (is_private or known.data.get("tls_cert") or known.data.get("insecure")):
             raise ValueError(
-                "nothing but loopback is served without TLS: give server.tls_cert and server.tls_key, or allow plain "
-                "text with server.insecure = true (--insecure), or use 127.0.0.1 and a tunnel"
+                "non-loopback addresses require TLS: set server.tls_cert and server.tls_key, or "
+                "server.insecure = true (--insecure) for plain text, or use 127.0.0.1 and a tunnel"
             )
         return host
 

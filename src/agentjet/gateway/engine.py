@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_FAILURES = 5
-"""Failures in a row, with nothing learned and less than `SOUND_SECONDS` lived in between, after which the engine
-gives up.
+"""Failures in a row, with nothing learned and less than `SOUND_SECONDS` lived in between, after which training stops.
 """
 SOUND_SECONDS = 60.0
 MAX_DEATHS = 2
@@ -415,7 +414,8 @@ class Engine:
         self._gate.open()
 
     async def _give_up(self, error: AgentJetError) -> None:
-        log.error("the engine gives up: %s", error)
+        failed = f" after {self._failures} consecutive worker failures" if self._failures > MAX_FAILURES else ""
+        log.error("training stopped%s: %s", failed, error)
         await self._compute.close()
         self.fatal = error
         self._enter("failed", str(error))

@@ -44,9 +44,9 @@ from agentjet.types import Conversation, Message
 log = logging.getLogger(__name__)
 
 LONGEST_NAP = 1.0
+"""Seconds between two looks at the clock for leases, at most."""
 DISK_SECONDS = 2.0
 """Between two tries of a disk that refuses."""
-"""Seconds between two looks at the clock for leases, at most."""
 EVENTS_PAGE = 1000
 
 

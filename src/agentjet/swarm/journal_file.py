@@ -244,7 +244,7 @@ class JournalFile:
             self.refusal = ""
 
     def _refused(self, error: sqlite3.OperationalError) -> Later:
-        way_out = "free some space there" if "full" in str(error) else "see to that disk"
+        way_out = "free some space there" if "full" in str(error) else "check the disk"
         return self._refusing(
             f"The journal {self.path} could not be written ({error}), nothing was recorded: {way_out}, the server goes "
             "on by itself.",
@@ -253,7 +253,7 @@ class JournalFile:
 
     def _untrusted(self, error: OSError) -> Later:
         return self._refusing(
-            f"The disk did not keep the journal {self.path} ({error}): see to that disk; nothing is recorded until the "
+            f"The disk did not keep the journal {self.path} ({error}): check the disk; nothing is recorded until the "
             "server is started again.",
             retry_after=30.0,
         )
@@ -278,5 +278,6 @@ class JournalFile:
 
 def _unwritable(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"server.data_dir = {str(path.parent)!r} cannot be written to ({why}): mend that, or choose another folder"
+        f"server.data_dir = {str(path.parent)!r} is not writable ({why}). Fix its permissions or free space, or choose "
+        "another folder."
     )
