@@ -253,7 +253,7 @@ class JournalFile:
 
     def _untrusted(self, error: OSError) -> Later:
         return self._refusing(
-            f"The disk did not keep the journal {self.path} ({error}): check the disk; nothing is recorded until the "
+            f"The disk did not keep the journal {self.path} ({error}): see to that disk; nothing is recorded until the "
             "server is started again.",
             retry_after=30.0,
         )
