@@ -4,8 +4,8 @@ Same model, weights, prompts, machine and number of sampled tokens; each contend
 workload runs 32 requests of 2,000 tokens of context beside 32 short ones. A table, then one JSON object as the last
 line; `ratio` is our tokens per second over the library's.
 
-`mixed_arrivals` is of our sampler alone: short calls keep coming, one whenever one ends, and a long prompt after every
-sixteenth, in a cache that finished calls fill. `mixed_ratio` is its throughput over that of the same requests sorted by
+`mixed_arrivals` is of our sampler alone: short calls keep coming, one whenever one ends, and a long prompt among every
+sixteen, in a cache that finished calls fill. `mixed_ratio` is its throughput over that of the same requests sorted by
 length, all of them there at the start, in an idle cache.
 """
 
@@ -111,8 +111,8 @@ def continuous(model: str, threads: int, new_tokens: int) -> Callable[[list[list
 
 
 def lengths_in_order_of_arrival(num_short: int, short: int, long: int) -> list[int]:
-    """One long prompt after every sixteenth short one."""
-    return [length for i in range(1, num_short + 1) for length in ([short, long] if i % 16 == 0 else [short])]
+    """One long prompt among every sixteen short ones."""
+    return [length for i in range(1, num_short + 1) for length in ([short, long] if i % 16 == 8 else [short])]
 
 
 def sample_arrivals(sampler: Sampler, batch: list[list[int]], new_tokens: int, in_flight: int) -> None:
