@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -221,7 +221,7 @@ class Worker:
 def make_deterministic() -> None:
     """Equal inputs give equal weights. Memory that is about to be written is not filled first, as `torch` would do."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
 
 
 def main() -> None:
