@@ -65,7 +65,9 @@ class SamplerConfig(Section):
     max_concurrent: Int64 = Field(64, ge=1, le=4096)
     """Completions sampled at the same time; more wait in line."""
     cache_tokens: Int64 = Field(65536, ge=256)
-    """Tokens whose keys and values are kept, over all sequences."""
+    """Tokens whose keys and values are kept, over all sequences, in blocks of 128. CUDA reserves their memory at the
+    start, a CPU as it is used.
+    """
 
 
 class OptimizerConfig(Section):

@@ -29,8 +29,8 @@ from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
 from agentjet.timeline.allowed import decode_set
 from agentjet.timeline.forest import Forest, select
 
-HEAD_POSITIONS = 512
-"""Positions whose whole-vocabulary logits exist at the same time."""
+HEAD_ROWS = 512
+"""Distributions whose logits over the whole vocabulary exist at the same time."""
 MISMATCH = "policy/mismatch_kl"
 
 
@@ -164,8 +164,12 @@ class Learner:
         """Log-probabilities [M] of the forest's targets, without gradient."""
         with torch.no_grad():
             hidden, positions = self._pass.hidden(forest)
-            chunks = [logp for _, logp in self._heads(hidden, positions, forest)]
-            return torch.cat(chunks) if chunks else hidden.new_zeros(0)
+            chunks = [(targets, logp) for targets, logp in self._heads(hidden, positions, forest)]
+            if not chunks:
+                return hidden.new_zeros(0)
+            order = torch.from_numpy(np.concatenate([targets for targets, _ in chunks])).to(hidden.device)
+            found = torch.cat([logp for _, logp in chunks])
+            return torch.empty_like(found).index_copy_(0, order, found)
 
     def _reference_logprobs(self, forest: Forest) -> Tensor:
         if self.policy.has_adapters:
@@ -183,18 +187,23 @@ class Learner:
                 p.data = swapped[name]
 
     def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """For chunks of targets: their indices and log-probabilities, with gradient to `hidden`."""
+        """For chunks of targets: their indices and log-probabilities, with gradient to `hidden`.
+
+        The vocabulary is multiplied out once for all targets that one distribution predicts: those of the same
+        position, temperature and set.
+        """
         device = hidden.device
-        wanted = torch.from_numpy(forest.tokens[forest.node].astype(np.int64)).to(device)
-        temperature = torch.from_numpy(forest.temperature.copy()).to(device)
-        for at in range(0, forest.num_targets, HEAD_POSITIONS):
-            chunk = np.arange(at, min(at + HEAD_POSITIONS, forest.num_targets))
-            part = slice(at, at + len(chunk))
-            logits = self.policy.head(hidden.index_select(0, rows[part])) / temperature[part, None]  # at least float32
-            outside = _outside(forest, chunk, logits.shape[-1])
+        for first, targets, owner in _distributions(forest, rows.cpu().numpy(), HEAD_ROWS):
+            temperature = _to(forest.temperature[first], device)
+            of, wanted = (torch.from_numpy(x).to(device) for x in (owner, forest.tokens[forest.node[targets]]))
+            position = rows[torch.from_numpy(first).to(device)]
+            logits = self.policy.head(hidden.index_select(0, position)) / temperature[:, None]  # at least float32
+            outside = _outside(forest, first, logits.shape[-1])
             if outside is not None:
-                logits = logits.masked_fill(outside.to(device), -torch.inf)
-            yield chunk, logits.log_softmax(-1).gather(-1, wanted[part, None])[:, 0]
+                outside = outside.to(device)
+                assert not outside[of, wanted].any(), "a token was sampled that its set does not hold"
+                logits = logits.masked_fill(outside, -torch.inf)
+            yield targets, logits.log_softmax(-1)[of, wanted]
 
     def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals) -> None:
         """Forward, loss and backward of one micro-batch, as far as no later one stands on it."""
@@ -211,7 +220,7 @@ class Learner:
                 mean_ratio = _to(part.sequence_log_ratio[chunk], device).to(logp.dtype)
             loss, clipped = policy_loss(logp, old, mean_ratio, advantage, algorithm)
             if part.reference is not None:
-                kl = kl_k3(logp, part.reference[chunk[0] : chunk[-1] + 1])
+                kl = kl_k3(logp, part.reference[torch.from_numpy(chunk).to(device)])
                 loss = loss + algorithm.kl_coef * kl
                 totals.add("policy/kl", kl)
             (loss * _to(part.weight[chunk], device)).sum().backward()  # type: ignore[no-untyped-call]
@@ -331,16 +340,31 @@ class _Totals:
         }
 
 
-def _outside(forest: Forest, chunk: NDArray[np.int64], vocabulary: int) -> Tensor | None:
-    """Which tokens [C, V] the targets of a chunk were not chosen among; None when they were chosen among all."""
-    numbers = forest.allowed[chunk]
+def _distributions(
+    forest: Forest, rows: NDArray[np.int64], count: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """The distinct distributions that predict the targets [M], `count` at a time.
+
+    Yields one target of each of D distributions [D], all of their targets [T], and the distribution of each of these
+    [T]. `rows` [M] are the targets' positions.
+    """
+    keys = np.stack([rows, forest.temperature.view(np.int32), forest.allowed], axis=1)
+    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    order = np.argsort(inverse, kind="stable")
+    for at in range(0, len(first), count):
+        targets = order[slice(*np.searchsorted(inverse[order], [at, at + count]).tolist())]
+        yield first[at : at + count], targets, inverse[targets] - at
+
+
+def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tensor | None:
+    """Which tokens [D, V] some distributions, given by one target of each, leave out; None where none leaves any."""
+    numbers = forest.allowed[first]
     if (numbers < 0).all():
         return None
-    outside = np.zeros((len(chunk), vocabulary), bool)
+    outside = np.zeros((len(first), vocabulary), bool)
     for number in np.unique(numbers[numbers >= 0]).tolist():
         outside[numbers == number] = ~decode_set(forest.sets[number], vocabulary)
-    wanted = forest.tokens[forest.node[chunk]]
-    assert not outside[np.arange(len(chunk)), wanted].any(), "a token was sampled that its set does not hold"
     return torch.from_numpy(outside)
 
 
