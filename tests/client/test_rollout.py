@@ -78,6 +78,19 @@ def test_the_async_client_is_the_same(agent: Callable[..., float]) -> None:
     assert server.by_status()["live"] == 0
 
 
+def test_steps_that_could_teach_nothing_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    server = FakeServer()
+    with client(server) as swarm:
+        report = swarm.train(lambda task, episode: 0.0, TASKS, steps=5, concurrency=4)
+        shown = capsys.readouterr().out
+        assert shown.count("batches in a row could teach nothing") == 1
+        assert "reward 0 x 2: 'Two.'" in shown and "job.max_tokens: 50% of the answers were cut off" in shown
+        assert "5 of these steps could teach nothing" in str(report)
+        rewards = itertools.cycle([0.0, 1.0])
+        report = swarm.train(lambda task, episode: next(rewards), TASKS, steps=5, concurrency=1)
+    assert "teach nothing" not in capsys.readouterr().out + str(report)
+
+
 def test_a_failing_agent_aborts_is_tried_again_and_never_scored() -> None:
     server = FakeServer()
     attempts: Counter[str] = Counter()

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 
 from agentjet.compute.embedded import EmbeddedCompute, checkpoint, frames
+from agentjet.compute.embedded.backend import WAITING, worker_environment
 from agentjet.compute.embedded.learner import Learner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
@@ -114,6 +115,18 @@ def weights(folder: Path) -> bytes:
     return (folder / "policy" / "model.safetensors").read_bytes()
 
 
+def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    ours = worker_environment()
+    assert WAITING.items() <= ours.items() and ours["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    theirs = worker_environment()
+    assert (theirs["GOMP_SPINCOUNT"], theirs["CUBLAS_WORKSPACE_CONFIG"]) == ("7", ":16:8")
+    assert "OMP_WAIT_POLICY" not in theirs
+
+
 def test_verbs_refusals_and_idempotent_learning(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +138,8 @@ def test_verbs_refusals_and_idempotent_learning(
         compute = Overheard(config(tiny_folder, tmp_path))
         assert (await compute.start()).num_parameters > 0
         if sys.platform == "linux":
-            assert b"OMP_WAIT_POLICY=PASSIVE" in Path(f"/proc/{compute.pid}/environ").read_bytes().split(b"\0")
+            given = Path(f"/proc/{compute.pid}/environ").read_bytes().split(b"\0")
+            assert {f"{name}={value}".encode() for name, value in worker_environment().items()} <= set(given)
         with pytest.raises(OutOfCache):
             await completion(compute, tokens(0, 5), SamplingParams(max_tokens=10**6))
         with pytest.raises(ComputeError, match="token ids between 0 and"):

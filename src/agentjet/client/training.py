@@ -80,7 +80,7 @@ class Training:
             runner = Runner(begun, note, needs_calls=True, is_on_trial=live.is_on_trial)
 
             async def follow() -> None:
-                await server.follow(shown.step)
+                await server.follow(shown.step, shown.say)
                 runner.has_enough = True
 
             running = runner.run(slots, concurrency)

@@ -257,7 +257,7 @@ class CallPath:
                     order.workers_lost.add(worker)
                     if len(order.workers_lost) >= MAX_DEATHS:
                         raise RequestError(
-                            f"{MAX_DEATHS} workers died of this call, or by chance during it: it is given up.",
+                            f"{MAX_DEATHS} workers in a row crashed while serving this call; giving up.",
                             code="call_killed_workers",
                             status=500,
                         ) from error

@@ -28,9 +28,10 @@ from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.gate import Gate
+from agentjet.gateway.inspection import zero_variance
 from agentjet.gateway.metrics import DIVERGED, MetricsFile, StepTimer, has_diverged
 from agentjet.gateway.tracing import Tracing
-from agentjet.protocol import CheckpointInfo
+from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch, Swarm
 from agentjet.types import CheckpointStamp, EngineState, ModelCard
@@ -39,8 +40,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_FAILURES = 5
-"""Failures in a row, with nothing learned and less than `SOUND_SECONDS` lived in between, after which the engine
-gives up.
+"""Failures in a row, with nothing learned and less than `SOUND_SECONDS` lived in between, after which training stops.
 """
 SOUND_SECONDS = 60.0
 MAX_DEATHS = 2
@@ -399,6 +399,8 @@ class Engine:
                 self._metrics.append(batch.id + 1, merged)
                 if has_diverged(merged):
                     log.error(DIVERGED)
+                if (found := zero_variance(self._swarm)) and found.batches == REPORTED_BATCHES:
+                    log.warning("\n".join(report_lines(found)))
                 self._failures = 0
         except Later:  # The journal's fault, not the batch's.
             self._trying = None
@@ -447,7 +449,8 @@ class Engine:
         self._gate.open()
 
     async def _give_up(self, error: AgentJetError) -> None:
-        log.error("the engine gives up: %s", error)
+        failed = f" after {self._failures} consecutive worker failures" if self._failures > MAX_FAILURES else ""
+        log.error("training stopped%s: %s", failed, error)
         await self._compute.close()
         self.fatal = error
         self._enter("failed", str(error))

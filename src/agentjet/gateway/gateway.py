@@ -348,6 +348,7 @@ class Gateway:
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
+            zero_variance=inspection.zero_variance(swarm),
             last_event=self.last_event,
             uptime=now - self.began,
         )

@@ -265,6 +265,29 @@ class TaskSetStatus(Response):
     """Mean of `reward/{task_set}/mean` over those batches; null when it was in none."""
 
 
+class ScoredAnswer(Response):
+    """An answer of the group that is shown, and its reward."""
+
+    answer: str
+    """The text of the episode's last response, shortened; empty once a durable checkpoint covers its batch."""
+    reward: float
+    count: int
+    """Episodes of the group with this answer and this reward."""
+
+
+class ZeroVariance(Response):
+    """The newest batches could teach nothing: in each of their groups all rewards were equal. Shows one group."""
+
+    batches: int
+    """The number of newest batches in a row; at most 50 are counted."""
+    truncated: float
+    """Part of the newest batch's calls that ended at `max_tokens`."""
+    task_id: str
+    prompt: str
+    """The last message of the group's first request, shortened; empty once a durable checkpoint covers its batch."""
+    answers: list[ScoredAnswer]
+
+
 class StatusResponse(Response):
     """`GET /swarm/v1/status`."""
 
@@ -304,6 +327,8 @@ class StatusResponse(Response):
     """Of these, killed because they showed no sign of work for `server.worker_timeout` seconds."""
     unusable_checkpoints: list[str] = []
     """Folders of checkpoints that were damaged or not of this run, and so set aside."""
+    zero_variance: ZeroVariance | None = None
+    """The report if the newest 3 or more batches could teach nothing, else null."""
     last_event: int = 0
     """Number of the newest event: where to begin reading `events` to miss none from here on."""
     uptime: float

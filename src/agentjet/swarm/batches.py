@@ -10,6 +10,7 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from agentjet.algorithms.advantages import ADVANTAGES
+from agentjet.swarm.groups import all_equal
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode
 from agentjet.timeline.allowed import unpack_sets
@@ -173,10 +174,10 @@ def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
 
 
 def share_metrics(batch: Batch, episodes: Mapping[str, Episode]) -> dict[str, float]:
-    """The part of the batch's groups that each named task set has, and that whose members all earned the same."""
+    """The part of the batch's groups that each named task set has, and the part without any variance in a reward."""
     groups = Counter(episodes[group[0]].task_set for group in batch.groups)
     shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
-    equal = sum(len({episodes[member].reward for member in group}) == 1 for group in batch.groups)
+    equal = sum(all_equal([episodes[member] for member in group]) for group in batch.groups)
     return {"groups/zero_variance": equal / len(batch.groups), **shares}
 
 

@@ -260,7 +260,7 @@ class JournalFile:
             self.refusal = ""
 
     def _refused(self, error: sqlite3.DatabaseError) -> Later:
-        way_out = "free some space there" if "full" in str(error) else "see to that disk"
+        way_out = "free some space there" if "full" in str(error) else "check the disk"
         return self._refusing(
             f"The journal {self.path} could not be written ({error}), nothing was recorded: {way_out}, the server goes "
             "on by itself.",
@@ -287,5 +287,6 @@ class JournalFile:
 
 def _unwritable(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"server.data_dir = {str(path.parent)!r} cannot be written to ({why}): mend that, or choose another folder"
+        f"server.data_dir = {str(path.parent)!r} is not writable ({why}). Fix its permissions or free space, or choose "
+        "another folder."
     )

@@ -34,7 +34,7 @@ class Learning(Outlook):
         batch = Batch(
             id=self.policy_version,
             groups=tuple(group.members for group in chosen),
-            job=self.job,
+            job=self.job.in_force(),
             composed=self._clock(),
             carry=self._mixing.carry(self.job, chosen),
         )

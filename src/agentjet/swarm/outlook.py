@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from agentjet.config import JobConfig
 from agentjet.errors import NotFound
@@ -17,7 +17,7 @@ from agentjet.swarm.mixing import Mixing, places
 from agentjet.swarm.records import Batch, Episode, Group, Tally, TaskSetShare
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import EpisodeStatus
+from agentjet.types import Call, EpisodeStatus
 
 SILENT_SECONDS = 20.0
 """Without a sign of life an episode is worth a word after so long."""
@@ -61,6 +61,10 @@ class Outlook:
     def trees(self, episode_id: str) -> dict[str, ConversationTree]:
         """An episode's conversations by role, as the journal has them; none once a durable checkpoint covers them."""
         return batches.load_trees(self._journal, episode_id)
+
+    def calls(self, episode_id: str) -> list[Call]:
+        """An episode's calls in the order they were recorded; none once a durable checkpoint covers them."""
+        return [call for call, *_ in self._journal.calls(episode_id)]
 
     def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
         """The episode's calls that nobody heard, and how that is known."""
@@ -126,6 +130,16 @@ class Outlook:
     def last_step(self) -> dict[str, float]:
         """Metrics of the newest learned batch."""
         return self._ledger.last_step
+
+    @property
+    def recent_steps(self) -> Sequence[Mapping[str, float]]:
+        """Metrics of the newest learned batches, at most 50, the newest last."""
+        return tuple(self._ledger.recent_steps)
+
+    @property
+    def last_batch(self) -> Batch | None:
+        """The newest learned batch; None before the first."""
+        return next(iter(self._journal.batches(self.policy_version - 1)), None) if self.last_step else None
 
     @property
     def groups(self) -> tuple[Group, ...]:

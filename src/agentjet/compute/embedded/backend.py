@@ -34,10 +34,20 @@ _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable)
 }
 CLOSE_SECONDS = 10.0
-PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads of the worker that wait for each other sleep. By default they burn their cores, and where agents, a second
-worker or anybody else needs those, that makes everything several times slower. What the user's environment says wins.
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""How the worker's threads wait for each other: asleep. OpenMP's default spins for milliseconds, which makes everything
+several times slower where agents or a second worker need the cores. `python -m bench.step --waiting` compares ways.
 """
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""A user who sets one of them decides alone."""
+WORKER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""cuBLAS gives equal sums in every run only with a workspace of fixed size; without effect on a CPU."""
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of the worker process. The values of the user's own environment win."""
+    is_chosen = any(name in os.environ for name in WAITING_VARIABLES)
+    return {**({} if is_chosen else WAITING), **WORKER, **os.environ}
 
 
 class EmbeddedCompute:
@@ -76,7 +86,7 @@ class EmbeddedCompute:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=PATIENT | os.environ,
+                env=worker_environment(),
             )
         self._reader = asyncio.create_task(self._read_frames(self._process))
         self._watch_task = asyncio.create_task(self._watch(self._process))

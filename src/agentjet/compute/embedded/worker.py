@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -229,13 +229,19 @@ class Worker:
         self._output.flush()
 
 
+def make_deterministic() -> None:
+    """Equal inputs give equal weights. Memory that is about to be written is not filled first, as `torch` would do."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
+
+
 def main() -> None:
     """Serve the gateway at the other end of standard input and output until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not end up between the frames
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    make_deterministic()
     worker = Worker(output)
     threading.Thread(target=worker.read_forever, args=(sys.stdin.buffer,), daemon=True).start()
     worker.run()
