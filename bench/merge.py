@@ -18,8 +18,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentjet.timeline import Row, build_forest
+from bench.machine import environment, run_contender
 from bench.merging import gateway
 from bench.merging.exactness import gradient_error
 from bench.merging.model import make_model, smollm2_card
@@ -70,17 +69,15 @@ class Settings:
         return cls(**{**values, "run": Run(**values["run"])})
 
 
-def measured(settings: Settings, mode: str, workload: str, **environment: str) -> Measured:
-    """One mode on one workload, in a process of its own; of the quick run, in this one."""
+def measured(settings: Settings, mode: str, workload: str, **extra: str) -> Measured:
+    """One mode on one workload, in a process with the served worker's environment; of the quick run, in this one."""
     if settings.quick:
         return measure(mode, settings.rows(workload), Path(settings.folder), settings.run)
-    child = [sys.executable, "-m", "bench.merge", "--child", json.dumps(dataclasses.asdict(settings)), mode, workload]
-    threads = str(settings.run.threads)
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **environment}
-    done = subprocess.run(child, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{mode} on {workload} failed:\n{done.stderr}")
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    child = ["bench.merge", "--child", json.dumps(dataclasses.asdict(settings)), mode, workload]
+    done = run_contender(f"{workload}: {mode}", child, environment(settings.run.threads, **extra))
+    if done.failed:
+        raise SystemExit(f"{mode} on {workload} failed:\n{done.errors}")
+    return Measured(**json.loads(done.output.splitlines()[-1]))
 
 
 def compare(
@@ -98,7 +95,8 @@ def compare(
     for mode in MODES:
         if mode == "call" and (workload in WITHOUT_CALLS or not with_calls):
             continue
-        console.print(f"{workload}: {mode} ...")
+        if settings.quick:
+            console.print(f"{workload}: {mode} ...")
         steps = 1 if mode == "call" else repeats
         step = measured(_with_steps(settings, steps), mode, workload)
         result |= {f"{mode}_s": statistics.median(step.seconds), f"{mode}_tokens": step.tokens}

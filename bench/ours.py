@@ -1,7 +1,8 @@
 """AgentJet's worker on the workload of `bench.step`, in process. Prints one JSON object as its last line.
 
-The sampler and the learner are those of the embedded backend, on one copy of the weights. What a server adds around
-them (HTTP, the journal) is not measured here, and neither is what TRL's users build around its trainer.
+The sampler and the learner are those of the embedded backend, on one copy of the weights, with the worker's
+deterministic algorithms, fingerprints and memory handling. Its caller gives it the worker's environment. What a server
+adds around them (HTTP, the journal) is not measured here, and neither is what TRL's users build around its trainer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import numpy as np
 import torch
 
 from agentjet.algorithms.advantages import grpo
+from agentjet.compute.embedded.fingerprint import Fingerprints
 from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.memory import give_back
 from agentjet.compute.embedded.model import Policy, load_policy
 from agentjet.compute.embedded.sampler import NewToken, Sampler
+from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.schema import OptimizerConfig
 from agentjet.rendering import Renderer
@@ -27,6 +31,7 @@ from bench.workload import StepTime, Workload, report, reward
 
 def run(workload: Workload, dtype: str) -> dict[str, object]:
     """Sample and learn for the workload's steps."""
+    make_deterministic()
     policy = load_policy(
         ModelConfig.model_validate({"name": workload.model, "dtype": dtype, "threads": workload.threads})
     )
@@ -35,6 +40,7 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
     settings = SamplerConfig()
     sampler = Sampler(policy, settings.max_concurrent, settings.cache_tokens)
     learner = Learner(policy)
+    fingerprints = Fingerprints(learner, policy)
     job = JobConfig(
         batch_size=workload.num_prompts,
         group_size=workload.repeats,
@@ -53,7 +59,9 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
         scored = time.perf_counter()
         forest = _forest(prompts, completions, rewards, workload.repeats, step)
         learner.learn(forest, job, step)
+        fingerprints.changed()
         sampler.invalidate()
+        give_back()
         _synchronise(policy)
         steps.append(
             StepTime(

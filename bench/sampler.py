@@ -3,26 +3,38 @@
 Same model, weights, prompts, machine and number of sampled tokens; each contender in a process of its own. The `mixed`
 workload runs 32 requests of 2,000 tokens of context beside 32 short ones. A table, then one JSON object as the last
 line; `ratio` is our tokens per second over the library's.
+
+`mixed_arrivals` is of our sampler alone: short calls keep coming, one whenever one ends, and a long prompt among every
+sixteen, in a cache that finished calls fill. `mixed_ratio` is its throughput over that of the same requests sorted by
+length, all of them there at the start, in an idle cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.machine import environment, run_contender
+
+if TYPE_CHECKING:
+    from agentjet.compute.embedded.sampler import Sampler
+
 SHORT, LONG = 40, 2000
 WORKLOADS = {"8": [SHORT] * 8, "32": [SHORT] * 32, "64": [SHORT] * 64, "mixed": [LONG, SHORT] * 32}
 CONTENDERS = ("agentjet", "continuous")
+ARRIVALS = "mixed_arrivals"
+IN_FLIGHT = 16
+ARRIVALS_CACHE = 8192
+"""Half of what the short calls of `mixed_arrivals` leave behind, at one block of the cache each."""
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:
@@ -31,16 +43,24 @@ def prompts(lengths: list[int]) -> list[list[int]]:
     return [rng.integers(20, 40_000, length).tolist() for length in lengths]
 
 
-def agentjet(model: str, threads: int, new_tokens: int) -> Callable[[list[list[int]]], None]:
-    """Our sampler in process; a call samples a workload to its end."""
+def our_sampler(model: str, threads: int, *, max_concurrent: int, cache_tokens: int) -> Sampler:
+    """The served sampler. Its policy never ends by itself."""
     from agentjet.compute.embedded.model import load_policy
     from agentjet.compute.embedded.sampler import Sampler
+    from agentjet.compute.embedded.worker import make_deterministic
     from agentjet.config import ModelConfig
-    from agentjet.types import SamplingParams
 
+    make_deterministic()
     policy = load_policy(ModelConfig.model_validate({"name": model, "dtype": "bfloat16", "threads": threads}))
     policy.end_tokens = frozenset()
-    sampler = Sampler(policy, max_concurrent=64, cache_tokens=160_000)
+    return Sampler(policy, max_concurrent, cache_tokens)
+
+
+def agentjet(model: str, threads: int, new_tokens: int) -> Callable[[list[list[int]]], None]:
+    """Our sampler in process; a call samples a workload to its end."""
+    from agentjet.types import SamplingParams
+
+    sampler = our_sampler(model, threads, max_concurrent=64, cache_tokens=160_000)
 
     def sample(batch: list[list[int]]) -> None:
         sampler.invalidate()
@@ -90,6 +110,41 @@ def continuous(model: str, threads: int, new_tokens: int) -> Callable[[list[list
     return sample
 
 
+def lengths_in_order_of_arrival(num_short: int, short: int, long: int) -> list[int]:
+    """One long prompt among every sixteen short ones."""
+    return [length for i in range(1, num_short + 1) for length in ([short, long] if i % 16 == 8 else [short])]
+
+
+def sample_arrivals(sampler: Sampler, batch: list[list[int]], new_tokens: int, in_flight: int) -> None:
+    """Sample a workload in its order, with at most so many requests under way."""
+    from agentjet.types import SamplingParams
+
+    coming = list(enumerate(batch))[::-1]
+    under_way = 0
+    while coming or under_way:
+        while coming and under_way < in_flight:
+            i, prompt = coming.pop()
+            sampler.submit(i, np.array(prompt, np.int32), SamplingParams(max_tokens=new_tokens, seed=i))
+            under_way += 1
+        under_way -= sum(new.finish_reason is not None for new in sampler.step())
+
+
+def mixed_arrivals(model: str, threads: int, new_tokens: int, num_short: int) -> dict[str, float]:
+    """Tokens per second of both orders, the better of two runs of each, taken in turn."""
+    sampler = our_sampler(model, threads, max_concurrent=IN_FLIGHT, cache_tokens=ARRIVALS_CACHE)
+    arriving = prompts(lengths_in_order_of_arrival(num_short, SHORT, 600))
+    sample_arrivals(sampler, arriving[:IN_FLIGHT], new_tokens, IN_FLIGHT)
+    orders = {"arriving": (arriving, IN_FLIGHT), "sorted": (sorted(arriving, key=len), len(arriving))}
+    seconds = dict.fromkeys(orders, float("inf"))
+    for _ in range(2):
+        for name, (batch, in_flight) in orders.items():
+            sampler.invalidate()
+            began = time.perf_counter()
+            sample_arrivals(sampler, batch, new_tokens, in_flight)
+            seconds[name] = min(seconds[name], time.perf_counter() - began)
+    return {f"{name}_tokens_s": len(arriving) * new_tokens / taken for name, taken in seconds.items()}
+
+
 def measure(contender: str, workload: str, model: str, threads: int, new_tokens: int) -> float:
     """Tokens per second, the better of two runs after a warm-up."""
     torch.set_num_threads(threads)
@@ -103,34 +158,59 @@ def measure(contender: str, workload: str, model: str, threads: int, new_tokens:
     return len(batch) * new_tokens / min(seconds[-2:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help="used by the bench itself")
-    arguments = parser.parse_args()
-    shared = (arguments.model, arguments.threads, arguments.new_tokens)
-    if arguments.one:
-        print(json.dumps(measure(*arguments.one, *shared)))
-        return
+def child(arguments: argparse.Namespace, name: str, *one: str) -> Any:
+    """The result of a child process; None where it failed."""
+    settings = {"--model": arguments.model, "--threads": arguments.threads, "--new-tokens": arguments.new_tokens}
+    settings["--short-calls"] = arguments.short_calls
+    command = ["bench.sampler", *(str(part) for pair in settings.items() for part in pair), "--one", *one]
+    done = run_contender(name, command, environment(arguments.threads))
+    if done.failed:
+        print(f"{name} failed: {done.failed}", file=sys.stderr)
+        return None
+    return json.loads(done.output.splitlines()[-1])
+
+
+def compare(arguments: argparse.Namespace, workloads: list[str]) -> dict[str, Any]:
+    """Both contenders on each workload."""
     grid = Table("workload", *(f"{c} tokens/s" for c in CONTENDERS), "ratio")
     results: dict[str, Any] = {}
-    for workload in arguments.workloads:
-        speeds = {}
-        for contender in CONTENDERS:
-            command = [sys.executable, "-m", "bench.sampler", *sys.argv[1:], "--one", contender, workload]
-            done = subprocess.run(command, capture_output=True, text=True)
-            speeds[contender] = float(done.stdout.split()[-1]) if done.returncode == 0 else None
+    for workload in workloads:
+        speeds = {c: child(arguments, f"{c} on {workload}", c, workload) for c in CONTENDERS}
         ours, theirs = (speeds[c] for c in CONTENDERS)
         ratio = ours / theirs if ours and theirs else None
         results[workload] = {**speeds, "ratio": ratio}
         grid.add_row(
             workload, *(f"{s:.0f}" if s else "failed" for s in speeds.values()), f"{ratio:.2f}" if ratio else ""
         )
-    Console(width=100).print(grid)
-    print(json.dumps({"bench": "sampler", "workloads": results}))
+    if workloads:
+        Console(width=100).print(grid)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*WORKLOADS, ARRIVALS]
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--short-calls", type=int, default=128, help=f"of {ARRIVALS}")
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "WORKLOAD"), help="used by the bench itself")
+    arguments = parser.parse_args()
+    shared = (arguments.model, arguments.threads, arguments.new_tokens)
+    if arguments.one:
+        is_ours_alone = arguments.one[1] == ARRIVALS
+        found = mixed_arrivals(*shared, arguments.short_calls) if is_ours_alone else measure(*arguments.one, *shared)
+        print(json.dumps(found))
+        return
+    figures: dict[str, Any] = {"bench": "sampler"}
+    if ARRIVALS in arguments.workloads:
+        speeds = child(arguments, ARRIVALS, "agentjet", ARRIVALS)
+        figures["mixed_ratio"] = round(speeds["arriving_tokens_s"] / speeds["sorted_tokens_s"], 3) if speeds else None
+        figures[ARRIVALS] = speeds
+        print(f"{ARRIVALS}: {figures['mixed_ratio']} of the throughput of the same requests sorted ({speeds})")
+    figures["workloads"] = compare(arguments, [name for name in arguments.workloads if name != ARRIVALS])
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 4. Every metric of a step that the program names has its line in `docs/operations.md`.
 5. Links lead somewhere; the table of rooms is the one that is enforced; the tree in the README is the tree.
 6. Reports of the studies shipped are what their journals print.
-7. (e2e) The README's agent trains a tiny model, word for word.
+7. (e2e) The README's first example runs, commands and agent, as printed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import pytest
 import typer
 
 from agentjet import Episode, Swarm
-from agentjet.cli.child import ChildServer
 from agentjet.cli.main import app
-from agentjet.config import setting_names, settings_table
+from agentjet.config import load_config, setting_names, settings_table
 from agentjet.config.table import sections, settings
 from agentjet.research.journal import Journal
 from agentjet.research.report import check
+from bench.readme import Example, free_port, run
 from tests.test_architecture import ROOMS
 from tests.tiny import make_model
 
@@ -151,6 +151,12 @@ def test_every_metric_of_a_step_is_explained() -> None:
     assert len(named) > 25 and named - explained - {"forest/*"} == set()
 
 
+def test_the_settings_file_of_the_readme_is_valid(tmp_path: Path) -> None:
+    [text] = blocks(README, "toml")
+    (tmp_path / "job.toml").write_text(text, encoding="utf-8")
+    assert load_config(tmp_path / "job.toml", environ={}).job.algorithm.drop_zero_variance
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
@@ -185,21 +191,20 @@ def test_reports_of_shipped_studies_are_those_of_their_journals(study: Path, tmp
 
 
 @pytest.mark.e2e
-def test_readmes_agent_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the address, the number of batches and how much is evaluated are replaced."""
-    snippet = blocks(README, "python")[0]
+@pytest.mark.slow
+def test_the_first_example_runs_as_printed(tmp_path: Path) -> None:
+    """On a tiny model and with one step; `bench.readme` runs it in full."""
     model = make_model(tmp_path / "model")
-    file = tmp_path / "settings.toml"
-    file.write_text("[job]\nmax_tokens = 8\n", encoding="utf-8")
-    overrides = [f"model.name='{model}'", "model.threads=1", "model.dtype='float32'"]
-    with ChildServer(file, overrides, tmp_path / "data") as server:
-        server.connect().close()
-        monkeypatch.setenv("AGENTJET_TOKEN", (server.data_dir / "token").read_text().strip())
-        names: dict[str, Any] = {}
-        for written, here in (("http://127.0.0.1:8400", server.url), ("steps=20", "steps=1"), ("[:50]", "[:2]")):
-            assert written in snippet
-            snippet = snippet.replace(written, here)
-        exec(compile(snippet, str(README), "exec"), names)
-    report = names["report"]
-    assert len(report.steps) == 1
-    assert (len(report.finished), report.num_aborted) == (64, 0), report.errors
+    example = Example.read()
+    for written, here in (
+        ("--model smollm2-135m", f"--model {model} --set model.threads=1 --set model.dtype=float32"),
+        ("steps=20", "steps=1"),
+        ("[:50]", "[:4]"),
+    ):
+        example = example.changed(written, here)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    done = run(example, folder, port=free_port())
+    assert "1 steps in" in done.output and "64 episodes finished, 0 aborted" in done.output, done.output
+    assert 0 <= done.success("before") <= 1 and 0 <= done.success("after") <= 1
+    assert (folder / "my-model" / "config.json").exists()

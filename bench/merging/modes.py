@@ -84,9 +84,9 @@ class CausalRows:
 
     def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
         """See `Pass`."""
-        tokens, positions = (torch.from_numpy(x.astype(np.int64)) for x in (forest.tokens, forest.depth))
-        hidden = flat_forward(self._policy.decoder, tokens, positions, RowPlan(forest))
-        return hidden, torch.from_numpy(forest.parent[forest.node].astype(np.int64))
+        arrays = (forest.tokens, forest.depth, forest.parent[forest.node])
+        tokens, positions, rows = (torch.from_numpy(x.astype(np.int64)).to(self._policy.device) for x in arrays)
+        return flat_forward(self._policy.decoder, tokens, positions, RowPlan(forest)), rows
 
 
 class RowPlan:
@@ -187,12 +187,17 @@ def _warm_up(rows: Sequence[Row]) -> list[Row]:
 
 
 def _forget_peak() -> float:
-    """Resident memory now, in MB; Linux then counts its peak from here."""
+    """Memory in use now, in MB; its peak is counted from here. With CUDA the device's, else the resident."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def _peak_mb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
     return _status("VmHWM")
 
 

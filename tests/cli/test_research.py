@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 from agentjet import Swarm
 from agentjet.cli.main import app
 from agentjet.cli.research.demo import check_same, demo_plan
+from agentjet.cli.research.looking import summary
 from agentjet.cli.research.run import carry_out
 from agentjet.cli.research.telling import Told
 from agentjet.errors import AgentJetError, ConfigError
@@ -31,6 +33,7 @@ from agentjet.research.leased import LeasedPlace, Lost
 from agentjet.research.models import Diagnosis
 from agentjet.research.planner.actions import AddArm, AddHypothesis, Cap, Pause
 from agentjet.research.records import Setting
+from agentjet.research.report.proceedings import Proceedings
 from agentjet.research.scheduler import conduct, see_through
 from agentjet.research.steering import Steering
 from tests.research.world import STUDY, Formula
@@ -239,6 +242,30 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
     report.write_text(report.read_text().replace("supported", "proven", 1))
     with pytest.raises(ConfigError, match="is not what the journal says"):
         research("report", str(folder.path), "--check", str(report))
+
+
+def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: Path) -> None:
+    folder, whole = StudyFolder(tmp_path / "study"), tmp_path / "whole.jsonl"
+    folder.write(STUDY, "")
+    with Journal(whole) as journal:
+        conduct(STUDY, journal, Formula())
+    lines = whole.read_bytes().splitlines(keepends=True)
+    ends = [place for place, line in enumerate(lines) if json.loads(line)["kind"] == "outcome"]
+    folder.journal.write_bytes(b"".join(lines[: ends[2]]))  # two trials ended, others were launched
+    unpaced = json.loads(research("status", str(folder.path), "--json"))
+    assert unpaced["trials"]["unfinished"] > 0 < unpaced["running"] and "time left" not in unpaced
+    for key, name, time in (("a", "trial.json", 1000), ("a", "outcome.json", 1060), ("b", "outcome.json", 1120)):
+        file = folder.path / "launches" / key / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.utime(file, (time, time))
+    seen = json.loads(research("status", str(folder.path), "--json"))
+    spent = Proceedings(read_book(folder.journal)).spent  # in two minutes
+    minutes = round(2 * (STUDY.budget - spent) / spent)
+    assert seen["time left"] == f"at most {minutes // 60} h {minutes % 60} min, at the pace so far"
+    with Journal(whole) as journal:
+        full = summary(journal)
+    assert full["running"] == 0 and full["spent"] > seen["spent"] > 0
 
 
 def test_an_annex_is_looked_at_and_reported(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from agentjet.client import Retry
 from agentjet.protocol import (
+    REPORTED_BATCHES,
     AbortRequest,
     BeginRequest,
     BeginResponse,
@@ -22,7 +23,10 @@ from agentjet.protocol import (
     Event,
     FinishRequest,
     Problem,
+    ScoredAnswer,
     StatusResponse,
+    ZeroVariance,
+    batches_without_variance,
 )
 
 TOKEN = "the-token"
@@ -56,6 +60,7 @@ class FakeServer:
         self.num_calls = 1
         """Of every episode that finishes."""
         self.version = 0
+        self.steps: list[dict[str, float]] = []
         self.state = "rolling"
         self.episodes: dict[str, EpisodeView] = {}
         self.groups: dict[str, list[str]] = {}
@@ -112,7 +117,9 @@ class FakeServer:
             return httpx.Response(200, text=self._status().model_dump_json())
         if path == "/events":
             after = int(request.headers["Last-Event-ID"])
-            return httpx.Response(200, stream=_Stream(self._stream(after)))
+            return httpx.Response(
+                200, headers={"Content-Type": "text/event-stream"}, stream=_Stream(self._stream(after))
+            )
         if request.method == "GET":
             return httpx.Response(200, text=self.episodes[path.rpartition("/")[2]].model_dump_json())
         body = json.loads(request.content or b"null")
@@ -181,10 +188,16 @@ class FakeServer:
     def _learn_when_ready(self) -> None:
         finished = [[e for e in m if self.episodes[e].status == "finished"] for m in self.groups.values()]
         if len(finished) == self.batch_size and all(len(members) == self.group_size for members in finished):
-            rewards = [self.episodes[member].reward or 0.0 for members in finished for member in members]
+            by_group = [[self.episodes[member].reward or 0.0 for member in members] for members in finished]
+            rewards = [reward for group in by_group for reward in group]
             self.groups.clear()
             self.version += 1
-            metrics = {"reward/mean": sum(rewards) / len(rewards), "perf/tokens_per_second": 100.0}
+            metrics = {
+                "reward/mean": sum(rewards) / len(rewards),
+                "perf/tokens_per_second": 100.0,
+                "groups/zero_variance": sum(len(set(group)) == 1 for group in by_group) / len(by_group),
+            }
+            self.steps.append(metrics)
             self.emit("step", {"policy_version": self.version, "metrics": metrics})
 
     def _status(self) -> StatusResponse:
@@ -203,9 +216,16 @@ class FakeServer:
             calls_active=0,
             last_step={},
             clients={},
+            zero_variance=self._zero_variance(),
             last_event=len(self.events),
             uptime=1.0,
         )
+
+    def _zero_variance(self) -> ZeroVariance | None:
+        batches = batches_without_variance(self.steps)
+        answers = [ScoredAnswer(answer="Two.", reward=0, count=2)]
+        report = ZeroVariance(batches=batches, truncated=0.5, task_id="t", prompt="1 + 1?", answers=answers)
+        return report if batches >= REPORTED_BATCHES else None
 
     async def _stream(self, after: int) -> AsyncIterator[bytes]:
         sent = 0

@@ -126,7 +126,9 @@ def test_it_runs_in_an_empty_folder_that_is_removed_after_it_is_judged() -> None
     ("program", "failure"),
     [
         ("import sys; sys.exit('no such tool')", r"exit code 1; its stderr ends with: no such tool"),
-        ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL; there is nothing on its stderr"),
+        ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL; its stderr and its stdout are empty"),
+        ("print('no model at this address'); raise SystemExit(1)", r"its stdout ends with: no model at this address"),
+        ("print('note'); import sys; sys.exit('no such tool')", r"its stderr ends with: no such tool$"),
         ("import sys; sys.stderr.write('x' * 9000 + 'the end'); sys.exit(3)", r"exit code 3; .*x{1400}the end"),
     ],
 )

@@ -106,6 +106,18 @@ def test_the_mean_is_over_tasks_whatever_failed() -> None:
     assert "over 2 tasks, 5 episodes finished, 4 not" in str(found)
 
 
+def test_each_task_set_has_its_own_figures() -> None:
+    scored = [("math", "a", 1.0), ("math", "b", 0.0), ("code", "a", 0.5), ("code", "a", 0.7)]
+    results = tuple(EpisodeResult(task, task_set, "finished", 0, reward) for task_set, task, reward in scored)
+    found = EvalReport(results=results, seconds=1.0)
+    assert {name: (one.value, one.num_tasks) for name, one in found.by_task_set.items()} == {
+        "math": (0.5, 2),
+        "code": (pytest.approx(0.6), 1),
+    }
+    assert "\n  math: 0.500 (95 % interval" in str(found) and "\n  code: 0.600" in str(found)
+    assert str(report(a=[1.0])).count("\n") == 0, "one set needs no figures of its own"
+
+
 def test_one_task_alone_is_judged_by_its_repeats() -> None:
     one = report(a=[1.0, 0.0, 1.0, 1.0])
     found = one.mean_at_k

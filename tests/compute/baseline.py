@@ -148,7 +148,8 @@ def _of_completion(logits: Tensor, row: Row) -> Tensor:
 
 
 def _loss(ratio: Tensor, logp: Tensor, advantage: float, algorithm: AlgorithmConfig) -> Tensor:
-    clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    low, high = algorithm.clip_bounds
+    clipped = ratio.clamp(1 - low, 1 + high)
     if algorithm.loss == "cispo":
         return -advantage * clipped.detach() * logp
     loss = -torch.minimum(advantage * ratio, advantage * clipped)
@@ -166,7 +167,7 @@ def _weights(rows: Sequence[Row], algorithm: AlgorithmConfig) -> dict[int, float
         "token_mean": {s: 1 / sum(sizes.values()) for s in sizes},
         "sequence_mean": {s: 1 / (n * len(sizes)) for s, n in sizes.items()},
         "constant": {s: 1 / (max(algorithm.constant, 1) * len(sizes)) for s in sizes},
-    }[algorithm.aggregation]
+    }[algorithm.loss_aggregation]
     return {s: float(np.float32(w)) for s, w in exact.items()}
 
 

@@ -90,6 +90,7 @@ def test_compiled_it_attends_by_its_table(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.allclose(ours, ForestPlan(forest, CPU).attend(0, query, key, value, 0.3), atol=1e-5)
 
 
+@pytest.mark.gpu
 @cuda
 def test_on_cuda_output_and_gradients_are_those_of_the_forest_plan() -> None:
     device = torch.device("cuda")

@@ -60,6 +60,8 @@ def algorithm(loss: str, aggregation: str, kl: float) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(
         {
             "loss": loss,
+            "clip_low": 0.2,  # GSPO's own bounds would clip nearly every sequence of this noise
+            "clip_high": 0.2,
             "aggregation": aggregation,
             "constant": 7 if aggregation == "constant" else 0,
             "kl_coef": kl,

@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded.digests import seal
 from agentjet.compute.embedded.learner import Learner, learning_rate
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
@@ -102,6 +105,29 @@ def test_sampler_and_learner_agree(tiny_folder: Path, dtype: str, tolerance: flo
     assert metrics["policy/mismatch_kl"] < tolerance
     assert metrics["policy/clip_fraction"] == pytest.approx(0.0, abs=0.05)
     assert metrics["policy/entropy"] > 0
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+def test_metrics_of_the_policy_are_those_of_the_loss_over_every_sampled_token(policy: Policy, loss: str) -> None:
+    """Half of the sequences have an advantage, and the clip acts on exactly these: on one token of each, as the others
+    compensate for it in the sequence's ratio, or on none for GSPO.
+    """
+    rows = []
+    for r in sampled_rows(policy):
+        others = len(r.logprobs) - 1
+        moved = np.array([1.0, *[-1 / others] * others] if others else [0.0], np.float32)
+        advantage = 1.0 if r.sequence < 4 else 0.0
+        rows.append(Row(r.tokens, r.logprobs - moved, r.versions, advantage, 1.0, r.sequence))
+    forest = build_forest(rows)
+    bounds = {"clip_low": 0.9, "clip_high": 0.2}  # what compensates for it stays inside
+    metrics = Learner(policy).learn(forest, job(AlgorithmConfig.model_validate({"loss": loss, **bounds})), 0)
+    clipped = 0 if loss == "gspo" else sum(r.sequence < 4 and len(r.logprobs) > 1 for r in rows)
+    assert metrics["policy/clip_fraction"] == pytest.approx(clipped / forest.num_targets)
+    assert metrics["policy/entropy"] == pytest.approx(-forest.logprob.mean())
+    quiet = replace(forest, advantage=np.zeros_like(forest.advantage))
+    metrics = Learner(policy).learn(quiet, job(), 1)
+    assert metrics["policy/entropy"] == pytest.approx(-forest.logprob.mean()) and metrics["policy/clip_fraction"] == 0
+    assert "policy/mismatch_kl" not in metrics, "it needs log-probabilities that are not computed"
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -218,6 +244,8 @@ def test_weights_of_another_shape_are_a_checkpoint_that_does_not_fit(tiny_folder
     trainer = learner.state()
     name = next(iter(trainer["masters"]))
     torch.save({**trainer, "masters": {name: torch.zeros(3)}}, tmp_path / "step_000000" / "trainer.pt")
+    state = json.loads((tmp_path / "step_000000" / "state.json").read_text())
+    seal(tmp_path / "step_000000", {key: state[key] for key in state if key not in ("files", "digest")})
     with pytest.raises(CheckpointError, match="does not fit this model"):
         checkpoint.load(tmp_path / "step_000000", policy, learner)
 

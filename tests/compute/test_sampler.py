@@ -168,7 +168,7 @@ def test_each_token_in_context_is_computed_once_between_repeats_too(policy: Poli
 
 def test_completions_that_part_without_room_wait_for_it(policy: Policy) -> None:
     policy.end_tokens = frozenset()
-    crowded = Sampler(policy, 64, 768)  # three rows for eight completions that part at once
+    crowded = Sampler(policy, 64, 384)  # three rows for eight completions that part at once
     requests = {i: (tokens(7, 30), SamplingParams(max_tokens=9, temperature=2.0, seed=i)) for i in range(8)}
     out = run(crowded, requests)
     roomy = run(Sampler(policy, 64, 16384), requests)
@@ -220,7 +220,7 @@ def test_a_request_that_can_never_fit_is_refused_alone(policy: Policy) -> None:
 
 def test_a_full_cache_makes_requests_wait_not_fail(policy: Policy) -> None:
     policy.end_tokens = frozenset()
-    sampler = Sampler(policy, 64, 512)  # room for two rows of 256
+    sampler = Sampler(policy, 64, 256)  # room for two rows of one block
     out = run(sampler, {i: (tokens(i, 30), SamplingParams(max_tokens=5, seed=i)) for i in range(7)})
     assert [len(out[i][0]) for i in range(7)] == [5] * 7
     long = (

@@ -98,7 +98,7 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         (["job.group_size=4", "job.min_group_size=5"], "min_group_size = 5 is above group_size = 4"),
         (["model.context_length=100", "job.max_tokens=100"], "job.max_tokens = 100 leaves no room for a prompt"),
         (["job.algorithm.aggregation=constant"], "needs constant > 0"),
-        (["server.host=0.0.0.0"], "server.host = '0.0.0.0' (--set): nothing but loopback"),
+        (["server.host=0.0.0.0"], "server.host = '0.0.0.0' (--set): non-loopback addresses require TLS"),
         (["batch_size"], "'batch_size' is not of the form section.setting=value"),
         (["=3"], "'=3' is not of the form section.setting=value"),
     ],

@@ -178,4 +178,4 @@ def test_a_folder_that_is_somebody_elses(model: Path, tmp_path: Path) -> None:
 def test_settings_that_cannot_be(model: Path, tmp_path: Path) -> None:
     assert "job.batch_size" in refused(model, tmp_path / "run", "--set", "job.bach_size=3")
     assert "group_size = 1" in refused(model, tmp_path / "run", job__group_size=1)
-    assert "nothing but loopback" in refused(model, tmp_path / "run", "--host", "0.0.0.0")
+    assert "non-loopback addresses require TLS" in refused(model, tmp_path / "run", "--host", "0.0.0.0")

@@ -23,11 +23,14 @@ async def test_a_replaced_job_survives_a_restart_with_the_same_settings(
     async with running(tmp_path / "d") as run:
         assert run.gateway.job() == replaced
         assert "the job settings are those of revision 2" in caplog.text
+        assert "job.task_weights.math was not set and is 2.0" in caplog.text
     caplog.clear()
     async with running(tmp_path / "d", job={"batch_size": 3}) as run:
         job = run.gateway.job()
         assert (job.revision, job.job["batch_size"], job.job["task_weights"]) == (3, 3, {})
-        assert "no longer those that replaced them in revision 2" in caplog.text
+        assert "those in force were of revision 2" in caplog.text
+        assert "job.batch_size was 2 and is 3, job.task_weights.math was 2.0 and is not set" in caplog.text
+        assert "group_size" not in caplog.text
     caplog.clear()
     async with running(tmp_path / "d", job={"batch_size": 3}) as run:
         assert run.gateway.job() == job and "the job settings" not in caplog.text

@@ -27,7 +27,7 @@ async def test_other_base_weights_end_the_start(tmp_path: Path) -> None:
         await run.batch()
         run.compute.fail_save = [CheckpointError("as if the gateway had been killed")]
     async with running(tmp_path / "d", card=replace(card, weights="b2"), wait_ready=False) as run:
-        with pytest.raises(ConfigError, match=r"was begun with model_weights = 'a1' .* not with 'b2'"):
+        with pytest.raises(ConfigError, match=r"was created with model_weights = 'a1' .*; 'b2' would change"):
             await run.gateway.ready()
         assert run.compute.starts == 1 and run.compute.learned == []
         assert run.gateway.engine.state == "failed"

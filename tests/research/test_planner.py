@@ -149,6 +149,14 @@ def test_the_model_is_no_setting_of_the_base() -> None:
     check_job({"model.threads": 1, "server.port": 8401})
 
 
+def test_an_error_of_a_space_file_names_no_option_of_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "space.toml"
+    file.write_text("[arms.a]\n[arms.b]\nchanges = { 'job.batch_size' = 0 }\n")
+    with pytest.raises(ConfigError, match=r"job\.batch_size = 0") as refused:
+        plan("a or b", budget="100", subject=SUBJECT, space=read_space(file))
+    assert "--set" not in str(refused.value)
+
+
 def test_numbers_outside_their_range_are_refused() -> None:
     assert "from 1e-08 to 0.1" in str(priors()["job.optimizer.lr"].refusal("lr", 5.0))
     assert "whole" in str(priors()["job.group_size"].refusal("n", 2.5))
@@ -226,7 +234,7 @@ def test_whole_settings_are_tuned_over_whole_numbers(tmp_path: Path) -> None:
     assert (len(many), many[0], many[-1]) == (25, 1000, 9999) and all(value == int(value) for value in many)
     assert len(tried("job.optimizer.lr", "low = 4\nhigh = 9")) == 25
     for values in ("values = [4, 4.5, 6]", "low = 4.5\nhigh = 9"):
-        with pytest.raises(ConfigError, match=r"arm 'a': job\.max_tokens = 4\.5 .*integer"):
+        with pytest.raises(ConfigError, match=r"arm 'a': job\.max_tokens = 4\.5: .*integer"):
             tried("job.max_tokens", values)
 
 

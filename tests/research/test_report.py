@@ -27,7 +27,7 @@ from agentjet.research.models import Amendment, Arm, Diagnosis, Exchange, Findin
 from agentjet.research.report import build, check, facts_of
 from agentjet.research.report.building import Report, render
 from agentjet.research.report.comparing import compare
-from agentjet.research.report.plots.canvas import looks
+from agentjet.research.report.plots.canvas import looks, wrapped
 from agentjet.research.report.plots.effects import shown_range as widest
 from agentjet.research.report.plots.scores import STEP, stacked
 from agentjet.research.report.plots.tuning import is_geometric
@@ -484,6 +484,13 @@ def test_an_interval_far_wider_than_the_others_does_not_flatten_them() -> None:
 def test_axes_are_logarithmic_where_values_are() -> None:
     assert is_geometric((1e-6, 3e-6, 1e-5)) and is_geometric(KNOB.values)
     assert not is_geometric((0.0, 0.1, 1.0)) and not is_geometric((2.0, 4.0, 6.0, 8.0)) and not is_geometric((1.0, 9.0))
+
+
+def test_labels_are_never_cut_off(report: Report) -> None:
+    """Long names are broken into lines; the words of all lines are there."""
+    long = "a claim that is so long that three lines of thirty-four characters do not hold it all, up to its last word"
+    assert " ".join(wrapped(long, 34).split("\n")) == long and max(map(len, wrapped(long, 34).split("\n"))) <= 34
+    assert not [name for name, figure in report.figures.items() if "…" in figure]
 
 
 def test_an_arm_keeps_its_colour() -> None:

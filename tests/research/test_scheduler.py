@@ -168,7 +168,7 @@ def test_the_last_look_is_read_without_what_is_lost_for_good(lost: dict[str, int
 def test_too_few_seeds_that_came_back_are_said_not_to_have_left_it_open() -> None:
     finding, _, _ = conducted(PLAIN, Unlucky(0.3, a=9))
     assert (finding.verdict, finding.estimate) == ("inconclusive", None)
-    assert finding.reason == "3 seeds of 'a' came back, and fewer than 4 prove nothing; seeds lost for good: 9 of 'a'"
+    assert finding.reason == "3 seeds of 'a' came back; at least 4 per arm are required; seeds lost for good: 9 of 'a'"
 
 
 @dataclass

@@ -137,6 +137,29 @@ async def test_any_64_bit_seed_reaches_the_sampler_as_one_that_it_takes(tmp_path
     assert all(np.random.default_rng(seed) and msgpack.packb(seed) for seed in seeds)
 
 
+async def test_no_two_calls_of_an_episode_share_a_seed_after_one_failed(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        compute = served.run.compute
+        client = served.openai(await served.begin())
+
+        def vote() -> asyncio.Task[object]:
+            return asyncio.create_task(client.chat.completions.create(model="policy", messages=HELLO))
+
+        compute.may_sample.clear()
+        first = vote()
+        await served.run.until(lambda: len(compute.asked) == 1)
+        second = vote()
+        await served.run.until(lambda: len(compute.asked) == 2)
+        first.cancel()
+        await served.run.until(lambda: len(served.run.gateway._calls.deliveries) == 1)
+        third = vote()
+        await served.run.until(lambda: len(compute.asked) == 3)
+        compute.may_sample.set()
+        await asyncio.gather(second, third)
+        await vote()
+        assert len({asked.params.seed for asked in compute.asked}) == 4
+
+
 async def test_seeds_differ_from_call_to_call_and_repeat_from_run_to_run(tmp_path: Path) -> None:
     seeds = []
     for name in ("a", "b"):

@@ -60,8 +60,8 @@ def test_what_would_make_other_weights_is_refused(
     for _ in range(2):  # A refusal records nothing.
         with pytest.raises(ConfigError) as refused:
             Journal.open(path, model=other)
-        assert f"{str(tmp_path)!r} was begun with {key} = {was}, not with {now}" in str(refused.value)
-        assert "another server.data_dir" in str(refused.value)
+        assert f"{str(tmp_path)!r} was created with {key} = {was}; {now} would change" in str(refused.value)
+        assert "a new server.data_dir" in str(refused.value)
     Journal.open(path, model=settings()).close()
 
 
@@ -87,7 +87,9 @@ def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) ->
     world = World(tmp_path)
     assert world.swarm.dtype == "bfloat16"
     for card in (replace(CARD, weights="b2"), replace(CARD, dtype="float32")):
-        with pytest.raises(ConfigError, match=r"model_weights = 'a1' .* not with 'b2'|dtype = 'bfloat16', not with"):
+        with pytest.raises(
+            ConfigError, match=r"model_weights = 'a1' .*; 'b2' would|dtype = 'bfloat16'; 'float32' would"
+        ):
             world.swarm.trace_origin(card)
     assert world.swarm.trace_origin(CARD) == []
     assert world.swarm.trace_origin(replace(CARD, weights="")) == [], "a backend that takes no fingerprint"
@@ -123,11 +125,11 @@ def test_a_data_dir_without_a_record_takes_what_its_policy_comes_up_with(tmp_pat
     world.begin()
     world.journal._set_meta("origin", '{"model.name":"small"}')  # as the schema before this one is brought forward
     world.close()
-    with pytest.raises(ConfigError, match=r"model.name = 'small', not with 'large'"):
+    with pytest.raises(ConfigError, match=r"model.name = 'small'; 'large' would"):
         Journal.open(world.path, model=settings("large"))
     Journal.open(world.path, model=settings(lora={"rank": 40})).close()  # the checkpoint did not fit
     journal = Journal.open(world.path, model=settings())
     journal.record_origin()
     journal.close()
-    with pytest.raises(ConfigError, match=r"model.lora.rank = 4, not with 8"):
+    with pytest.raises(ConfigError, match=r"model.lora.rank = 4; 8 would"):
         Journal.open(world.path, model=settings(lora={"rank": 8}))

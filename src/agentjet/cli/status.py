@@ -26,6 +26,8 @@ def status(url: Url = None, token: Token = None, token_file: TokenFile = None, a
 
 def described(status: StatusResponse) -> list[tuple[str, str]]:
     """A status as lines for people: name and value."""
+    from agentjet.protocol import report_lines
+
     steps = f"{status.policy_version} of {status.max_steps}" if status.max_steps else str(status.policy_version)
     lines = [
         ("state", status.state),
@@ -41,6 +43,11 @@ def described(status: StatusResponse) -> list[tuple[str, str]]:
     lines += [("code" if i == 0 else "", _code(name, code)) for i, (name, code) in enumerate(reversed(newest))]
     sets = status.task_sets.items()
     lines += [("task sets" if i == 0 else "", _task_set(name, one)) for i, (name, one) in enumerate(sets)]
+    if status.workers_hung:
+        lines.append(("workers", f"{status.workers_started} started, {status.workers_hung} killed because they hung"))
+    lines += [("unusable" if i == 0 else "", path) for i, path in enumerate(status.unusable_checkpoints)]
+    if status.zero_variance is not None:
+        lines += [("warning" if i == 0 else "", line) for i, line in enumerate(report_lines(status.zero_variance))]
     metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN]
     lines += [("last step", ", ".join(metrics))] if metrics else []
     return [(name, one_line(value)) for name, value in lines]

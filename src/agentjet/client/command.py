@@ -34,7 +34,7 @@ from agentjet.types import Reward, Task
 GRACE_SECONDS = 1.0
 """Between asking a program to end and ending it."""
 TAIL_BYTES = 1500
-"""How much of stderr goes into the reason of an abort."""
+"""How much of stderr, or of stdout where that is empty, goes into the reason of an abort."""
 MAX_OUTPUT_BYTES = 16 * 2**20
 """How much of stdout, and of stderr, a `Result` holds: the end of it."""
 FIRST_FAILURE_CODE = 125
@@ -151,14 +151,14 @@ class Command:
         try:
             await asyncio.wait([exited], timeout=self.timeout)
             if not exited.done():
-                raise CommandFailed(f"it ran longer than {self.timeout:g} s{_tail(stderr)}")
+                raise CommandFailed(f"it ran longer than {self.timeout:g} s{_tail(place)}")
         finally:
             await _end(process, exited)
         return Result(_text(stdout), _text(stderr), exited.result(), time.monotonic() - started, folder)
 
     def _check(self, result: Result) -> None:
         """Raises `CommandFailed` for a program that crashed."""
-        code, tail = result.exit_code, _tail(result.folder.parent / "stderr")
+        code, tail = result.exit_code, _tail(result.folder.parent)
         if code < 0:
             raise CommandFailed(f"it was ended by {_signal_name(-code)}{tail}")
         if code >= FIRST_FAILURE_CODE or (code and not self.any_exit_code):
@@ -250,6 +250,9 @@ def _text(path: Path, limit: int = MAX_OUTPUT_BYTES) -> str:
         return file.read().decode(errors="replace")
 
 
-def _tail(stderr: Path) -> str:
-    end = _text(stderr, TAIL_BYTES).strip()
-    return f"; its stderr ends with: {end}" if end else "; there is nothing on its stderr"
+def _tail(place: Path) -> str:
+    """The end of stderr, or of stdout if stderr is empty: many programs report their errors there."""
+    for name in ("stderr", "stdout"):
+        if end := _text(place / name, TAIL_BYTES).strip():
+            return f"; its {name} ends with: {end}"
+    return "; its stderr and its stdout are empty"

@@ -12,7 +12,7 @@ from agentjet.client.progress import Progress
 from agentjet.client.report import Step
 from agentjet.client.rollout import Runner
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
-from agentjet.protocol import StatusResponse
+from agentjet.protocol import REPORTED_BATCHES, StatusResponse, batches_without_variance, report_lines
 
 QUIET_SECONDS = 10.0
 """So long a run may get no episode before it shows what the server waits for."""
@@ -38,9 +38,9 @@ class Server:
         status = await status_of(connection)
         return cls(connection, status, _target(status, steps))
 
-    async def follow(self, note: Callable[[Mapping[str, float]], None]) -> None:
+    async def follow(self, note: Callable[[Mapping[str, float]], None], say: Callable[[str], None]) -> None:
         """Take in the steps until the policy is at version `target`; `note` is given the metrics of each. Raises
-        `Conflict` when the engine fails."""
+        `Conflict` when the engine fails. Says so when batches in a row could teach nothing, once for each such row."""
         version = self.status.policy_version
         async with aclosing(self.connection.events(after=self.status.last_event)) as events:
             async for event in events:
@@ -48,10 +48,18 @@ class Server:
                     version = event.body["policy_version"]
                     self.learned.append(Step(version, event.body["metrics"]))
                     note(self.learned[-1].metrics)
+                    if batches_without_variance([step.metrics for step in self.learned]) == REPORTED_BATCHES:
+                        await self._report_zero_variance(say)
                     if version >= self.target:
                         return
                 elif event.kind == "state" and event.body["state"] == "failed":
                     raise Conflict(f"the engine failed: {event.body['reason']}", code="engine_failed")
+
+    async def _report_zero_variance(self, say: Callable[[str], None]) -> None:
+        with suppress(AgentJetError):  # What is wrong with the server is found out by those who need it.
+            found = (await status_of(self.connection)).zero_variance
+            if found is not None:
+                say("\n".join(report_lines(found)))
 
 
 async def status_of(connection: Connection) -> StatusResponse:

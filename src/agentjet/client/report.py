@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agentjet.client.estimates import Estimate, estimate, pass_at_k
+from agentjet.protocol import REPORTED_BATCHES, batches_without_variance
 
 Outcome = Literal["finished", "aborted", "expired", "not_needed"]
 """`not_needed`: aborted through nobody's fault, when the run had its steps or the server's batch enough without it."""
@@ -138,6 +139,9 @@ class TrainReport(_Report):
             f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
+        empty = [batches_without_variance([step.metrics]) for step in self.steps]
+        if sum(empty) >= REPORTED_BATCHES:
+            lines.append(f"{sum(empty)} of these steps could teach nothing: in every group all rewards were equal")
         for change in self.code_changes:
             why = f": {change.why}" if change.why else ""
             lines.append(f"code {change.before} {change.kind}{f' to {change.to}' if change.to else ''}{why}")
@@ -201,6 +205,14 @@ class EvalReport(_Report):
         are missing in `num_tasks`. One task alone is judged by its repeats."""
         return _over_tasks(list(self.by_task.values()))
 
+    @property
+    def by_task_set(self) -> dict[str, Estimate]:
+        """`mean_at_k` of each task set, in the order in which the sets first occur."""
+        sets: dict[str, list[Sequence[float]]] = {}
+        for (task_set, _), rewards in self.by_task.items():
+            sets.setdefault(task_set, []).append(rewards)
+        return {task_set: _over_tasks(tasks) for task_set, tasks in sets.items()}
+
     def metric_at_k(self, name: str) -> Estimate:
         """The same of a metric, over the finished repeats that carry it. Raises `ValueError` when there are
         some, and none carries it."""
@@ -229,7 +241,10 @@ class EvalReport(_Report):
         unfinished = self.num_aborted + self.num_expired
         mean = self.mean_at_k
         tasks = f"{mean.num_tasks} task{'' if mean.num_tasks == 1 else 's'}"
-        return f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"
+        lines = [f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"]
+        if len(self.by_task_set) > 1:
+            lines += [f"  {name or '(no task set)'}: {one}" for name, one in self.by_task_set.items()]
+        return "\n".join(lines)
 
 
 def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:

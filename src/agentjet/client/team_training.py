@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from agentjet.client.asynchronous import AsyncSwarm
 from agentjet.client.code import Version
@@ -65,8 +66,12 @@ class TeamTraining:
             runner = Runner(begun, note, needs_calls=True)
 
             async def follow() -> None:
-                first, *others = servers.values()
-                await all_to_end([first.follow(shown.step), *[other.follow(lambda metrics: None) for other in others]])
+                await all_to_end(
+                    [
+                        server.follow(shown.step if place == 0 else lambda metrics: None, partial(_say, shown, member))
+                        for place, (member, server) in enumerate(servers.items())
+                    ]
+                )
                 runner.has_enough = True
 
             waiting = say_what_it_waits_for([swarm.connection for swarm in self.swarms.values()], runner, shown)
@@ -109,3 +114,7 @@ class TeamTraining:
             await retry.sleep(RECOVER_SECONDS)
             with suppress(AgentJetError):  # A server that is away is recovered when it is back.
                 await self.recover()
+
+
+def _say(shown: Progress, member: str, text: str) -> None:
+    shown.say(f"{member}: {text}")

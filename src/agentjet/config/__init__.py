@@ -1,6 +1,6 @@
 """Settings: pydantic schemas, TOML files and `--set a.b=c`. The only reader of the server's environment."""
 
-from agentjet.config.load import load_config, parse_job, server_token
+from agentjet.config.load import config_of, load_config, parse_job, server_token
 from agentjet.config.schema import (
     AlgorithmConfig,
     JobConfig,
@@ -12,7 +12,7 @@ from agentjet.config.schema import (
     ServerConfig,
     SideCallRule,
 )
-from agentjet.config.table import setting_names, settings_table
+from agentjet.config.table import changed_settings, setting_names, settings_table
 
 __all__ = [
     "AlgorithmConfig",
@@ -24,6 +24,8 @@ __all__ = [
     "ServeConfig",
     "ServerConfig",
     "SideCallRule",
+    "changed_settings",
+    "config_of",
     "load_config",
     "parse_job",
     "server_token",

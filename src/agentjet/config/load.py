@@ -56,6 +56,14 @@ def load_config(
     return _validate(ServeConfig, values, "", origins)
 
 
+def config_of(settings: Mapping[str, Any]) -> ServeConfig:
+    """The settings of a server from a mapping of dotted names to values, for programs. Raises `ConfigError`."""
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        _assign(values, key, value)
+    return _validate(ServeConfig, values, "", {})
+
+
 def parse_job(values: Mapping[str, Any]) -> JobConfig:
     """Job settings that came over the wire, checked with the same sentences. Raises `ConfigError`."""
     return _validate(JobConfig, dict(values), "job.", {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -65,7 +65,9 @@ class SamplerConfig(Section):
     max_concurrent: Int64 = Field(64, ge=1, le=4096)
     """Completions sampled at the same time; more wait in line."""
     cache_tokens: Int64 = Field(65536, ge=256)
-    """Tokens whose keys and values are kept, over all sequences."""
+    """Tokens whose keys and values are kept, over all sequences, in blocks of 128. CUDA reserves their memory at the
+    start, a CPU as it is used.
+    """
 
 
 class OptimizerConfig(Section):
@@ -102,6 +104,25 @@ class OptimizerConfig(Section):
         return self
 
 
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+
+class LossDefaults(NamedTuple):
+    """The clip bounds and the aggregation that a loss was published with."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: Aggregation = "token_mean"
+
+
+LOSS_DEFAULTS = {
+    "clip": LossDefaults(),
+    "gspo": LossDefaults(3e-4, 4e-4, "sequence_mean"),  # arXiv 2507.18071, section 5.1: a mean ratio stays near 1
+    "cispo": LossDefaults(),
+}
+"""By `job.algorithm.loss`."""
+
+
 class AlgorithmConfig(Section):
     """GRPO and its options; formulas in `algorithms/`."""
 
@@ -111,17 +132,21 @@ class AlgorithmConfig(Section):
     """
     loss: Literal["clip", "gspo", "cispo"] = "clip"
     """The policy loss: PPO's clipped ratio, GSPO's sequence ratio, or CISPO."""
-    clip_low: float = Field(0.2, ge=0)
-    """Lower clip: ratios below 1 - clip_low stop mattering for negative advantages."""
-    clip_high: float = Field(0.2, ge=0)
-    """Upper clip: ratios above 1 + clip_high stop mattering for positive advantages."""
+    clip_low: float = Field(0.0, ge=0)
+    """Lower clip: ratios below 1 - clip_low stop mattering for negative advantages. 0 takes the loss's own: 0.2, for
+    `gspo` 3e-4.
+    """
+    clip_high: float = Field(0.0, ge=0)
+    """Upper clip: ratios above 1 + clip_high stop mattering for positive advantages. 0 takes the loss's own: 0.2, for
+    `gspo` 4e-4.
+    """
     dual_clip: float = Field(0.0, ge=0)
     """Cap of the ratio for negative advantages (PPO dual clip, above 1); 0 switches it off."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the k3 penalty against the reference (the weights at version 0); 0 needs no reference."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
     """How token losses become one number: mean over the batch's tokens, mean over sequences of their token means, or
-    sum / constant.
+    sum / constant. `auto` takes the loss's own: `token_mean`, for `gspo` `sequence_mean`.
     """
     constant: float = Field(0.0, ge=0)
     """Divisor of `aggregation = "constant"` (Dr. GRPO), times the number of sequences, so that batch size does not
@@ -145,6 +170,22 @@ class AlgorithmConfig(Section):
     """Dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
     max_dropped_groups: Int64 = Field(0, ge=0)
     """Most groups dropped for one batch, after which they are kept; 0 means ten times `batch_size`."""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """The lower and the upper clip in force."""
+        own = LOSS_DEFAULTS[self.loss]
+        return self.clip_low or own.clip_low, self.clip_high or own.clip_high
+
+    @property
+    def loss_aggregation(self) -> Aggregation:
+        """The aggregation in force."""
+        return LOSS_DEFAULTS[self.loss].aggregation if self.aggregation == "auto" else self.aggregation
+
+    def in_force(self) -> Self:
+        """The same settings with the loss's own values written out."""
+        low, high = self.clip_bounds
+        return self.model_copy(update={"clip_low": low, "clip_high": high, "aggregation": self.loss_aggregation})
 
     @model_validator(mode="after")
     def _constant_is_given(self) -> Self:
@@ -221,8 +262,8 @@ class JobConfig(Section):
     spare_episodes: Int64 = Field(0, ge=0)
     """Episodes begun beyond `group_size` in each group: once enough have finished, the slowest end as surplus."""
     max_staleness: Int64 = Field(0, ge=0)
-    """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and run on while
-    the policy learns, and `algorithm.correction` makes up for it.
+    """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and live on across
+    batches, although nothing is sampled during one, and `algorithm.correction` makes up for it.
     """
     task_weights: dict[TaskSetName, Weight] = {}
     """Parts of every batch by task set, such as `{math = 2, code = 1}`; `"*"` is the weight of each set not named,
@@ -255,6 +296,10 @@ class JobConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    def in_force(self) -> Self:
+        """The same settings with defaults that depend on other settings written out."""
+        return self.model_copy(update={"algorithm": self.algorithm.in_force()})
 
     @model_validator(mode="after")
     def _groups_can_teach(self) -> Self:
@@ -293,6 +338,10 @@ class ServerConfig(Section):
     """
     call_timeout: float = Field(600.0, gt=0)
     """Seconds a call is held while the worker learns or restarts, before 503."""
+    worker_timeout: float = Field(120.0, gt=0)
+    """Seconds after which a worker that has something to do, sends nothing, uses no CPU time and waits for no disk is
+    killed and replaced. A worker that computes is never killed, however long it takes.
+    """
     max_body_mb: Int64 = Field(32, ge=1, le=4096)
     """Largest request body, in MiB; above, 413."""
     max_episodes_per_client: Int64 = Field(1024, ge=1)
@@ -314,8 +363,8 @@ class ServerConfig(Section):
         is_private = host == "localhost" or _is_loopback(host)
         if not (is_private or known.data.get("tls_cert") or known.data.get("insecure")):
             raise ValueError(
-                "nothing but loopback is served without TLS: give server.tls_cert and server.tls_key, or allow plain "
-                "text with server.insecure = true (--insecure), or use 127.0.0.1 and a tunnel"
+                "non-loopback addresses require TLS: set server.tls_cert and server.tls_key, or "
+                "server.insecure = true (--insecure) for plain text, or use 127.0.0.1 and a tunnel"
             )
         return host
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args, get_origin
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeGuard, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentjet.config.schema import Section, ServeConfig, SideCallRule
+from agentjet.config.schema import JobConfig, Section, ServeConfig, SideCallRule
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
@@ -49,6 +49,26 @@ def setting_names() -> list[str]:
         if section is not SideCallRule
         for name, _ in settings(section)
     ]
+
+
+def changed_settings(before: JobConfig, after: JobConfig) -> list[str]:
+    """The job settings that differ, each with both values. Defaults that depend on other settings are written out."""
+    values = [dict(_leaves(job.in_force().model_dump(mode="json"), "job.")) for job in (before, after)]
+    names = dict.fromkeys([*values[0], *values[1]])
+    told = [(name, *(_stated(one, name) for one in values)) for name in names]
+    return [f"{name} was {old} and is {new}" for name, old, new in told if old != new]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _stated(values: Mapping[str, Any], name: str) -> str:
+    return _toml(values[name]) if name in values else "not set"
 
 
 def settings_table() -> str:

@@ -224,7 +224,7 @@ class CallPath:
             order.params,
             explicit=order.request.seed,
             job_seed=self._swarm.job.seed,
-            episode_id=order.episode.id,
+            episode_seq=order.episode.seq,
             ordinal=order.delivery.ordinal,
             choice=index,
         )
@@ -257,7 +257,7 @@ class CallPath:
                     order.workers_lost.add(worker)
                     if len(order.workers_lost) >= MAX_DEATHS:
                         raise RequestError(
-                            f"{MAX_DEATHS} workers died of this call, or by chance during it: it is given up.",
+                            f"{MAX_DEATHS} workers in a row crashed while serving this call; giving up.",
                             code="call_killed_workers",
                             status=500,
                         ) from error

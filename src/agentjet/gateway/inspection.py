@@ -1,14 +1,28 @@
-"""An episode opened up: what was said, in words and in tokens, and what is trained of it."""
+"""An episode opened up: what was said, in words and in tokens, and what is trained of it. Parts of the status."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 
-from agentjet.protocol import CallView, CodeVersionStatus, EpisodeTree, EpisodeView, TaskSetStatus
+from agentjet.protocol import (
+    REPORTED_BATCHES,
+    CallView,
+    CodeVersionStatus,
+    EpisodeTree,
+    EpisodeView,
+    ScoredAnswer,
+    TaskSetStatus,
+    ZeroVariance,
+    batches_without_variance,
+)
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
 from agentjet.types import Call, Message
+
+SHOWN_CHARACTERS = 200
+"""Of a prompt or an answer in a report."""
 
 
 def view(episode: Episode) -> EpisodeView:
@@ -29,6 +43,37 @@ def code_versions(swarm: Swarm) -> dict[str, CodeVersionStatus]:
 def task_sets(swarm: Swarm) -> dict[str, TaskSetStatus]:
     """The task sets that share the batches."""
     return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.task_sets().items()}
+
+
+def zero_variance(swarm: Swarm) -> ZeroVariance | None:
+    """The report if the newest batches could teach nothing, with the first group of the newest one."""
+    batches = batches_without_variance(swarm.recent_steps)
+    newest = swarm.last_batch if batches >= REPORTED_BATCHES else None
+    if newest is None:
+        return None
+    members = [swarm.episode(episode_id) for episode_id in newest.groups[0]]
+    calls = [swarm.calls(member.id) for member in members]
+    asked = calls[0][0].ask.messages if calls[0] else ()
+    answers = Counter(
+        (_said(made[-1].response) if made else "", member.reward or 0.0)
+        for member, made in zip(members, calls, strict=True)
+    )
+    return ZeroVariance(
+        batches=batches,
+        truncated=swarm.last_step.get("completion/truncated", 0.0),
+        task_id=members[0].task_id,
+        prompt=_shortened(asked[-1].content) if asked else "",
+        answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
+    )
+
+
+def _said(response: Message) -> str:
+    calls = [f"{call.name}({call.arguments})" for call in response.tool_calls]
+    return _shortened(" ".join([response.content, *calls]).strip())
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
 def tree(swarm: Swarm, renderer: Renderer | None, episode_id: str) -> EpisodeTree:

@@ -159,13 +159,13 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> S
 
 
 def seeded(
-    params: SamplingParams, *, explicit: int | None, job_seed: int, episode_id: str, ordinal: int, choice: int
+    params: SamplingParams, *, explicit: int | None, job_seed: int, episode_seq: int, ordinal: int, choice: int
 ) -> SamplingParams:
     """`params` with the seed of one choice: the caller's own for the first, else drawn from what names the call, so
-    that a run repeats.
+    that a run repeats. Episodes are named by their number in the run, because their ids are random.
     """
     if explicit is not None and choice == 0:
         return replace(params, seed=explicit % 2**64)  # a generator takes no negative seed
-    name = f"{job_seed}/{episode_id}/{ordinal}" if explicit is None else f"explicit/{explicit}"
+    name = f"{job_seed}/ep{episode_seq:06d}/{ordinal}" if explicit is None else f"explicit/{explicit}"
     digest = hashlib.blake2b(f"{name}/{choice}".encode(), digest_size=8).digest()
     return replace(params, seed=int.from_bytes(digest, "little") >> 1)

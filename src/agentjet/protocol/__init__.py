@@ -20,10 +20,13 @@ from agentjet.protocol.bodies import (
     LeaseView,
     Problem,
     RunRequest,
+    ScoredAnswer,
     StatusResponse,
     TaskSetStatus,
     Temperature,
+    ZeroVariance,
 )
+from agentjet.protocol.variance import REPORTED_BATCHES, batches_without_variance, report_lines
 
 PREFIX = "/swarm/v1"
 """Of its paths, with the version."""
@@ -31,6 +34,7 @@ PREFIX = "/swarm/v1"
 __all__ = [
     "LARGEST",
     "PREFIX",
+    "REPORTED_BATCHES",
     "AbortRequest",
     "BeginRequest",
     "BeginResponse",
@@ -49,7 +53,11 @@ __all__ = [
     "LeaseView",
     "Problem",
     "RunRequest",
+    "ScoredAnswer",
     "StatusResponse",
     "TaskSetStatus",
     "Temperature",
+    "ZeroVariance",
+    "batches_without_variance",
+    "report_lines",
 ]

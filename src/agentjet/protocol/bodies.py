@@ -47,6 +47,11 @@ class BeginRequest(Request):
     """Episodes with the same group are compared with each other; default: the task's id. Namespaced per client."""
     mode: Mode = "train"
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+    instance_id: Annotated[str, Field(max_length=128)] = ""
+    """The process of the client that asks. A new one takes the client's places over from the one before: the live
+    episodes that this left behind are aborted. An old one is refused from then on: 409 `client_replaced`. Empty: no
+    process is taken over.
+    """
     join_only: bool = False
     """Join an open group, never open one: for spare episodes. 409 `group_closed` when there is none with room."""
     unless_full: bool = False
@@ -260,6 +265,29 @@ class TaskSetStatus(Response):
     """Mean of `reward/{task_set}/mean` over those batches; null when it was in none."""
 
 
+class ScoredAnswer(Response):
+    """An answer of the group that is shown, and its reward."""
+
+    answer: str
+    """The text of the episode's last response, shortened; empty once a durable checkpoint covers its batch."""
+    reward: float
+    count: int
+    """Episodes of the group with this answer and this reward."""
+
+
+class ZeroVariance(Response):
+    """The newest batches could teach nothing: in each of their groups all rewards were equal. Shows one group."""
+
+    batches: int
+    """The number of newest batches in a row; at most 50 are counted."""
+    truncated: float
+    """Part of the newest batch's calls that ended at `max_tokens`."""
+    task_id: str
+    prompt: str
+    """The last message of the group's first request, shortened; empty once a durable checkpoint covers its batch."""
+    answers: list[ScoredAnswer]
+
+
 class StatusResponse(Response):
     """`GET /swarm/v1/status`."""
 
@@ -293,6 +321,14 @@ class StatusResponse(Response):
     """The newest 20 by last use, the newest last."""
     task_sets: dict[str, TaskSetStatus] = {}
     """Those that have a weight, or groups in the present or a recent batch; empty when no task names one."""
+    workers_started: int = 0
+    """Since the server began."""
+    workers_hung: int = 0
+    """Of these, killed because they showed no sign of work for `server.worker_timeout` seconds."""
+    unusable_checkpoints: list[str] = []
+    """Folders of checkpoints that were damaged or not of this run, and so set aside."""
+    zero_variance: ZeroVariance | None = None
+    """The report if the newest 3 or more batches could teach nothing, else null."""
     last_event: int = 0
     """Number of the newest event: where to begin reading `events` to miss none from here on."""
     uptime: float

@@ -170,7 +170,7 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
     trials = evidence.trials(hypothesis.arm, hypothesis.against)
     if min(len(a), len(b)) < FEWEST:
         few, arm = min((len(a), hypothesis.arm), (len(b), hypothesis.against))
-        reason = reason or f"{few} seeds of {arm!r} came back, and fewer than {FEWEST} prove nothing"
+        reason = reason or f"{few} seeds of {arm!r} came back; at least {FEWEST} per arm are required"
         reason += losses(evidence, hypothesis)
         return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
     if not hypothesis.confirmatory:

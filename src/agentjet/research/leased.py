@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from threading import Event
 
 from agentjet.client import Swarm
-from agentjet.config import load_config
+from agentjet.config import config_of
 from agentjet.errors import AgentJetError, ConfigError, Conflict
 from agentjet.research.files import write_whole
 from agentjet.research.models import Study
@@ -193,5 +192,5 @@ def job_of(settings: Setting) -> dict[str, object]:
                 f"{name} = {settings[name]!r} cannot be set on a server that is running: leave --server out, and the "
                 "study starts its own"
             )
-    overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if name.startswith("job.")]
-    return load_config(None, overrides, environ={}).job.model_dump(mode="json")
+    job = {name: value for name, value in settings.items() if name.startswith("job.")}
+    return config_of(job).job.model_dump(mode="json")

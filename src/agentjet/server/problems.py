@@ -135,8 +135,8 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return answer(
-        _path(request),
+    return await _refusal(
+        request,
         RequestError("The server failed to handle this request; its log says why.", code="internal_error", status=500),
     )
 

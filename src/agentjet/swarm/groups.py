@@ -108,18 +108,18 @@ def _reason_to_drop(ledger: Ledger, job: JobConfig, members: Sequence[Episode]) 
         return "too_few"
     if not any(member.num_tokens for member in members):
         return "no_tokens"
-    if job.algorithm.drop_zero_variance and _all_equal(members):
+    if job.algorithm.drop_zero_variance and all_equal(members):
         cap = job.algorithm.max_dropped_groups or 10 * job.batch_size
         if ledger.journal.dropped_groups(ledger.next_batch).get("zero_variance", 0) < cap:
             return "zero_variance"
     return ""
 
 
-def _all_equal(members: Sequence[Episode]) -> bool:
-    """Whether no role could learn from comparing these episodes."""
+def all_equal(members: Sequence[Episode]) -> bool:
+    """True if no role could learn from comparing these episodes: each has the same reward in all of them."""
     roles = {role for member in members for role in member.by_role}
-    rewards = {(m.reward, *(m.by_role.get(role, m.reward) for role in sorted(roles))) for m in members}
-    return len(rewards) == 1
+    by_role = [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
+    return len({member.reward for member in members}) == 1 and all(len(rewards) == 1 for rewards in by_role)
 
 
 def drop(ledger: Ledger, group: Group, reason: str, now: float) -> None:

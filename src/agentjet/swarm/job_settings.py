@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentjet.config import JobConfig
+from agentjet.config import JobConfig, changed_settings
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import JobSettings
 
@@ -16,10 +16,14 @@ def take_up(journal: Journal, given: JobConfig) -> str:
     if kept is None:
         journal.put_job_settings(JobSettings(1, given, given))
         return ""
-    if kept.given == given:
-        if kept.job == given:
-            return ""
-        return f"the job settings are those of revision {kept.revision}, which replaced the given ones"
+    if kept.given.in_force() == given.in_force():
+        if changed := changed_settings(given, kept.job):
+            return (
+                f"the job settings are those of revision {kept.revision}, which replaced the given ones: "
+                f"{', '.join(changed)}"
+            )
+        return ""
     journal.put_job_settings(JobSettings(kept.revision + 1, given, given))
-    lost = f", and no longer those that replaced them in revision {kept.revision}" if kept.job != kept.given else ""
-    return f"the job settings are the ones given at this start, others than at the last{lost}"
+    lost = f" (those in force were of revision {kept.revision})" if kept.job != kept.given else ""
+    changed = changed_settings(kept.job, given)
+    return f"the job settings are the ones given at this start{lost}: {', '.join(changed) or 'nothing changed'}"

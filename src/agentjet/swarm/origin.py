@@ -49,9 +49,9 @@ def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
             if key == "model_weights":
                 named += f" (the fingerprint of the weights under model.name = {recorded.get('model.name')!r})"
             raise ConfigError(
-                f"server.data_dir = {str(data_dir)!r} was begun with {named}, not with {given[key]!r}, from which the "
-                "same policy versions would be other weights: give the first one back, or begin anew in another "
-                "server.data_dir, with model.name an export of this policy (`agentjet export`)"
+                f"server.data_dir = {str(data_dir)!r} was created with {named}; {given[key]!r} would change the "
+                "meaning of its checkpoints. Restore the first one, or use a new server.data_dir, with an export of "
+                "this policy (`agentjet export`) as model.name."
             )
     return [
         f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may come to "

@@ -5,6 +5,7 @@ Times are Unix seconds of the swarm's clock.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -58,6 +59,8 @@ class Episode:
     """The policy version that an eval episode is pinned to."""
     temperature: float | None = None
     """Of all calls of an eval episode that was begun with one."""
+    instance_id: str = ""
+    """The process of the client that began it, if the client named one."""
     noted: Mapping[str, int] = field(default_factory=dict)
     """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
     refused: Mapping[str, int] = field(default_factory=dict)
@@ -67,6 +70,14 @@ class Episode:
     def unscorable(self) -> bool:
         """True if a refusal ended a call, except for refusals that agents are known to recover from."""
         return any(name.partition(":")[0] not in RECOVERABLE for name in self.refused)
+
+
+def new_episode_id(now: float) -> str:
+    """An id that no other episode has, in any run of any server: the time in milliseconds, then 64 random bits.
+
+    Ids sort by the time at which their episodes began. A data dir of edition 1 has ids such as `ep000001`, too.
+    """
+    return f"ep_{max(0, int(now * 1000)):011x}{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id
         (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id AND c.untrained = ''), 0),
     s.batch_id,
     CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
-    e.code_version, e.team, e.at_version, e.temperature, COALESCE(n.noted, '{{}}'), COALESCE(n.refused, '{{}}')
+    e.code_version, e.team, e.at_version, e.temperature, e.instance_id,
+    COALESCE(n.noted, '{{}}'), COALESCE(n.refused, '{{}}')
 {EPISODES_FROM}
 """
 

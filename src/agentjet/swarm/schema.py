@@ -43,11 +43,14 @@ CREATE TABLE episodes (
     code_version TEXT NOT NULL DEFAULT '',
     team TEXT NOT NULL DEFAULT '',
     at_version INTEGER,
-    temperature REAL
+    temperature REAL,
+    instance_id TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX episodes_of_group ON episodes (group_id);
 CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
 CREATE INDEX episodes_of_code ON episodes (code_version) WHERE code_version != '';
+CREATE INDEX episodes_of_client ON episodes (client_id) WHERE instance_id != '';
+CREATE INDEX episodes_of_instance ON episodes (client_id, instance_id) WHERE instance_id != '';
 
 CREATE TABLE calls (
     seq INTEGER PRIMARY KEY,
@@ -138,6 +141,11 @@ CREATE TABLE steps (
     learned REAL NOT NULL
 );
 
+CREATE TABLE checkpoints (
+    policy_version INTEGER PRIMARY KEY,
+    digest TEXT NOT NULL
+);
+
 CREATE TABLE idempotency (
     scope TEXT NOT NULL,
     key TEXT NOT NULL,
@@ -192,6 +200,13 @@ MIGRATIONS = {
     UPDATE meta SET key = 'origin', value = json_object('model.name', value) WHERE key = 'model';
     """,
     6: """
+    CREATE TABLE checkpoints (policy_version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+    INSERT INTO meta SELECT 'undigested_until', COALESCE(
+        (SELECT MAX(batch_id) + 1 FROM steps), (SELECT value FROM meta WHERE key = 'base_version'), 0
+    );
+    ALTER TABLE episodes ADD COLUMN instance_id TEXT NOT NULL DEFAULT '';
+    CREATE INDEX episodes_of_client ON episodes (client_id) WHERE instance_id != '';
+    CREATE INDEX episodes_of_instance ON episodes (client_id, instance_id) WHERE instance_id != '';
     CREATE TABLE notes (
         episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
         noted TEXT NOT NULL,

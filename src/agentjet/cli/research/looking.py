@@ -24,7 +24,7 @@ def status(folder: Folder, as_json: Json = False) -> None:
 
     files = StudyFolder(folder)
     study, books = files.study(), files.books()
-    found = summary(books[0])
+    found = summary(books[0], seconds_at_work(folder))
     unread, when = (
         Steering(files.steering).unread(books),
         "never read" if found["stage"] == "finished" else "not read yet",
@@ -51,8 +51,24 @@ def tell(found: dict[str, Any]) -> None:
         typer.echo(f"{finding['verdict'].replace('_', ' '):24} {finding['claim']}: {finding['reason']}")
 
 
-def summary(book: Book) -> dict[str, Any]:
-    """As `status --json` prints it."""
+def seconds_at_work(folder: Path) -> float:
+    """From the first launch of a study to its newest outcome, by the times of the runner's files; 0 without any."""
+    launches = folder / "launches"
+    begun = [path.stat().st_mtime for path in launches.glob("*/trial.json")]
+    ended = [path.stat().st_mtime for path in launches.glob("*/outcome.json")]
+    return max(ended) - min(begun) if begun and ended else 0.0
+
+
+def time_left(seconds: float, spent: float, left: float) -> str:
+    """The time that `left` full runs take at the pace of the `spent` ones; empty where there is no pace yet."""
+    if not (seconds and spent):
+        return ""
+    minutes = round(left * seconds / spent / 60)
+    return f"at most {minutes // 60} h {minutes % 60} min, at the pace so far"
+
+
+def summary(book: Book, seconds: float = 0.0) -> dict[str, Any]:
+    """As `status --json` prints it. `seconds` is the time that the study has been at work."""
     from agentjet.research.planner.course import NOT_ADDED
     from agentjet.research.report.proceedings import Proceedings
 
@@ -62,11 +78,15 @@ def summary(book: Book) -> dict[str, Any]:
     ends: dict[str, int] = {}
     for launched in done.launched:
         ends[launched.end] = ends.get(launched.end, 0) + 1
+    over = done.stage == "finished"
+    left = "" if over else time_left(seconds, done.spent, book.study.budget - done.spent)
     return {
         "stage": done.stage,
         "trials": ends,
-        "spent": round(done.ledger.total, 2),
+        "spent": round(done.spent, 2),
+        "running": round(done.ledger.total - done.spent, 2),
         "budget": book.study.budget,
+        **({"time left": left} if left else {}),
         **({NOT_ADDED: done.not_added} if done.not_added else {}),
         "findings": [
             {"claim": h.claim, **done.findings[h.id].to_json()} for h in book.study.hypotheses if h.id in done.findings

@@ -1,36 +1,40 @@
-"""The sampler's key-value cache: rows in arenas of fixed capacity, reused by longest common prefix.
+"""The sampler's key-value cache: sequences in blocks of `BLOCK` tokens, reused by longest common prefix.
 
-An arena holds rows of one capacity (256, 1024, 4096, ... tokens), so that long and short sequences never pad each
-other and a
-decode step reads keys in place, without gathering. A finished row stays behind as a prefix that later
-requests may continue or copy, until its room is needed. `clear` forgets every key: the weights changed.
+A sequence takes a block when it grows into it, so its last block alone is partly empty. Blocks for its whole length are
+reserved when it starts: a sequence that runs never waits for room. A finished sequence stays as an idle row, a prefix
+that later requests continue or copy. Idle rows are evicted one by one, the longest unused first, as blocks are needed.
+`clear` forgets every key: the weights changed.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-FIRST_CAPACITY = 256
-GROWTH = 4
+BLOCK = 128
+"""Tokens of a block: fewer cost more merges of attention, more leave more of each last block empty."""
+WORTH_WAITING = 8
+"""Fewest further shared tokens for which a request waits until another row has computed them."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """One sequence's place. `tokens[:filled]` have their keys and values stored; `users` completions share it."""
+    """One sequence's place. `tokens[:filled]` have keys and values in `blocks`; `users` completions share it."""
 
-    arena: Arena
-    index: int
     tokens: NDArray[np.int32]
+    """As long as the sequence may become."""
     length: int = 0
     filled: int = 0
-    active: bool = True
-    last_used: int = 0
     users: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.tokens)
 
     def set_tokens(self, tokens: NDArray[np.int32]) -> None:
         self.tokens[: len(tokens)] = tokens
@@ -41,22 +45,11 @@ class Row:
         self.length += 1
 
 
-@dataclass(slots=True)
-class Arena:
-    """Rows of one capacity: `keys` and `values` are [layers, rows, kv heads, capacity, head dim]."""
-
-    capacity: int
-    keys: Tensor
-    values: Tensor
-    rows: list[Row | None] = field(default_factory=list)
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.keys.shape[1])
-
-
 class Cache:
-    """Hands out rows within a budget of `max_tokens` positions over all arenas."""
+    """Hands out rows. `keys` and `values` are [layers, blocks, kv heads, BLOCK, head dim].
+
+    Invariant: the blocks that are free or idle suffice for all that active rows have reserved and not taken.
+    """
 
     def __init__(
         self,
@@ -69,151 +62,140 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._layers, self._kv_heads, self._head_dim = layers, kv_heads, head_dim
-        self._context, self._max_tokens = context, max_tokens
-        self._dtype, self._device = dtype, device
-        self._arenas: dict[int, Arena] = {}
-        self._clock = 0
+        self._context = context
+        self._num_blocks = max_tokens // BLOCK
+        shape = (layers, self._num_blocks, kv_heads, BLOCK, head_dim)
+        # A CPU provides memory at the first write; blocks are zeroed when they are taken.
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self._free = list(range(self._num_blocks))  # a heap: low blocks first, so that rows stand close together
+        self._reserved = 0
+        self._active: dict[Row, None] = {}
+        self._idle: dict[Row, None] = {}  # the longest unused first
 
     def fits(self, length: int) -> bool:
         """Whether a sequence of this many tokens could ever be held."""
-        return length <= self._context and self._capacity_for(length) <= self._max_tokens
+        return length <= self._context and _blocks_of(length) <= self._num_blocks
 
     def acquire(self, prompt: NDArray[np.int32], length: int) -> Row | None:
-        """A row for `prompt` with room for `length` tokens, filled with the longest stored prefix; None: wait.
+        """A row for `prompt` with room for `length` tokens, filled with the longest stored prefix; None: no room yet.
 
         At least the last prompt token is left to compute, since its hidden state is what samples.
         """
-        self._clock += 1
-        source, shared = self._longest_prefix(prompt[:-1])
-        if self._is_about_to_share_more(prompt[:-1], shared):
+        room = self._num_blocks - self._reserved - _blocks_of(length)
+        if room < 0:
             return None
-        capacity = self._capacity_for(length)
-        if source is not None and not source.active and source.filled == shared and source.arena.capacity >= length:
-            row = source
+        source, shared = self._longest_prefix(prompt[:-1])
+        tokens = np.zeros(length, np.int32)
+        if source in self._idle and (source.filled == shared or len(source.blocks) > room):
+            del self._idle[source]
+            row, row.tokens = source, tokens
+            self._trim(row, shared)
         else:
-            taken = self._take_row(capacity, keep=source)
-            if taken is None:
-                return None
-            row = taken
-            if source is not None and shared:
-                self._copy_keys(source, row, shared)
+            row = Row(tokens)
+            self._copy(source, row, shared)
         row.set_tokens(prompt)
-        row.filled = shared
-        row.active = True
-        row.last_used = self._clock
+        self._activate(row)
         return row
+
+    def awaits_prefix(self, prompt: NDArray[np.int32]) -> bool:
+        """Whether a row still being filled will soon hold a longer prefix of `prompt` than any row does now.
+
+        To wait for it is cheaper than to compute it twice.
+        """
+        filling = [row for row in self._active if row.filled < row.length - 1]
+        if not filling:
+            return False
+        soon = max(_common_prefix(row.tokens[: row.length - 1], prompt[:-1]) for row in filling)
+        return soon >= WORTH_WAITING and soon >= self._longest_prefix(prompt[:-1])[1] + WORTH_WAITING
+
+    def extend(self, row: Row, length: int) -> None:
+        """Take the blocks that the first `length` tokens of an active row need."""
+        assert length <= row.capacity and row in self._active
+        self._take(row, length)
 
     def branch(self, row: Row) -> Row | None:
         """Another row with the same tokens and keys, for a completion that goes on differently; None: no room now."""
-        twin = self._take_row(row.arena.capacity, keep=row)
-        if twin is None:
+        if _blocks_of(row.capacity) > self._num_blocks - self._reserved:
             return None
-        self._copy_keys(row, twin, row.filled)
+        twin = Row(np.zeros(row.capacity, np.int32))
+        self._copy(row, twin, row.filled)
         twin.set_tokens(row.tokens[: row.length])
-        twin.filled = row.filled
-        twin.last_used = self._clock
+        self._activate(twin)
         return twin
 
     def release(self, row: Row) -> None:
-        """The sequence ended; its keys stay as a prefix until the room is needed."""
-        row.active = False
+        """The sequence ended; its keys stay as a prefix until their blocks are needed."""
+        del self._active[row]
+        self._reserved -= _blocks_of(row.capacity)
         row.length = row.filled
-        row.last_used = self._clock
+        self._idle[row] = None
 
     def clear(self) -> None:
         """Forget every key and value: idle rows go, active rows must be computed again from their tokens."""
-        for arena in self._arenas.values():
-            for i, row in enumerate(arena.rows):
-                if row is not None and not row.active:
-                    arena.rows[i] = None
-                elif row is not None:
-                    row.filled = 0
+        for row in (*self._idle, *self._active):
+            self._trim(row, 0)
+        self._idle.clear()
 
-    def _copy_keys(self, source: Row, target: Row, count: int) -> None:
-        target.arena.keys[:, target.index, :, :count] = source.arena.keys[:, source.index, :, :count]
-        target.arena.values[:, target.index, :, :count] = source.arena.values[:, source.index, :, :count]
+    def _activate(self, row: Row) -> None:
+        self._active[row] = None
+        self._reserved += _blocks_of(row.capacity)
 
-    def _capacity_for(self, length: int) -> int:
-        capacity = FIRST_CAPACITY
-        while capacity < length:
-            capacity *= GROWTH
-        return min(capacity, max(self._context, length))
+    def _copy(self, source: Row | None, target: Row, count: int) -> None:
+        """Give `target` the first `count` keys and values of `source`, which counts as used."""
+        if source is None:
+            return
+        is_idle = source in self._idle
+        self._idle.pop(source, None)  # not evicted for its own copy
+        self._take(target, count)
+        for at, (old, new) in enumerate(zip(source.blocks, target.blocks, strict=False)):
+            part = slice(min(BLOCK, count - at * BLOCK))
+            self.keys[:, new, :, part] = self.keys[:, old, :, part]
+            self.values[:, new, :, part] = self.values[:, old, :, part]
+        target.filled = count
+        if is_idle:
+            self._idle[source] = None
 
-    def _all_rows(self) -> list[Row]:
-        return [row for arena in self._arenas.values() for row in arena.rows if row is not None]
+    def _take(self, row: Row, length: int) -> None:
+        while len(row.blocks) < _blocks_of(length):
+            while not self._free:
+                self._evict()
+            block = heapq.heappop(self._free)
+            self._clear_block(block, 0)
+            row.blocks.append(block)
+
+    def _trim(self, row: Row, filled: int) -> None:
+        """Forget the keys and values after the first `filled`, and free the blocks that held only those."""
+        row.filled = filled
+        whole, rest = divmod(filled, BLOCK)
+        if rest:
+            self._clear_block(row.blocks[whole], rest)
+        for block in row.blocks[_blocks_of(filled) :]:
+            heapq.heappush(self._free, block)
+        del row.blocks[_blocks_of(filled) :]
+
+    def _clear_block(self, block: int, start: int) -> None:
+        """Masked positions are multiplied by probability 0, and 0 times garbage may be NaN."""
+        self.keys[:, block, :, start:] = 0
+        self.values[:, block, :, start:] = 0
+
+    def _evict(self) -> None:
+        oldest = next(iter(self._idle))
+        del self._idle[oldest]
+        self._trim(oldest, 0)
 
     def _longest_prefix(self, prompt: NDArray[np.int32]) -> tuple[Row | None, int]:
+        """The row that shares most tokens, idle before active, and how many."""
         best, shared = None, 0
-        for row in self._all_rows():
+        for row in (*self._idle, *self._active):
             n = _common_prefix(row.tokens[: row.filled], prompt)
-            if n > shared or (n == shared and n and best is not None and best.active and not row.active):
+            if n > shared:
                 best, shared = row, n
         return best, shared
 
-    def _is_about_to_share_more(self, prompt: NDArray[np.int32], shared: int) -> bool:
-        """Whether a row still being filled will soon hold a longer prefix: cheaper to wait for it than to compute it
-        twice.
-        """
-        return any(
-            row.active
-            and row.filled < row.length - 1
-            and _common_prefix(row.tokens[: row.length - 1], prompt) >= shared + FIRST_SHARE
-            for row in self._all_rows()
-        )
 
-    def _take_row(self, capacity: int, keep: Row | None) -> Row | None:
-        arena = self._arenas.get(capacity)
-        if arena is None:
-            arena = self._arenas[capacity] = Arena(capacity, *self._storage(0, capacity))
-        for i, row in enumerate(arena.rows):
-            if row is None:
-                return self._place(arena, i)
-        if self._grow(arena):
-            return self._place(arena, next(i for i, row in enumerate(arena.rows) if row is None))
-        idle = [row for row in arena.rows if row is not None and not row.active and row is not keep]
-        if idle:
-            return self._place(arena, min(idle, key=lambda row: row.last_used).index)
-        return None
-
-    def _place(self, arena: Arena, index: int) -> Row:
-        row = Row(arena, index, np.zeros(arena.capacity, np.int32))
-        arena.rows[index] = row
-        return row
-
-    def _grow(self, arena: Arena) -> bool:
-        """Double the arena within the budget, dropping other arenas that hold nothing active if that makes room."""
-        wanted = max(1, min(arena.num_rows, 64)) * arena.capacity
-        if self._free_tokens() < arena.capacity:
-            for other in [a for a in self._arenas.values() if a is not arena and not _has_active(a)]:
-                del self._arenas[other.capacity]
-        rows = min(wanted, self._free_tokens()) // arena.capacity
-        if rows <= 0:
-            return False
-        keys, values = self._storage(arena.num_rows + rows, arena.capacity)
-        keys[:, : arena.num_rows], values[:, : arena.num_rows] = arena.keys, arena.values
-        arena.keys, arena.values = keys, values
-        arena.rows.extend([None] * rows)
-        return True
-
-    def _free_tokens(self) -> int:
-        return self._max_tokens - sum(a.num_rows * a.capacity for a in self._arenas.values())
-
-    def _storage(self, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
-        shape = (self._layers, rows, self._kv_heads, capacity, self._head_dim)
-        # Zeros, not empty: masked positions are multiplied by probability 0, and 0 times garbage may be NaN.
-        return (
-            torch.zeros(shape, dtype=self._dtype, device=self._device),
-            torch.zeros(shape, dtype=self._dtype, device=self._device),
-        )
-
-
-FIRST_SHARE = 8
-"""Fewest further tokens worth waiting for."""
-
-
-def _has_active(arena: Arena) -> bool:
-    return any(row is not None and row.active for row in arena.rows)
+def _blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK)
 
 
 def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentjet.algorithms.correction import correction_weights
-from agentjet.algorithms.losses import cispo_loss, clip_loss, gspo_loss, kl_k3, log_ratio, weights
+from agentjet.algorithms.losses import kl_k3, policy_loss, weights
 from agentjet.compute.embedded.passes import pass_of
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
 from agentjet.timeline.allowed import decode_set
 from agentjet.timeline.forest import Forest, select
 
-HEAD_POSITIONS = 512
-"""Positions whose whole-vocabulary logits exist at the same time."""
+HEAD_ROWS = 512
+"""Distributions whose logits over the whole vocabulary exist at the same time."""
+MISMATCH = "policy/mismatch_kl"
 
 
 @dataclass(slots=True)
@@ -65,9 +66,12 @@ class Learner:
         """
         algorithm = job.algorithm
         self._configure(job.optimizer, version)
-        corrected: dict[str, float] = {}
+        measured: dict[str, float] = {}
+        if forest.num_targets:  # an unbiased estimate, over every sampled token, without a forward pass
+            measured["policy/entropy"] = -float(forest.logprob.mean(dtype=np.float64))
         if algorithm.correction != "none" and forest.num_targets:
             forest, corrected = self._corrected(forest, job)
+            measured |= corrected
         totals = _Totals()
         num_steps = 0
         for epoch in range(algorithm.epochs):
@@ -76,7 +80,7 @@ class Learner:
                 num_steps += 1
         return {
             **totals.metrics(),
-            **corrected,
+            **measured,
             "forest/tokens_computed": float(totals.num_computed),
             "optim/lr": self._optimizer.param_groups[0]["lr"],
             "optim/steps": float(num_steps),
@@ -93,7 +97,7 @@ class Learner:
         weight, counts = correction_weights(proximal, forest.logprob, job.algorithm)
         mismatch = kl_k3(torch.from_numpy(forest.logprob.copy()), torch.from_numpy(proximal)).mean()
         metrics = {
-            "policy/mismatch_kl": float(mismatch),
+            MISMATCH: float(mismatch),
             "policy/correction_mean": float(weight.mean()),
             "policy/correction_dropped": float((weight == 0).mean()),
         }
@@ -119,9 +123,9 @@ class Learner:
         if algorithm.kl_coef:
             for part in parts:
                 part.reference = self._reference_logprobs(part.forest)
-        computed = sum(part.forest.num_targets for part in parts)
+        totals.begin_step(forest, parts)
         for part in parts:
-            self._accumulate(part, algorithm, totals, normalise=computed)
+            self._accumulate(part, algorithm, totals)
         self._pass.finish()
         self._gather_gradients()
         totals.num_computed += sum(self._pass.num_computed(part.forest) for part in parts)
@@ -160,8 +164,12 @@ class Learner:
         """Log-probabilities [M] of the forest's targets, without gradient."""
         with torch.no_grad():
             hidden, positions = self._pass.hidden(forest)
-            chunks = [logp for _, logp, _ in self._heads(hidden, positions, forest)]
-            return torch.cat(chunks) if chunks else hidden.new_zeros(0)
+            chunks = [(targets, logp) for targets, logp in self._heads(hidden, positions, forest)]
+            if not chunks:
+                return hidden.new_zeros(0)
+            order = torch.from_numpy(np.concatenate([targets for targets, _ in chunks])).to(hidden.device)
+            found = torch.cat([logp for _, logp in chunks])
+            return torch.empty_like(found).index_copy_(0, order, found)
 
     def _reference_logprobs(self, forest: Forest) -> Tensor:
         if self.policy.has_adapters:
@@ -178,49 +186,46 @@ class Learner:
             for name, p in self._params.items():
                 p.data = swapped[name]
 
-    def _heads(
-        self, hidden: Tensor, rows: Tensor, forest: Forest
-    ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
-        """For chunks of targets: their indices, log-probabilities (with gradient to `hidden`) and entropies."""
+    def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+        """For chunks of targets: their indices and log-probabilities, with gradient to `hidden`.
+
+        The vocabulary is multiplied out once for all targets that one distribution predicts: those of the same
+        position, temperature and set.
+        """
         device = hidden.device
-        wanted = torch.from_numpy(forest.tokens[forest.node].astype(np.int64)).to(device)
-        temperature = torch.from_numpy(forest.temperature.copy()).to(device)
-        for at in range(0, forest.num_targets, HEAD_POSITIONS):
-            chunk = np.arange(at, min(at + HEAD_POSITIONS, forest.num_targets))
-            part = slice(at, at + len(chunk))
-            logits = self.policy.head(hidden.index_select(0, rows[part])) / temperature[part, None]  # at least float32
-            outside = _outside(forest, chunk, logits.shape[-1])
+        for first, targets, owner in _distributions(forest, rows.cpu().numpy(), HEAD_ROWS):
+            temperature = _to(forest.temperature[first], device)
+            of, wanted = (torch.from_numpy(x).to(device) for x in (owner, forest.tokens[forest.node[targets]]))
+            position = rows[torch.from_numpy(first).to(device)]
+            logits = self.policy.head(hidden.index_select(0, position)) / temperature[:, None]  # at least float32
+            outside = _outside(forest, first, logits.shape[-1])
             if outside is not None:
                 outside = outside.to(device)
+                assert not outside[of, wanted].any(), "a token was sampled that its set does not hold"
                 logits = logits.masked_fill(outside, -torch.inf)
-            logp = logits.log_softmax(-1)
-            with torch.no_grad():
-                finite = logp if outside is None else logp.masked_fill(outside, 0)
-                entropy = -(logp.exp() * finite).sum(-1)
-            yield chunk, logp.gather(-1, wanted[part, None])[:, 0], entropy
+            yield targets, logits.log_softmax(-1)[of, wanted]
 
-    def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals, normalise: int) -> None:
+    def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals) -> None:
         """Forward, loss and backward of one micro-batch, as far as no later one stands on it."""
         forest, device = part.forest, self.policy.device
         hidden, rows = self._pass.hidden(forest)
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only; the body is walked back once, from the hidden states' summed
         # gradient.
-        for chunk, logp, entropy in self._heads(cut, rows, forest):
+        for chunk, logp in self._heads(cut, rows, forest):
             old = _to(forest.logprob[chunk], device)
             advantage = _to(forest.advantage[chunk], device)
-            if algorithm.loss == "gspo":
-                assert part.sequence_log_ratio is not None
-                mean = _to(part.sequence_log_ratio[chunk], device).to(logp.dtype)
-                loss = gspo_loss(logp, mean, advantage, algorithm)
-            else:
-                loss = (clip_loss if algorithm.loss == "clip" else cispo_loss)(logp, old, advantage, algorithm)
+            mean_ratio = None
+            if part.sequence_log_ratio is not None:
+                mean_ratio = _to(part.sequence_log_ratio[chunk], device).to(logp.dtype)
+            loss, clipped = policy_loss(logp, old, mean_ratio, advantage, algorithm)
             if part.reference is not None:
-                kl = kl_k3(logp, part.reference[chunk[0] : chunk[-1] + 1])
+                kl = kl_k3(logp, part.reference[torch.from_numpy(chunk).to(device)])
                 loss = loss + algorithm.kl_coef * kl
-                totals.add("policy/kl", kl, normalise)
+                totals.add("policy/kl", kl)
             (loss * _to(part.weight[chunk], device)).sum().backward()  # type: ignore[no-untyped-call]
-            totals.add_policy(logp.detach(), old, advantage, entropy, algorithm, normalise)
+            totals.add("policy/clip_fraction", clipped)
+            totals.add_mismatch(old, logp)
         self._pass.backward(hidden, cut.grad)
         self._gather_gradients()
 
@@ -295,32 +300,38 @@ def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
 
 
 class _Totals:
-    """Sums of per-token metrics over a batch, reported as means over the tokens computed and the optimiser steps."""
+    """Sums of per-token metrics over a batch, reported as means over tokens and optimiser steps.
+
+    Every sampled token of a mini-batch is in the mean. A token that the learner skips has advantage 0, so no loss clips
+    it; a KL term skips no token. The mismatch needs log-probabilities, so its mean is over the computed tokens only.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
+        self._sampled = 0
+        self._computed = 0
         self.grad_norms: list[float] = []
         self.num_computed = 0
 
-    def add(self, name: str, values: Tensor, normalise: int) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / normalise
+    def begin_step(self, forest: Forest, parts: Sequence[_Part]) -> None:
+        """The mini-batch of the next optimiser step, and what the learner computes of it."""
+        self._sampled = forest.num_targets
+        self._computed = sum(part.forest.num_targets for part in parts)
+        if self._sampled:
+            self._sums.setdefault("policy/clip_fraction", 0.0)
 
-    def add_policy(
-        self, logp: Tensor, old: Tensor, advantage: Tensor, entropy: Tensor, algorithm: AlgorithmConfig, normalise: int
-    ) -> None:
-        ratio = log_ratio(logp, old)
-        clipped = torch.where(
-            advantage > 0, ratio > math.log1p(algorithm.clip_high), ratio < _log_low(algorithm.clip_low)
-        )
-        self.add("policy/entropy", entropy, normalise)
-        self.add("policy/clip_fraction", (clipped & (advantage != 0)).float(), normalise)
-        if not self.grad_norms:  # before the first optimiser step both sides have the same weights
-            self.add("policy/mismatch_kl", kl_k3(old, logp), normalise)
+    def add(self, name: str, values: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / self._sampled
+
+    def add_mismatch(self, old: Tensor, logp: Tensor) -> None:
+        """Compares the sampler with the learner; only before the first optimiser step both have the same weights."""
+        if not self.grad_norms:
+            total = float(kl_k3(old, logp.detach()).sum()) / self._computed
+            self._sums[MISMATCH] = self._sums.get(MISMATCH, 0.0) + total
 
     def metrics(self) -> dict[str, float]:
         steps = max(1, len(self.grad_norms))
-        once = {"policy/mismatch_kl"}
-        means = {name: total if name in once else total / steps for name, total in self._sums.items()}
+        means = {name: total if name == MISMATCH else total / steps for name, total in self._sums.items()}
         finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
         return {
             **means,
@@ -329,21 +340,32 @@ class _Totals:
         }
 
 
-def _outside(forest: Forest, chunk: NDArray[np.int64], vocabulary: int) -> Tensor | None:
-    """Which tokens [C, V] the targets of a chunk were not chosen among; None when they were chosen among all."""
-    numbers = forest.allowed[chunk]
+def _distributions(
+    forest: Forest, rows: NDArray[np.int64], count: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """The distinct distributions that predict the targets [M], `count` at a time.
+
+    Yields one target of each of D distributions [D], all of their targets [T], and the distribution of each of these
+    [T]. `rows` [M] are the targets' positions.
+    """
+    keys = np.stack([rows, forest.temperature.view(np.int32), forest.allowed], axis=1)
+    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    order = np.argsort(inverse, kind="stable")
+    for at in range(0, len(first), count):
+        targets = order[slice(*np.searchsorted(inverse[order], [at, at + count]).tolist())]
+        yield first[at : at + count], targets, inverse[targets] - at
+
+
+def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tensor | None:
+    """Which tokens [D, V] some distributions, given by one target of each, leave out; None where none leaves any."""
+    numbers = forest.allowed[first]
     if (numbers < 0).all():
         return None
-    outside = np.zeros((len(chunk), vocabulary), bool)
+    outside = np.zeros((len(first), vocabulary), bool)
     for number in np.unique(numbers[numbers >= 0]).tolist():
         outside[numbers == number] = ~decode_set(forest.sets[number], vocabulary)
-    wanted = forest.tokens[forest.node[chunk]]
-    assert not outside[np.arange(len(chunk)), wanted].any(), "a token was sampled that its set does not hold"
     return torch.from_numpy(outside)
-
-
-def _log_low(clip_low: float) -> float:
-    return math.log(1 - clip_low) if clip_low < 1 else -math.inf
 
 
 def _to(values: NDArray[np.floating[Any]], device: torch.device) -> Tensor:

@@ -38,6 +38,20 @@ def attend_part(
     return out, lse.transpose(0, 1)
 
 
+def attend_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [T, K, G, D] and log-sum-exp [T, K, G] of T blocks of L keys, each with queries of its own.
+
+    `query` [T, K, G, D]; `keys`, `values` [T, K, L, D]; `mask` [T, L] is added to the scores.
+    """
+    if _is_fused(query, values):
+        out, lse = _flash(query, keys, values, 0.0, False, attn_mask=mask[:, None, None], scale=scale)
+        return out, lse
+    accurate = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(accurate) @ keys.to(accurate).transpose(-1, -2) * scale + mask[:, None, None]
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ values.to(accurate), lse
+
+
 def attend_part_backward(
     grad_out: Tensor,
     query: Tensor,

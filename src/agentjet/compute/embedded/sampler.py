@@ -9,7 +9,6 @@ computed again.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,11 +16,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentjet.compute.embedded.attention import causal_tail_mask, flat_forward, group_queries, ungroup_queries
-from agentjet.compute.embedded.cache import Arena, Cache, Row
+from agentjet.compute.embedded.cache import BLOCK, Cache, Row
 from agentjet.compute.embedded.grammar import Grammars, Guide
+from agentjet.compute.embedded.parts import attend_blocks
 from agentjet.compute.embedded.picking import pick
 from agentjet.compute.embedded.policy import Policy
 from agentjet.errors import ComputeError, OutOfCache, Unfollowable
@@ -29,8 +30,8 @@ from agentjet.types import FinishReason, SamplingParams
 
 PROMPT_TOKENS = 2048
 """Prompt tokens computed in one step, so that running completions never wait long for somebody's long prompt."""
-SPARSE = 1.5
-"""An arena is read in place while its span is at most this many times its running rows, gathered beyond."""
+TOGETHER = 64
+"""Blocks attended to in one call: few enough that blocks gathered for it are still in the processor's cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +78,8 @@ class Sampler:
     _grammars: Grammars = field(init=False)
     _waiting: deque[Completion] = field(default_factory=deque)
     _running: dict[int, Completion] = field(default_factory=dict)
+    _may_admit: bool = False
+    """Whether anything happened since the last try that could let a waiting request start."""
     num_computed: int = 0
     """Tokens computed since the start."""
 
@@ -107,6 +110,7 @@ class Sampler:
             )
         guide = self._grammars.guide(params.grammar)
         self._waiting.append(Completion(id, prompt, length, params, guide, np.random.default_rng(params.seed)))
+        self._may_admit = True
 
     def cancel(self, id: int) -> None:
         """Forget a request; unknown ids are ignored, since it may just have ended."""
@@ -115,10 +119,12 @@ class Sampler:
             self._leave(running)
         else:
             self._waiting = deque(c for c in self._waiting if c.id != id)
+            self._may_admit = True
 
     def invalidate(self) -> None:
         """The weights changed: no key computed under the old ones is used again."""
         self._cache.clear()
+        self._may_admit = True
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
@@ -148,21 +154,30 @@ class Sampler:
         return self._sample(hidden[[index for index, _ in ready]], [completions for _, completions in ready])
 
     def _admit(self) -> None:
-        if not self._waiting:
+        """Start waiting requests in order of arrival: none overtakes one that waits for room.
+
+        A request whose prefix another row is computing steps aside until that is done.
+        """
+        if not (self._waiting and self._may_admit):
             return
+        self._may_admit = False
         same = {c.place.tokens[: c.place.length].tobytes(): c.place for c in self._running.values()}
-        deferred: deque[Completion] = deque()
+        aside: deque[Completion] = deque()
         while self._waiting and len(self._running) < self.max_concurrent:
             completion = self._waiting.popleft()
             row = same.get(completion.tokens.tobytes())
-            if row is None or row.arena.capacity < completion.length:
+            if row is None or row.capacity < completion.length:
+                if self._cache.awaits_prefix(completion.tokens):
+                    aside.append(completion)
+                    continue
                 row = self._cache.acquire(completion.tokens, completion.length)
             if row is None:
-                deferred.append(completion)
-                continue
+                self._waiting.appendleft(completion)
+                break
             same[completion.tokens.tobytes()] = row
             self._join(completion, row)
-        self._waiting = deferred + self._waiting
+        self._may_admit |= bool(aside)
+        self._waiting = aside + self._waiting
 
     def _join(self, completion: Completion, row: Row) -> None:
         row.users += 1
@@ -172,6 +187,7 @@ class Sampler:
     def _leave(self, completion: Completion) -> None:
         row = completion.place
         row.users -= 1
+        self._may_admit = True
         if not row.users:
             self._cache.release(row)
 
@@ -221,6 +237,8 @@ class Sampler:
     def _forward(self, spans: list[tuple[Row, int]]) -> Tensor:
         """Compute the next tokens of each row and store their keys; hidden states of all of them, in order."""
         device = self.policy.device
+        for row, n in spans:
+            self._cache.extend(row, row.filled + n)
         tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
         positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
         self.num_computed += len(tokens)
@@ -228,7 +246,7 @@ class Sampler:
             self.policy.decoder,
             torch.as_tensor(tokens, dtype=torch.long, device=device),
             torch.as_tensor(positions, dtype=torch.long, device=device),
-            _StepPlan(spans, device),
+            _StepPlan(spans, positions, self._cache),
         )
 
 
@@ -248,10 +266,9 @@ def dead_end(guide: Guide | None, token: int, logprob: float, reason: FinishReas
 
 
 def _spans(rows: list[Row]) -> list[tuple[Row, int]]:
-    """How many tokens of each row a step computes: rows that miss one token first, by arena, then prompts in order of
-    arrival, up to `PROMPT_TOKENS` in all."""
-    singles = sorted((row for row in rows if row.length - row.filled == 1), key=lambda row: row.arena.capacity)
-    spans = [(row, 1) for row in singles]
+    """How many tokens of each row a step computes: rows that miss one token first, then prompts in order of arrival, up
+    to `PROMPT_TOKENS` in all."""
+    spans = [(row, 1) for row in rows if row.length - row.filled == 1]
     budget = PROMPT_TOKENS
     for row in rows:
         count = min(row.length - row.filled, budget)
@@ -262,78 +279,102 @@ def _spans(rows: list[Row]) -> list[tuple[Row, int]]:
 
 
 class _StepPlan:
-    """Attention of one step. Single tokens attend by arena, each to its own row's past; a longer span attends to its
-    row's past and, causally, to itself."""
+    """Attention of one step. Single tokens attend together, block by block, each to its own row's past; a longer span
+    attends to its row's past and, causally, to itself."""
 
-    def __init__(self, spans: list[tuple[Row, int]], device: torch.device) -> None:
+    def __init__(self, spans: list[tuple[Row, int]], positions: NDArray[np.int64], cache: Cache) -> None:
+        """`positions` [N] are those of the tokens of all spans."""
+        self._cache = cache
+        device = cache.keys.device
+        blocks = [row.blocks[p // BLOCK] for row, n in spans for p in range(row.filled, row.filled + n)]
+        self._block, self._slot = torch.tensor(blocks, device=device), torch.from_numpy(positions % BLOCK).to(device)
         singles = [row for row, n in spans if n == 1]
-        by_arena = itertools.groupby(singles, key=lambda row: row.arena.capacity)
-        self._parts: list[_ArenaRows | _Span] = [_ArenaRows(list(rows), device) for _, rows in by_arena]
-        self._parts += [_Span(row, n, device) for row, n in spans if n > 1]
+        self._parts: list[_Singles | _Span] = [_Singles(singles, cache)] if singles else []
+        self._parts += [_Span(row, n, cache) for row, n in spans if n > 1]
         self._sizes = [part.num_tokens for part in self._parts]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan`."""
-        queries, keys, values = (torch.split(tensor, self._sizes) for tensor in (query, key, value))
-        parts = zip(self._parts, queries, keys, values, strict=True)
-        return torch.cat([part.attend(layer, q, k, v, scale) for part, q, k, v in parts])
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._block, :, self._slot] = key
+        values[self._block, :, self._slot] = value
+        queries = torch.split(query, self._sizes)
+        return torch.cat([part.attend(q, keys, values, scale) for part, q in zip(self._parts, queries, strict=True)])
 
 
 class _Span:
     """Several tokens of one row."""
 
-    def __init__(self, row: Row, count: int, device: torch.device) -> None:
+    def __init__(self, row: Row, count: int, cache: Cache) -> None:
         self.num_tokens = count
-        self._arena, self._index = row.arena, row.index
-        self._start, self._stop = row.filled, row.filled + count
-        self._mask = causal_tail_mask(count, self._stop, device)
+        self._stop = row.filled + count
+        self._blocks = torch.tensor(row.blocks, device=cache.keys.device)
+        self._mask = causal_tail_mask(count, self._stop, cache.keys.device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        keys, values = self._arena.keys[layer, self._index], self._arena.values[layer, self._index]
-        keys[:, self._start : self._stop] = key.transpose(0, 1)
-        values[:, self._start : self._stop] = value.transpose(0, 1)
-        heads, kv_heads = query.shape[1], key.shape[1]
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[N, H, D] of queries [N, H, D] over a layer of the cache."""
+        heads, kv_heads = query.shape[1], keys.shape[1]
+        past = (x.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2) for x in (keys, values))
+        key, value = (x[None, :, : self._stop] for x in past)
         out = F.scaled_dot_product_attention(
             group_queries(query, kv_heads)[None],
-            keys[None, :, : self._stop],
-            values[None, :, : self._stop],
+            key,
+            value,
             attn_mask=self._mask.repeat(heads // kv_heads, 1),
             scale=scale,
         )
         return ungroup_queries(out[0], heads)
 
 
-class _ArenaRows:
-    """The running rows of one arena: read in place where they stand close together, gathered where they do not."""
+class _Singles:
+    """One token of each of R rows. Every block of the rows is attended to by itself, and what the blocks of a row give
+    is merged by their log-sum-exps: rows of different lengths never pad each other.
+    """
 
-    def __init__(self, rows: list[Row], device: torch.device) -> None:
-        self._arena: Arena = rows[0].arena
+    def __init__(self, rows: list[Row], cache: Cache) -> None:
+        device, dtype = cache.keys.device, cache.keys.dtype
         self.num_tokens = len(rows)
-        indices = [row.index for row in rows]
-        lengths = [row.filled + 1 for row in rows]
-        self._index = torch.tensor(indices, device=device)
-        self._last = torch.tensor([row.filled for row in rows], device=device)
-        self._longest = max(lengths)
-        low, high = min(indices), max(indices) + 1
-        self._span = slice(low, high) if high - low <= SPARSE * self.num_tokens else None
-        visible = torch.ones(high - low if self._span else self.num_tokens, dtype=torch.long, device=device)
-        self._slots = self._index - low if self._span else torch.arange(self.num_tokens, device=device)
-        visible[self._slots] = torch.tensor(lengths, device=device)
-        self._mask = (torch.arange(self._longest, device=device)[None, :] < visible[:, None])[:, None, None, :]
+        counts = [row.filled // BLOCK + 1 for row in rows]
+        blocks = np.concatenate([row.blocks[:count] for row, count in zip(rows, counts, strict=True)])
+        owner = np.repeat(np.arange(len(rows)), counts)
+        ordinal = np.concatenate([np.arange(count) for count in counts])
+        visible = np.minimum(np.repeat([row.filled + 1 for row in rows], counts) - ordinal * BLOCK, BLOCK)
+        order = np.argsort(blocks)
+        self._owner, self._ordinal = (torch.from_numpy(x[order]).to(device) for x in (owner, ordinal))
+        self._longest = max(counts)
+        self._width = int(visible.max())
+        hidden = np.arange(self._width) >= visible[order][:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        self._masks = torch.split(mask.to(device), TOGETHER)
+        ascending = blocks[order]
+        self._blocks = [_place(ascending[at : at + TOGETHER], device) for at in range(0, len(ascending), TOGETHER)]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        keys, values = self._arena.keys[layer], self._arena.values[layer]
-        keys[self._index, :, self._last] = key
-        values[self._index, :, self._last] = value
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[R, H, D] of queries [R, H, D] over a layer of the cache."""
         rows, heads, dim = query.shape
-        kv_heads = key.shape[1]
-        where = self._span if self._span is not None else self._index
-        keys, values = keys[where, :, : self._longest], values[where, :, : self._longest]
-        spread = query
-        if len(keys) != rows or self._span is not None:
-            spread = query.new_zeros(len(keys), heads, dim)
-            spread[self._slots] = query
-        out = F.scaled_dot_product_attention(
-            spread.view(len(keys), kv_heads, heads // kv_heads, dim), keys, values, attn_mask=self._mask, scale=scale
-        )
-        return out.reshape(len(keys), heads, dim)[self._slots]
+        kv_heads = keys.shape[1]
+        queries = torch.split(query.view(rows, kv_heads, heads // kv_heads, dim)[self._owner], TOGETHER)
+        found = [
+            attend_blocks(q, _at(keys, where, self._width), _at(values, where, self._width), scale, mask)
+            for q, where, mask in zip(queries, self._blocks, self._masks, strict=True)
+        ]
+        out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if self._longest == 1:
+            return torch.empty_like(out).index_copy_(0, self._owner, out).view(rows, heads, dim)
+        by_row = lse.new_full((rows, self._longest, *lse.shape[1:]), -torch.inf)
+        by_row[self._owner, self._ordinal] = lse
+        share = by_row.softmax(1)[self._owner, self._ordinal]
+        merged = lse.new_zeros(rows, *out.shape[1:]).index_add_(0, self._owner, out * share.unsqueeze(-1))
+        return merged.to(query.dtype).view(rows, heads, dim)
+
+
+def _place(blocks: NDArray[np.int64], device: torch.device) -> slice | Tensor:
+    """Ascending blocks as a slice, which is read in place, where they stand without gaps; else as an index."""
+    low, high = int(blocks[0]), int(blocks[-1]) + 1
+    return slice(low, high) if high - low == len(blocks) else torch.from_numpy(blocks).to(device)
+
+
+def _at(stored: Tensor, where: slice | Tensor, width: int) -> Tensor:
+    """The first `width` tokens of some blocks, [T, K, width, D]."""
+    chosen = stored[where] if isinstance(where, slice) else stored.index_select(0, where)
+    return chosen[:, :, :width]

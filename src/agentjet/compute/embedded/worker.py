@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -205,20 +205,21 @@ class Worker:
         give_back()
         return metrics
 
-    def _save(self, path: str) -> None:
-        checkpoint.save(
+    def _save(self, path: str) -> dict[str, Any]:
+        digest = checkpoint.save(
             Path(path),
             self.policy,
             self.learner,
             {"policy_version": self._version, "metrics": self._metrics.get(self._version - 1, {})},
         )
+        return {"policy_version": self._version, "digest": digest}
 
-    def _load(self, path: str) -> int:
+    def _load(self, path: str) -> dict[str, Any]:
         state = checkpoint.load(Path(path), self.policy, self.learner)
         self.fingerprints.look()
-        self._change_version(int(state["policy_version"]))
-        self._metrics = {self._version - 1: state["metrics"]}
-        return self._version
+        self._change_version(state["policy_version"])
+        self._metrics = {self._version - 1: state.get("metrics", {})}
+        return {"policy_version": self._version, "digest": state.get("digest", "")}
 
     def _export(self, path: str) -> None:
         checkpoint.export(Path(path), self.policy)
@@ -228,13 +229,19 @@ class Worker:
         self._output.flush()
 
 
+def make_deterministic() -> None:
+    """Equal inputs give equal weights. Memory that is about to be written is not filled first, as `torch` would do."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
+
+
 def main() -> None:
     """Serve the gateway at the other end of standard input and output until it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not end up between the frames
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    make_deterministic()
     worker = Worker(output)
     threading.Thread(target=worker.read_forever, args=(sys.stdin.buffer,), daemon=True).start()
     worker.run()

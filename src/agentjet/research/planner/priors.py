@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from agentjet.config import load_config
+from agentjet.config import config_of
 from agentjet.config.table import sections
 from agentjet.config.table import settings as settings_in
 from agentjet.errors import ConfigError
@@ -89,7 +88,9 @@ def base_value(name: str, settings: Setting) -> Value:
     """What a setting is where no arm changes it: the subject's, or the default."""
     if name in settings:
         return settings[name]
-    value: Any = load_config(None, environ={}).model_dump()
+    loss = "job.algorithm.loss"  # the defaults of others depend on it
+    config = config_of({loss: settings[loss]} if loss in settings else {})
+    value: Any = {**config.model_dump(), "job": config.job.in_force().model_dump()}
     for part in name.split("."):
         value = value[part]
     assert isinstance(value, bool | int | float | str), name
@@ -181,4 +182,4 @@ def check_job(settings: Setting) -> None:
     for name in sorted(FREE & settings.keys()):
         raise ConfigError(f"{name} = {settings[name]!r}: seeds and lengths of trials are the study's; leave it out")
     check_model(settings)
-    load_config(None, [f"{name}={json.dumps(value)}" for name, value in settings.items()], environ={})
+    config_of(settings)

@@ -88,11 +88,19 @@ class Proceedings:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """As it stood when the last trial was launched."""
+        """As it stood when the last trial was launched: what runs is debited in full."""
+        return self._debited(self.launched)
+
+    @property
+    def spent(self) -> float:
+        """Full runs that the trials which ended have cost."""
+        return self._debited([one for one in self.launched if one.outcome is not None]).total
+
+    def _debited(self, trials: Sequence[Launched]) -> Ledger:
         ledger = Ledger(self.study)
-        for launched in self.launched:
+        for launched in trials:
             ledger.reserve([launched.trial])
-        for launched in self.launched:
+        for launched in trials:
             for _ in range(launched.attempts - 1):
                 ledger.repeat(launched.trial)
         return ledger

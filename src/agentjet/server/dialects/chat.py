@@ -14,8 +14,9 @@ from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest, TokenLogprob
 from agentjet.server.dialects.bodies import text_of
 from agentjet.server.dialects.chat_bodies import (
+    BODY,
     KEYS,
-    MESSAGE_KEYS,
+    MESSAGE,
     AnswerBody,
     ChatBody,
     ChatCompletion,
@@ -33,7 +34,6 @@ from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head,
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
 from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens
-from agentjet.server.dialects.request_keys import judge
 from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 
@@ -41,7 +41,7 @@ from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 def to_request(body: ChatBody) -> CallRequest:
     """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
     refuse_other_tokens(body.top_logprobs, "top_logprobs")
-    notes = judge(body, KEYS)
+    notes = BODY.judge(body)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidRequest(
             f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
@@ -121,7 +121,7 @@ async def to_events(chunks: Chunks, body: ChatBody, head: Head) -> AsyncGenerato
 
 def _message(body: MessageBody, index: int, notes: list[str]) -> Message:
     where = f"messages.{index}"
-    notes += judge(body, MESSAGE_KEYS, prefix="messages[].", where=f"{where}.")
+    notes += MESSAGE.judge(body, f"{where}.")
     if isinstance(body.content, list) and any(part.cache_control is not None for part in body.content):
         notes.append("messages[].content[].cache_control")
     if body.role != "assistant" and (body.tool_calls or body.reasoning_content):

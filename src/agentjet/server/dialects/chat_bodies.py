@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, Part, Text
 from agentjet.server.dialects.gathering import UsageBody
-from agentjet.server.dialects.request_keys import RequestKeys, honoured, noted, part, refused
+from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
 from agentjet.server.dialects.sampled import SAMPLED_KEYS, SampledBody
 
 
@@ -223,7 +223,7 @@ KEYS: RequestKeys = {
     "messages[].content[].cache_control": noted("prefixes are kept anyway"),
     "tools[].cache_control": noted("prefixes are kept anyway"),
 }
-MESSAGE_KEYS = part(KEYS, "messages[].")
+BODY, MESSAGE = KeyRules(KEYS), KeyRules(KEYS, "messages[].")
 
 
 class TokenLogprobBody(BaseModel):

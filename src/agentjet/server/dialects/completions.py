@@ -13,6 +13,7 @@ from typing import Any
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest, ScoredToken, TokenLogprob
 from agentjet.server.dialects.completions_bodies import (
+    BODY,
     KEYS,
     MAX_PROMPTS,
     Completion,
@@ -24,14 +25,14 @@ from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head,
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
 from agentjet.server.dialects.refusals import refuse_idle_stream_options
-from agentjet.server.dialects.request_keys import judge, refuse_value
+from agentjet.server.dialects.request_keys import refuse_value
 from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Conversation
 
 
 def to_request(body: CompletionBody) -> CallRequest:
     """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
-    notes = judge(body, KEYS)
+    notes = BODY.judge(body)
     if body.best_of != body.n:  # The best n of n are all of them.
         refuse_value(body.best_of, (1,), "best_of")
     refuse_idle_stream_options(body, body.stream_options)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, Strict
 from agentjet.protocol import Int64
 from agentjet.server.dialects.bodies import Count, Finite
 from agentjet.server.dialects.gathering import UsageBody
-from agentjet.server.dialects.request_keys import RequestKeys, honoured, noted, refused
+from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
 from agentjet.server.dialects.sampled import SAMPLED_KEYS, SampledBody
 
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=2**24)]
@@ -62,6 +62,7 @@ KEYS: RequestKeys = {
     "min_p": refused("it would change the distribution", 0.0),
     "logit_bias": refused("it would change the distribution", {}),
 }
+BODY = KeyRules(KEYS)
 
 
 class CompletionLogprobs(BaseModel):

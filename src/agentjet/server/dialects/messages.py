@@ -19,6 +19,7 @@ from agentjet.server.dialects.messages_answers import to_answer, to_events
 from agentjet.server.dialects.messages_bodies import (
     ALLOWED,
     BLOCKS,
+    BODY,
     KEYS,
     PROVIDER_TOOLS,
     TOOL,
@@ -34,7 +35,7 @@ from agentjet.server.dialects.messages_bodies import (
 )
 from agentjet.server.dialects.messages_errors import ANTHROPIC
 from agentjet.server.dialects.messages_inputs import to_arguments
-from agentjet.server.dialects.request_keys import judge, refuse_value
+from agentjet.server.dialects.request_keys import refuse_value
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 
@@ -63,7 +64,7 @@ def to_request(body: MessagesBody) -> CallRequest:
 
 def to_conversation(body: CountBody) -> tuple[Conversation, tuple[str, ...]]:
     """What the model reads of a request, and what is noted of it. Raises `InvalidRequest` like `to_request`."""
-    notes = judge(body, KEYS)
+    notes = BODY.judge(body)
     _refuse_edits(body.context_management)
     system = _text(body.system or "", "system", notes)
     messages = [Message("system", system)] if system else []

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, RequestBody, StopStrings, Text
-from agentjet.server.dialects.request_keys import RequestKeys, honoured, noted, refused
+from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
 
 
 class Open(BaseModel):
@@ -191,6 +191,7 @@ KEYS: RequestKeys = {
     "mcp_servers": noted("a provider would run their tools; the policy is not offered them", []),
     "container": refused("no code is executed here"),
     "thread": refused("the server holds no history"),
+    "tools[].cache_control": noted("prefixes are kept anyway"),
     "tools[].eager_input_streaming": noted("tool uses are streamed whole"),
     "tools[].input_examples": noted("the chat template has no place for them", []),
     "tools[].defer_loading": noted("every tool is offered at once"),
@@ -198,6 +199,7 @@ KEYS: RequestKeys = {
     "messages[].content[].cache_control": noted("prefixes are kept anyway"),
     "messages[].content[].citations": refused("the policy cites nothing", []),
 }
+BODY = KeyRules(KEYS)
 
 
 class TextBlock(BaseModel):

@@ -18,11 +18,8 @@ from pydantic import BaseModel
 from agentjet.errors import InvalidRequest
 
 Treatment = Literal["honoured", "noted", "refused"]
-WORDS: dict[Treatment, str] = {
-    "honoured": "has its effect",
-    "noted": "accepted without an effect, counted on the episode",
-    "refused": "400",
-}
+UNTREATED: dict[Treatment, str] = {"honoured": "as if absent", "noted": "not counted", "refused": "accepted"}
+"""What the page says of neutral values, in the order of its tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +47,36 @@ def refused(meaning: str = "", *neutral: Any) -> Key:
     return Key("refused", meaning, neutral)
 
 
-def part(keys: RequestKeys, prefix: str) -> RequestKeys:
-    """The rows of one part of a body: `part(keys, "messages[].")`. Names keep their prefix."""
-    return {name: key for name, key in keys.items() if name.startswith(prefix) and "[]" not in name[len(prefix) :]}
+class KeyRules:
+    """The rows of one part of a body that are not honoured: of the whole body, or below a `prefix` (`messages[].`)."""
+
+    def __init__(self, keys: RequestKeys, prefix: str = "") -> None:
+        self._rows: list[tuple[str, list[str], Key]] = []
+        for name, key in keys.items():
+            path = name.removeprefix(prefix)
+            if name.startswith(prefix) and "[]" not in path and key.treatment != "honoured":
+                self._rows.append((name, path.split("."), key))
+        self._firsts = frozenset(path[0] for _, path, _ in self._rows)
+
+    def judge(self, body: BaseModel, where: str = "") -> list[str]:
+        """The noted keys that `body`, which stands at `where`, has.
+
+        Raises `InvalidRequest` naming the first key that is refused, and the way out.
+        """
+        given = body.model_fields_set & self._firsts
+        return [name for name, path, key in self._rows if path[0] in given and _counts(body, path, key, where)]
 
 
-def judge(body: BaseModel, keys: RequestKeys, *, prefix: str = "", where: str = "") -> list[str]:
-    """The noted keys that `body` has. Raises `InvalidRequest` naming the first key that is refused, and the way out.
-
-    `keys` all begin with `prefix`, the part of the table that `body` is; `where` is its place in the request.
-    """
-    names = []
-    for name, key in keys.items():
-        path = name[len(prefix) :].split(".")
-        if key.treatment == "honoured" or "[]" in name[len(prefix) :] or path[0] not in body.model_fields_set:
-            continue
-        value: Any = body
-        for step in path:
-            value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
-        if value is None or value in key.neutral:
-            continue
-        if key.treatment == "refused":
-            refuse_value(value, key.neutral, where + ".".join(path))
-        names.append(name)
-    return names
+def _counts(body: BaseModel, path: list[str], key: Key, where: str) -> bool:
+    """True if the value at `path` is noted. Raises `InvalidRequest` if it is refused."""
+    value: Any = body
+    for step in path:
+        value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+    if value is None or value in key.neutral:
+        return False
+    if key.treatment == "refused":
+        refuse_value(value, key.neutral, where + ".".join(path))
+    return True
 
 
 def refuse_value(value: Any, neutral: tuple[Any, ...], where: str) -> None:
@@ -95,10 +98,10 @@ def _shown(value: Any) -> str:
 def table(title: str, keys: RequestKeys) -> str:
     """Markdown: the keys of one dialect by treatment."""
     lines = [f"### {title}", "", "| key | treatment | meaning |", "|---|---|---|"]
-    for treatment in WORDS:
+    for treatment in UNTREATED:
         for name, key in sorted(_rows(keys, treatment)):
             neutral = ", ".join(f"`{_json(value)}`" for value in key.neutral)
-            meaning = "; ".join(filter(None, [key.meaning, f"no effect: {neutral}" if neutral else ""]))
+            meaning = "; ".join(filter(None, [key.meaning, f"{UNTREATED[treatment]}: {neutral}" if neutral else ""]))
             lines.append(f"| `{name}` | {treatment} | {meaning} |")
     return "\n".join(lines)
 

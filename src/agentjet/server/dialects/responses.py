@@ -16,9 +16,8 @@ from agentjet.server.dialects.constraints import ANY_OBJECT, checked, named_func
 from agentjet.server.dialects.dialect import Dialect, ErrorShape, Past, sse
 from agentjet.server.dialects.errors import OpenAIError, openai_error
 from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens
-from agentjet.server.dialects.request_keys import judge
 from agentjet.server.dialects.responses_answers import to_answer, to_events
-from agentjet.server.dialects.responses_bodies import INCLUDED, KEYS, Format, ResponsesBody
+from agentjet.server.dialects.responses_bodies import BODY, INCLUDED, KEYS, Format, ResponsesBody
 from agentjet.server.dialects.responses_items import to_messages
 from agentjet.server.dialects.responses_shapes import ResponseAnswer
 from agentjet.server.dialects.responses_tools import Offered, called, offered
@@ -32,7 +31,7 @@ def to_request(body: ResponsesBody, past: Past) -> CallRequest:
     """The canonical request. Raises `RequestError` naming the first thing that cannot be honoured."""
     refuse_other_tokens(body.top_logprobs, "top_logprobs")
     refuse_idle_stream_options(body, body.stream_options)
-    notes = judge(body, KEYS)
+    notes = BODY.judge(body)
     notes += [f"include: {name}" for name in body.include or () if name not in INCLUDED]
     instructions = (Message("system", body.instructions),) if body.instructions else ()
     said = [Message("user", body.input)] if isinstance(body.input, str) else to_messages(body.input, past, notes)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from agentjet.protocol import Temperature
 from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, Part, RequestBody, Text, plain
-from agentjet.server.dialects.request_keys import RequestKeys, honoured, noted, refused
+from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -276,6 +276,7 @@ KEYS: RequestKeys = {
     "max_tool_calls": refused("the agent runs the tools"),
     "prompt": refused("the server keeps no prompts"),
 }
+BODY = KeyRules(KEYS)
 
 PROVIDER_TOOLS = (
     "web_search", "file_search", "code_interpreter", "computer", "mcp", "image_generation", "tool_search",

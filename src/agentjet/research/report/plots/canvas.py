@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any, Literal
 
 import matplotlib
@@ -106,12 +107,13 @@ def quiet(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
 
 
 def name_rows(figure: Figure, metric: str) -> None:
-    """The metric, upright at the left of all panels, as far as it fits."""
-    figure.supylabel(shortened(metric, int(11 * figure.get_figheight())), color=SOFT, fontsize=9.5)
+    """The metric, upright at the left of all panels."""
+    figure.supylabel(wrapped(metric, int(11 * figure.get_figheight())), color=SOFT, fontsize=9.5)
 
 
-def shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1].rstrip() + "…"
+def wrapped(text: str, length: int) -> str:
+    """`text` in lines of at most `length` characters. Labels are never cut off."""
+    return "\n".join(wrap(text, length)) or text
 
 
 def to_svg(figure: Figure) -> str:

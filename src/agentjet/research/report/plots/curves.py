@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from agentjet.research.report.plots.canvas import FAINT, SOFT, Look, blank, looks, name_rows, quiet, shortened
+from agentjet.research.report.plots.canvas import FAINT, SOFT, Look, blank, looks, name_rows, quiet, wrapped
 from agentjet.research.report.proceedings import Launched, Proceedings
 
 COLUMNS = 3
@@ -37,7 +37,7 @@ def curves_figure(done: Proceedings) -> Figure | None:
             axes.plot(
                 *mean_curve(by_arm[other], done.marks), color=SOFT, linestyle=(0, (4, 2)), linewidth=1.6, zorder=4
             )
-        axes.set_title(f"{shortened(name, TITLE // columns)} ({len(launched)})", color=styles[name].colour)
+        axes.set_title(f"{wrapped(name, TITLE // columns)} ({len(launched)})", color=styles[name].colour)
         axes.set_ylim(low, high)
         quiet(axes, "y")
     for axes in panels[len(by_arm) :]:

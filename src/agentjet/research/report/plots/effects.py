@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 
 from agentjet.research.models import Finding
 from agentjet.research.report.facts import Rounding, written
-from agentjet.research.report.plots.canvas import BAND, INK, NO, PAPER, SAME, SOFT, YES, blank, quiet, shortened
+from agentjet.research.report.plots.canvas import BAND, INK, NO, PAPER, SAME, SOFT, YES, blank, quiet, wrapped
 from agentjet.research.report.proceedings import Proceedings
 
 MARKS = {
@@ -32,18 +31,19 @@ def effects_figure(done: Proceedings) -> Figure | None:
         return None
     rounding, sesoi = Rounding(done.study.sesoi), done.study.sesoi
     edge = shown_range([found for _, found in rows], sesoi)
-    figure = blank(0.8 + 0.62 * len(rows))
+    names = [wrapped(h.claim or f"{h.arm} over {h.against}", 34) for h, _ in rows]
+    num_lines = max(name.count("\n") + 1 for name in names)
+    figure = blank(0.8 + max(0.62, 0.2 * num_lines) * len(rows))
     axes = figure.add_subplot()
     axes.axvspan(-sesoi, sesoi, color=BAND, linewidth=0, zorder=0)
     axes.axvline(0, color=SOFT, linewidth=0.9, zorder=1)
     for place, (_, found) in enumerate(rows):
         draw_row(axes, place, found, edge, rounding)
-    names = ["\n".join(wrap(h.claim or f"{h.arm} over {h.against}", 34, max_lines=3, placeholder="…")) for h, _ in rows]
     axes.set_yticks(range(len(rows)), names, color=INK)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(-edge, edge)
     quiet(axes, "x")
-    axes.set_xlabel(shortened(f"difference of means, {done.study.metric}", 70))
+    axes.set_xlabel(wrapped(f"difference of means, {done.study.metric}", 70))
     axes.annotate(
         f"± {written(sesoi)} does not matter",
         (0, 1),

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from agentjet.research.report.facts import Rounding
-from agentjet.research.report.plots.canvas import INK, PAPER, SOFT, Look, blank, looks, quiet, shortened
+from agentjet.research.report.plots.canvas import INK, PAPER, SOFT, Look, blank, looks, quiet, wrapped
 from agentjet.research.report.proceedings import Launched, Proceedings
 
 TOUCHING = 0.012
@@ -31,13 +31,13 @@ def scores_figure(done: Proceedings) -> Figure | None:
     axes.set_xlim(low, high)
     for row, (name, launched) in enumerate(by_arm.items()):
         draw_row(axes, row, launched, styles[name], (low, high), rounding)
-    axes.set_yticks(range(len(by_arm)), [shortened(name, 28) for name in by_arm])
+    axes.set_yticks(range(len(by_arm)), [wrapped(name, 28) for name in by_arm])
     for label, name in zip(axes.get_yticklabels(), by_arm, strict=True):
         label.set(color=styles[name].colour, fontweight="bold")
     axes.tick_params(axis="y", pad=12)
     axes.set_ylim(len(by_arm) - 0.45, -0.6)
     quiet(axes, "x")
-    axes.set_xlabel(shortened(done.study.metric, 80))
+    axes.set_xlabel(wrapped(done.study.metric, 80))
     return figure
 
 

@@ -20,7 +20,7 @@ from agentjet.research.report.plots.canvas import (
     looks,
     name_rows,
     quiet,
-    shortened,
+    wrapped,
 )
 from agentjet.research.report.proceedings import Explored, Proceedings
 
@@ -77,7 +77,7 @@ def draw_panel(
     every = -(-sum(len(name) + 2 for name in names) // room)
     axes.set_xticks(knob.values, [name if i % every == 0 else "" for i, name in enumerate(names)])
     axes.minorticks_off()
-    axes.set_title(shortened(arm.name, room), color=look.colour)
+    axes.set_title(wrapped(arm.name, room), color=look.colour)
     axes.set_xlabel(knob.name)
     quiet(axes)
     axes.spines["bottom"].set(visible=True, color=FAINT)

@@ -1,0 +1,72 @@
+"""How contenders run: in the served worker's environment, with the machine's load average printed before and after.
+
+Every contender is a process of its own. How the threads of OpenMP wait for each other is part of the environment, and
+decides more than most code: threads that spin are quick on an idle machine, and slow beside other programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from agentjet.compute.embedded.backend import WAITING, WAITING_VARIABLES, WORKER
+
+SERVED = "as served"
+"""The product's own way of waiting."""
+WAITS = {
+    SERVED: WAITING,
+    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "spin 1000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 10000": {"GOMP_SPINCOUNT": "10000"},
+    "default": {},
+    "active": {"OMP_WAIT_POLICY": "ACTIVE"},
+}
+"""When a thread that waits for others falls asleep: at once, after some turns of a loop (`default`: 300,000), never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A contender that ended; `load` is the machine's, over the last minute, before and after it."""
+
+    code: int
+    output: str
+    errors: str
+    load: tuple[float, float]
+
+    @property
+    def failed(self) -> str:
+        """Why, as the last line that it wrote; empty where it succeeded."""
+        return (self.errors.strip().splitlines() or [f"exit {self.code}"])[-1] if self.code else ""
+
+
+def environment(threads: int, waiting: str = SERVED, **extra: str) -> dict[str, str]:
+    """The served worker's environment, with a number of threads and a way of waiting. The caller's own is ignored."""
+    kept = {name: value for name, value in os.environ.items() if name not in WAITING_VARIABLES}
+    count = str(threads)
+    return {**kept, **WORKER, **WAITS[waiting], "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, **extra}
+
+
+def run_contender(name: str, module: Sequence[str], environment: dict[str, str]) -> Finished:
+    """Run `python -m` of `module` with its arguments, and print one line about it."""
+    before = os.getloadavg()[0]
+    print(f"{name}: load average {before:.2f} before", end="", file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, "-m", *module], env=environment, capture_output=True, text=True)
+    after = os.getloadavg()[0]
+    print(f", {after:.2f} after", file=sys.stderr, flush=True)
+    return Finished(done.returncode, done.stdout, done.stderr, (round(before, 2), round(after, 2)))
+
+
+@contextlib.contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Other programs: so many processes that compute without a pause."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()

@@ -1,0 +1,162 @@
+"""Pins of the sampler's cache:
+
+1. idle rows never keep a request waiting, and a row takes no more blocks than its tokens need;
+2. requests that wait for room start in order of arrival, and cost nothing while they wait;
+3. blocks read in place, gathered or merged give the same attention, with whatever was stored in them before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agentjet.compute.embedded import parts
+from agentjet.compute.embedded.cache import BLOCK, Cache
+from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.sampler import Sampler
+from agentjet.types import SamplingParams
+from tests.compute.conftest import make_policy, run, tokens
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_folder: Path) -> Policy:
+    policy = make_policy(tiny_folder)
+    policy.end_tokens = frozenset()
+    return policy
+
+
+def make_cache(num_blocks: int) -> Cache:
+    return Cache(
+        layers=1,
+        kv_heads=1,
+        head_dim=4,
+        context=100_000,
+        max_tokens=num_blocks * BLOCK,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def sampled_first(sampler: Sampler, steps: int = 200) -> list[int]:
+    """Ids in the order of their first tokens, after at most so many steps."""
+    order: dict[int, None] = {}
+    for _ in range(steps):
+        if sampler.is_idle:
+            break
+        order.update((new.id, None) for new in sampler.step())
+    return list(order)
+
+
+def test_a_long_prompt_starts_beside_a_short_call_in_an_idle_cache(policy: Policy) -> None:
+    sampler = Sampler(policy, max_concurrent=64, cache_tokens=65_536)
+    run(sampler, {i: (tokens(i, 10), SamplingParams(max_tokens=2, seed=i)) for i in range(256)})
+    sampler.submit(1000, tokens(1000, 10), SamplingParams(max_tokens=200))
+    sampler.step()
+    sampler.submit(1001, tokens(1001, 600), SamplingParams(max_tokens=4))
+    assert 1001 in {new.id for new in sampler.step()}
+
+
+def test_a_row_reserves_what_its_tokens_need() -> None:
+    cache = make_cache(num_blocks=64)
+    rows = [cache.acquire(tokens(i, 1000), 1025) for i in range(8)]
+    assert all(row is not None for row in rows[:7]) and rows[7] is None
+    assert cache.acquire(tokens(9, 10), BLOCK) is not None
+
+
+def test_idle_rows_go_one_by_one_the_longest_unused_first() -> None:
+    cache = make_cache(num_blocks=4)
+    prompts = [tokens(i, 100) for i in range(4)]
+    for prompt in prompts:
+        row = cache.acquire(prompt, 101)
+        assert row is not None
+        cache.extend(row, 100)
+        row.filled = 100
+        cache.release(row)
+    used = cache.acquire(np.append(prompts[0], np.int32(7)), 102)
+    assert used is not None and used.filled == 100
+    cache.release(used)
+    new = cache.acquire(tokens(9, 200), 200)
+    assert new is not None and new.filled == 0
+    cache.extend(new, 200)
+    found = [cache._longest_prefix(prompt)[1] for prompt in prompts]
+    assert found == [100, 0, 0, 100]
+
+
+def test_a_prefix_gives_way_where_it_and_its_continuation_do_not_both_fit(policy: Policy) -> None:
+    sampler = Sampler(policy, max_concurrent=4, cache_tokens=1024)
+    prompt = tokens(1, 600)
+    run(sampler, {0: (prompt, SamplingParams(max_tokens=4))})
+    other = np.concatenate([prompt[:500], tokens(2, 400)])
+    params = SamplingParams(max_tokens=4, seed=3)
+    sampler.submit(1, other, params)
+    assert sampled_first(sampler, steps=10) == [1]
+    assert sampler.num_computed == 603 + 400 + 3
+    alone = run(Sampler(policy, 4, 1024), {2: (other, params)})[2]
+    assert run(sampler, {3: (other, params)})[3][1] == pytest.approx(alone[1], abs=1e-5)
+
+
+def test_none_overtakes_a_request_that_waits_for_room(policy: Policy) -> None:
+    sampler = Sampler(policy, max_concurrent=8, cache_tokens=4 * BLOCK)
+    sampler.submit(0, tokens(0, 10), SamplingParams(max_tokens=5))
+    sampler.submit(1, tokens(1, 3 * BLOCK + 1), SamplingParams(max_tokens=2))
+    for i in range(2, 6):
+        sampler.submit(i, tokens(i, 10), SamplingParams(max_tokens=5))
+    assert sampled_first(sampler) == [0, 1, 2, 3, 4, 5]
+
+
+def test_who_waits_for_room_is_not_looked_at_in_every_step(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(policy, max_concurrent=64, cache_tokens=2 * BLOCK)
+    sampler.submit(0, tokens(0, 10), SamplingParams(max_tokens=150))
+    for i in range(1, 40):
+        sampler.submit(i, tokens(i, 10), SamplingParams(max_tokens=150))
+    asked: list[int] = []
+    acquire = Cache.acquire
+
+    def counted(cache: Cache, prompt: np.ndarray, length: int) -> object:
+        asked.append(length)
+        return acquire(cache, prompt, length)
+
+    monkeypatch.setattr(Cache, "acquire", counted)
+    for _ in range(100):
+        assert [new.id for new in sampler.step()] == [0]
+    assert len(asked) == 2
+
+
+def test_what_a_block_held_before_does_not_show(policy: Policy) -> None:
+    requests = {i: (tokens(i, 60 * i + 5), SamplingParams(max_tokens=5, seed=i)) for i in range(6)}
+    used = Sampler(policy, 4, 2048)
+    for stored in (used._cache.keys, used._cache.values):
+        stored.fill_(torch.nan)
+    expected = run(Sampler(policy, 4, 2048), requests)
+    for _ in range(2):
+        found = run(used, requests)
+        for id in requests:
+            assert found[id][0] == expected[id][0]
+            assert found[id][1] == pytest.approx(expected[id][1], abs=1e-5)
+
+
+def test_blocks_in_no_order_are_gathered_and_change_nothing(policy: Policy) -> None:
+    requests = {i: (tokens(i, 130 * i + 5), SamplingParams(max_tokens=5, seed=i)) for i in range(5)}
+    expected = run(Sampler(policy, 8, 8192), requests)
+    scattered = Sampler(policy, 8, 8192)
+    scattered._cache._free = scattered._cache._free[::2]  # a heap still
+    found = run(scattered, requests)
+    for id in requests:
+        assert found[id][0] == expected[id][0]
+        assert found[id][1] == pytest.approx(expected[id][1], abs=1e-5)
+
+
+def test_attention_of_blocks_is_the_same_without_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(shape, generator=generator) for shape in [(5, 2, 3, 16), *2 * [(5, 2, 32, 16)]])
+    mask = torch.zeros(5, 32)
+    mask[2, 7:] = -torch.inf
+    fused = parts.attend_blocks(query, keys, values, 0.25, mask)
+    monkeypatch.setattr(parts, "_is_fused", lambda query, value: False)
+    plain = parts.attend_blocks(query, keys, values, 0.25, mask)
+    for ours, theirs in zip(plain, fused, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)

@@ -1,0 +1,104 @@
+"""Batches that could teach nothing are reported: in the status, in its lines for people, and once in the server's log.
+
+Pinned here:
+1. three batches in a row without any variance are reported, with one prompt, its answers and their rewards;
+2. the log has the report once; the status has it until a batch has variance again;
+3. a restarted server reports the same, from its journal; answers that a checkpoint has released are left out;
+4. rewards by role are rewards: a group in which only these differ has variance.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from agentjet.cli.status import described
+from agentjet.protocol import BeginRequest, FinishRequest, ScoredAnswer, StatusResponse
+from tests.fakes import Running, running, saying
+
+pytestmark = pytest.mark.anyio
+
+
+async def equal_batch(run: Running, reward: float = 0.0) -> None:
+    """One batch of two groups, in which every episode earns the same."""
+    version = run.gateway.swarm.policy_version
+    for group in range(2):
+        for _ in range(2):
+            await run.episode(reward, task=f"t{group}", text="What is 1 + 1?")
+    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.engine.state == "rolling")
+
+
+def warnings(status: StatusResponse) -> list[str]:
+    lines = described(status)
+    names = [name for name, _ in lines]
+    start = names.index("warning") if "warning" in names else len(lines)
+    return [line for name, line in lines[start:] if name in ("warning", "")]
+
+
+async def test_three_batches_that_could_teach_nothing_are_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def logged() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "could teach nothing" in r.getMessage()]
+
+    answers = iter(["Two is eight.", "Two."])
+    script = saying(lambda prompt: next(answers, "Two."))
+    async with running(tmp_path / "d", script) as run:
+        with caplog.at_level(logging.WARNING):
+            await equal_batch(run)
+            await equal_batch(run)
+            assert run.gateway.status().zero_variance is None and not logged()
+            answers = iter(["Two is eight.", "Two."])
+            await equal_batch(run)
+            found = run.gateway.status().zero_variance
+            assert found is not None and (found.batches, found.task_id) == (3, "t0")
+            assert found.prompt == "What is 1 + 1?"
+            assert found.answers == [
+                ScoredAnswer(answer="Two is eight.", reward=0, count=1),
+                ScoredAnswer(answer="Two.", reward=0, count=1),
+            ]
+            shown = warnings(run.gateway.status())
+            assert shown[0].startswith("3 batches in a row could teach nothing")
+            assert shown[1:4] == [
+                "  task 't0', prompt 'What is 1 + 1?'",
+                "  reward 0 x 1: 'Two is eight.'",
+                "  reward 0 x 1: 'Two.'",
+            ]
+            assert any("the reward: the answers differ" in line for line in shown)
+            assert logged() == ["\n".join(shown)]
+            await equal_batch(run)
+            assert "all answers are the same" in "\n".join(warnings(run.gateway.status()))
+            assert len(logged()) == 1, "it is logged once"
+            await run.batch()
+            assert run.gateway.status().zero_variance is None and not warnings(run.gateway.status())
+            for _ in range(3):
+                await equal_batch(run, reward=1.0)
+            assert len(logged()) == 2, "and again the next time"
+
+
+async def test_a_restart_reports_the_same_without_what_a_checkpoint_released(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"keep_checkpoints": 1}) as run:
+        for _ in range(3):
+            await equal_batch(run)
+        before = run.gateway.status().zero_variance
+    async with running(tmp_path / "d", job={"keep_checkpoints": 1}) as run:
+        after = run.gateway.status().zero_variance
+    assert before is not None and before.prompt and after is not None
+    assert after == before.model_copy(
+        update={"prompt": "", "answers": [ScoredAnswer(answer="", reward=0.0, count=2)]}
+    ), "the stop saved a checkpoint, which covers the calls"
+
+
+async def test_rewards_by_role_are_variance(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 1}) as run:
+        for _ in range(3):
+            version = run.gateway.swarm.policy_version
+            for by_role in ({"planner": 1.0}, {"planner": 0.0}):
+                begun = await run.gateway.begin(BeginRequest(task_id="t", wait=5))
+                await run.say(begun.id)
+                await run.gateway.finish(begun.id, FinishRequest(reward=0.5, by_role=by_role))
+            await run.until(lambda: run.gateway.swarm.policy_version > version)  # noqa: B023
+        status = run.gateway.status()
+    assert status.zero_variance is None and status.last_step["groups/zero_variance"] == 0
