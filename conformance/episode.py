@@ -115,8 +115,8 @@ async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
             policy.turns[:] = [OTHER_TURN]
             client = served.openai(other)
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "And you?"}])
-            await _finish(served, episode, REWARD, {exercise.role: ROLE_REWARD} if exercise.role else {})
-            await _finish(served, other, OTHER_REWARD, {})
+            for each, reward, of_role in ((episode, REWARD, ROLE_REWARD), (other, OTHER_REWARD, OTHER_REWARD)):
+                await _finish(served, each, reward, {exercise.role: of_role} if exercise.role else {})
             await served.run.until(lambda: bool(policy.learned))
             [forest] = policy.learned
     left = {
