@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
     """Installed packages and their versions; those of npm begin with `npm `."""
     bins = (AIDER, OPENHANDS, PYTHON.parent)
     sites = [str(site) for each in bins for site in each.parent.glob("lib/python*/site-packages")]
-    found = {one.name.lower(): one.version for one in distributions(path=sites[::-1])}
+    found = {one.name.lower().replace("_", "-"): one.version for each in sites for one in distributions(path=[each])}
     wanted = json.loads((NODE / "package.json").read_text(encoding="utf-8"))
     for package in (*wanted["dependencies"], *wanted["optionalDependencies"]):
         installed = NODE / "node_modules" / package / "package.json"

@@ -1,4 +1,4 @@
-# Titles are a side call; OPENCODE_CONFIG_CONTENT is read as a configuration file.
+# Whatever the model's name is, `policy` is one of it. OPENCODE_CONFIG_CONTENT is read as a configuration file.
 export OPENCODE_DISABLE_AUTOUPDATE=1 OPENCODE_DISABLE_MODELS_FETCH=1 OPENCODE_DISABLE_DEFAULT_PLUGINS=1 OPENCODE_PURE=1
 export OPENCODE_CONFIG_CONTENT='{
   "share": "disabled",
@@ -8,4 +8,4 @@ export OPENCODE_CONFIG_CONTENT='{
     "models": {"policy": {}}
   }}
 }'
-opencode run --model "agentjet/$OPENAI_MODEL" "$1"
+opencode run --model agentjet/policy "$1"
