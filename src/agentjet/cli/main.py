@@ -11,6 +11,7 @@ from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
 from agentjet.cli.eval import evaluate
 from agentjet.cli.export import export
+from agentjet.cli.job import app as job
 from agentjet.cli.printing import printable
 from agentjet.cli.research import app as research
 from agentjet.cli.run import run
@@ -33,6 +34,7 @@ app.command()(run)
 app.command("eval")(evaluate)
 app.command()(status)
 app.command()(watch)
+app.add_typer(job, name="job")
 app.add_typer(episodes, name="episodes")
 app.command()(checkpoints)
 app.add_typer(token, name="token")

@@ -19,6 +19,7 @@ from agentjet.client.connection import Connection, Retry
 from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import AsyncEpisode, checked_reward, finish_body
 from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
+from agentjet.client.job_changes import change
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, Begun
 from agentjet.client.settings import load_settings
@@ -248,7 +249,16 @@ class AsyncSwarm:
     async def set_job(self, job: Mapping[str, Any], *, revision: int) -> JobBody:
         """Replace the job's settings, if they are still those of `revision`; else raises `Conflict`. Takes the admin
         token."""
-        body = JobBody(revision=revision, job=dict(job))
+        return await self._put_job(JobBody(revision=revision, job=dict(job)))
+
+    async def change_job(self, changes: Mapping[str, Any]) -> JobBody:
+        """Change single job settings by dotted name, such as `{"optimizer.lr": 1e-5}`; the others stay as they are.
+
+        Raises `ConfigError` or `InvalidRequest` naming the key, the value and the nearest key. Takes the admin token.
+        """
+        return await change(self.job, self._put_job, changes)
+
+    async def _put_job(self, body: JobBody) -> JobBody:
         return JobBody.model_validate(await self._connection.request("PUT", "/job", body=body))
 
     async def start(self) -> StatusResponse:

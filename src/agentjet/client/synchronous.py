@@ -70,6 +70,7 @@ class Swarm(Driver[AsyncSwarm]):
     status = driven(AsyncSwarm.status)
     job = driven(AsyncSwarm.job)
     set_job = driven(AsyncSwarm.set_job)
+    change_job = driven(AsyncSwarm.change_job)
     start = driven(AsyncSwarm.start)
     stop = driven(AsyncSwarm.stop)
     take_lease = driven(AsyncSwarm.take_lease)
