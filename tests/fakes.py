@@ -173,11 +173,11 @@ class ScriptedCompute:
         self.version, self.weights = state["version"], state["weights"]
         return self.version
 
-    async def export(self, path: Path) -> None:
+    async def export(self, path: Path, *, adapter: bool = False) -> None:
         await self._while_alive(asyncio.sleep(0))
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-        (path / "model.txt").write_text(self.weights)
+        (path / ("adapter.txt" if adapter else "model.txt")).write_text(self.weights)
 
     async def close(self) -> None:
         self._stop("stopped")

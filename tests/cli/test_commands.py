@@ -20,7 +20,7 @@ from agentjet.cli.printing import printable
 from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
 from agentjet.client import Estimate, Swarm
-from agentjet.errors import AgentJetError, ConfigError, NotFound, Unauthorized, Unreachable
+from agentjet.errors import AgentJetError, ConfigError, InvalidRequest, NotFound, Unauthorized, Unreachable
 from agentjet.protocol import EpisodeTree
 from tests.cli.conftest import TOO_HARD
 from tests.server.serving import TOKEN, Served
@@ -77,6 +77,8 @@ def test_checkpoints_and_export(served: Served, tmp_path: Path) -> None:
     assert (out / "model.txt").is_file()
     with pytest.raises(ConfigError, match="exists"):
         run("export", str(out), *at(served))
+    with pytest.raises(InvalidRequest, match=r"model\.lora\.rank = 0: .*no adapter"):
+        run("export", str(tmp_path / "adapter"), "--adapter", *at(served))
 
 
 def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
@@ -88,8 +90,13 @@ def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
     run("export", str(tmp_path / "out"), "--checkpoint", str(policy.parent))
     assert (tmp_path / "out" / "config.json").is_file()
     (policy / "config.json").rename(policy / "adapter_config.json")
-    with pytest.raises(AgentJetError, match="LoRA"):
+    with pytest.raises(AgentJetError, match=r"LoRA adapter.* --adapter"):
         run("export", str(tmp_path / "other"), "--checkpoint", str(policy.parent))
+    assert "PeftModel" in run("export", str(tmp_path / "other"), "--adapter", "--checkpoint", str(policy.parent))
+    assert (tmp_path / "other" / "adapter_config.json").is_file()
+    (policy / "adapter_config.json").rename(policy / "config.json")
+    with pytest.raises(AgentJetError, match=r"model\.lora\.rank = 0.*without --adapter"):
+        run("export", str(tmp_path / "third"), "--adapter", "--checkpoint", str(policy.parent))
 
 
 def test_export_into_what_is_no_folder(tmp_path: Path) -> None:

@@ -121,6 +121,15 @@ class TrainReport(_Report):
     seconds: float
     code_changes: tuple[CodeChange, ...] = ()
     """Edits of the agent meanwhile, with `reload`, in order."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """With `eval_every`, the scores on the held-out tasks, in order, from before the first batch to the end."""
+    stopped_early: bool = False
+    """True if the run ended before its steps because `stop_after` evaluations brought no new best score."""
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the highest score, the earliest of equal ones; None without evaluations."""
+        return best_of(self.evaluations)
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -138,6 +147,11 @@ class TrainReport(_Report):
             f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
+        if self.evaluations:
+            scores = ", ".join(f"{e.policy_version}: {e.score:.3f}" for e in self.evaluations)
+            best = "" if self.best is None else f"; best: version {self.best.policy_version}"
+            early = ", stopped early: no new best score" if self.stopped_early else ""
+            lines.append(f"held-out score by version: {scores}{best}{early}")
         for change in self.code_changes:
             why = f": {change.why}" if change.why else ""
             lines.append(f"code {change.before} {change.kind}{f' to {change.to}' if change.to else ''}{why}")
@@ -230,6 +244,25 @@ class EvalReport(_Report):
         mean = self.mean_at_k
         tasks = f"{mean.num_tasks} task{'' if mean.num_tasks == 1 else 's'}"
         return f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy version's evaluation on held-out tasks during a training run."""
+
+    policy_version: int
+    report: EvalReport
+
+    @property
+    def score(self) -> float:
+        """Mean over tasks of the mean reward over their repeats; NaN when no episode finished."""
+        return self.report.mean_at_k.value
+
+
+def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """The one with the highest score, the earliest of equal ones; None when none has a score."""
+    scored = [evaluation for evaluation in evaluations if not math.isnan(evaluation.score)]
+    return max(scored, key=lambda evaluation: evaluation.score, default=None)
 
 
 def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:

@@ -67,6 +67,7 @@ class Swarm(Driver[AsyncSwarm]):
     evaluate = driven_run(AsyncSwarm.evaluate)
     episodes = driven(AsyncSwarm.episodes)
     episode_tree = driven(AsyncSwarm.episode_tree)
+    evaluations = driven(AsyncSwarm.evaluations)
     status = driven(AsyncSwarm.status)
     job = driven(AsyncSwarm.job)
     set_job = driven(AsyncSwarm.set_job)

@@ -33,6 +33,8 @@ from agentjet.protocol import (
     BeginRequest,
     CheckpointInfo,
     EpisodeTree,
+    EvaluationRequest,
+    EvaluationView,
     Event,
     FinishRequest,
     JobBody,
@@ -261,6 +263,16 @@ class Gateway:
         await self._commits.durable()
         return answer
 
+    # ---- evaluations ------------------------------------------------------------------------------------------------
+
+    async def record_evaluation(
+        self, request: EvaluationRequest, *, idempotency_key: str | None = None
+    ) -> list[EvaluationView]:
+        """Store the score of a policy version; returns all evaluations. Raises `InvalidRequest`."""
+        self.swarm.record_evaluation(request, idempotency_key=idempotency_key)
+        await self._commits.durable()
+        return self.swarm.evaluations()
+
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     async def checkpoint(self) -> CheckpointInfo:
@@ -270,19 +282,29 @@ class Gateway:
         """
         return await self.engine.between_batches("checkpoint", self.engine.checkpoint)
 
-    async def export(self) -> CheckpointInfo:
-        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir.
+    async def export(self, *, adapter: bool = False) -> CheckpointInfo:
+        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir, or its adapter
+        alone as a PEFT folder.
 
-        Raises `Conflict` for a policy that has diverged.
+        Raises `InvalidRequest` for the adapter of a policy without one, `Conflict` for a policy that has diverged.
         """
+        if adapter and not self.config.model.lora.rank:
+            raise InvalidRequest(
+                "adapter = true, but model.lora.rank = 0: the server trains all weights, so the policy has no adapter; "
+                "export the whole model, without --adapter",
+                code="no_adapter",
+                status=422,
+                param="adapter",
+            )
 
         async def errand() -> CheckpointInfo:
             self.engine.refuse_diverged()
             version = self.swarm.policy_version
-            path = self.config.server.data_dir / "exports" / f"step_{version:06d}"
+            name = f"step_{version:06d}{'-adapter' if adapter else ''}"
+            path = self.config.server.data_dir / "exports" / name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                await self._compute.export(path)
+                await self._compute.export(path, adapter=adapter)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
         return await self.engine.between_batches("export", errand)

@@ -105,6 +105,13 @@ class EmptyRequest(Request):
     """The request takes no options: any key is refused."""
 
 
+class ExportRequest(Request):
+    """Have the present policy written on the server's disk."""
+
+    adapter: bool = False
+    """The adapter alone, as a PEFT folder, instead of the whole model."""
+
+
 class EpisodeView(Response):
     """An episode as the server sees it."""
 
@@ -176,13 +183,37 @@ class EpisodeList(Response):
 class Event(Response):
     """One line of `GET /swarm/v1/events` (SSE, `event:` is `kind`, `id:` is `seq`). Kinds: `step`, `state`,
     `checkpoint`, `episode`, `group`, `batch` (one that was set aside), `code_version` (one came into use), `task_set`
-    (one joined or left).
+    (one joined or left), `evaluation` (an `EvaluationRequest`).
     """
 
     seq: int
     kind: str
     time: float
     body: dict[str, Any]
+
+
+class EvaluationRequest(Request):
+    """The score of a policy version on held-out tasks; higher is better."""
+
+    policy_version: Annotated[int, Field(ge=0, lt=2**63)]
+    score: Finite
+    """Mean over the tasks of the mean reward of a task's repeats."""
+    num_tasks: Annotated[int, Field(ge=1, lt=2**63)]
+    num_episodes: Annotated[int, Field(ge=1, lt=2**63)]
+    client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+
+
+class EvaluationView(Response):
+    """A recorded evaluation."""
+
+    policy_version: int
+    score: float
+    num_tasks: int
+    num_episodes: int
+    client_id: str
+    time: float
+    best: bool
+    """True if no evaluation has a higher score, and no earlier one the same."""
 
 
 class CheckpointInfo(Response):

@@ -22,6 +22,7 @@ from agentjet.protocol import (
     EpisodeTree,
     EpisodeView,
     Event,
+    ExportRequest,
     FinishRequest,
     Int64,
     JobBody,
@@ -200,9 +201,11 @@ async def create_checkpoint(wired: Wired, body: EmptyRequest | None = None) -> C
 
 
 @router.post("/exports", dependencies=client, responses=problems_of(409, 503, 507))
-async def create_export(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
-    """Write the present policy as a plain Hugging Face folder on the server's disk, between two batches."""
-    return await _written(wired.gateway.export())
+async def create_export(wired: Wired, body: ExportRequest | None = None) -> CheckpointInfo:
+    """Write the present policy on the server's disk, between two batches: as a plain Hugging Face folder, or its
+    adapter alone.
+    """
+    return await _written(wired.gateway.export(adapter=body is not None and body.adapter))
 
 
 async def _written(work: Awaitable[CheckpointInfo]) -> CheckpointInfo:

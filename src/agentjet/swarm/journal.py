@@ -352,6 +352,11 @@ class Journal(JournalFile):
         )
         return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
 
+    def events_of(self, kind: str) -> list[Event]:
+        """All events of a kind that are kept, in order."""
+        rows = self._db.execute("SELECT seq, kind, time, body FROM events WHERE kind = ? ORDER BY seq", (kind,))
+        return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
+
     def last_event(self) -> int:
         """Number of the newest event, 0 before the first."""
         return int(self._db.execute("SELECT MAX(seq) FROM events").fetchone()[0] or 0)
@@ -368,5 +373,8 @@ class Journal(JournalFile):
         )
         self._db.execute("DELETE FROM undelivered WHERE call_id NOT IN (SELECT id FROM calls)")
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
-        self._db.execute("DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ?", (EVENTS_KEPT,))
+        self._db.execute(
+            "DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ? AND kind != 'evaluation'",
+            (EVENTS_KEPT,),
+        )
         self._set_meta("durable_version", str(policy_version))

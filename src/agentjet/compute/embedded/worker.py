@@ -210,8 +210,8 @@ class Worker:
         self._metrics = {self._version - 1: state["metrics"]}
         return self._version
 
-    def _export(self, path: str) -> None:
-        checkpoint.export(Path(path), self.policy)
+    def _export(self, path: str, adapter: bool) -> None:
+        checkpoint.export(Path(path), self.policy, adapter=adapter)
 
     def _send(self, frame: frames.Frame) -> None:
         self._output.write(frames.encode(frame))
