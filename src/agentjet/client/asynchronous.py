@@ -256,9 +256,10 @@ class AsyncSwarm:
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
-    async def episodes(self, limit: int = 20) -> EpisodeList:
-        """The newest episodes, newest first."""
-        return EpisodeList.model_validate(await self._connection.request("GET", f"/episodes?limit={limit}"))
+    async def episodes(self, limit: int = 20, *, before: str = "") -> EpisodeList:
+        """The newest episodes, newest first; those begun before the one with the id `before`, where it is given."""
+        path = f"/episodes?limit={limit}" + (f"&before={quote(before, safe='')}" if before else "")
+        return EpisodeList.model_validate(await self._connection.request("GET", path))
 
     async def episode_tree(self, episode_id: str) -> EpisodeTree:
         """An episode with every call, token by token. Raises `NotFound`."""

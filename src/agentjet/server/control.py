@@ -83,15 +83,16 @@ async def begin_episode(
     )
 
 
-@router.get("/episodes", dependencies=viewer, responses=problems_of(503))
+@router.get("/episodes", dependencies=viewer, responses=problems_of(404, 503))
 async def list_episodes(
     wired: Wired,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     team: Annotated[str, Query(max_length=256)] = "",
     status: EpisodeStatus | None = None,
+    before: Annotated[str, Query(max_length=256)] = "",
 ) -> EpisodeList:
-    """The newest episodes, newest first: all, those of a team, those of a status."""
-    found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status)
+    """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode."""
+    found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status, before=before)
     await wired.gateway.durable()
     return EpisodeList(episodes=[view(episode) for episode in found])
 

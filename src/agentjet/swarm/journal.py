@@ -110,15 +110,19 @@ class Journal(JournalFile):
         row = self._db.execute(f"{SELECT_EPISODES} WHERE e.id = ?", (episode_id,)).fetchone()
         return None if row is None else read_episode(row)
 
-    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
-        """The newest ones, newest first: all, those of a team, those of a status."""
+    def recent_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+    ) -> list[Episode]:
+        """The newest ones, newest first: all, those of a team, those of a status, those begun `before` an episode."""
         conditions = ["TRUE"]
+        if before:
+            conditions.append("e.seq < (SELECT seq FROM episodes WHERE id = :before)")
         if team:
             conditions.append("e.team = :team AND e.team != ''")  # the second half lets SQLite use the index
         if status:
             conditions.append(f"{STATUS} = :status")
         query = f"{SELECT_EPISODES} WHERE {' AND '.join(conditions)} ORDER BY e.seq DESC LIMIT :limit"
-        rows = self._db.execute(query, {"team": team, "status": status, "limit": limit})
+        rows = self._db.execute(query, {"team": team, "status": status, "limit": limit, "before": before})
         return [read_episode(row) for row in rows]
 
     def unsettled_episodes(self) -> list[Episode]:

@@ -82,6 +82,32 @@ class JournalFile:
             raise
         return journal
 
+    @classmethod
+    def open_read_only(cls, path: Path) -> Self:
+        """Open an existing journal to read it, whether or not a server writes to it; nothing in its folder changes.
+
+        Raises `ConfigError` when there is none, or it has another schema than this AgentJet's.
+        """
+        if not path.is_file():
+            raise ConfigError(f"{str(path.parent)!r} is not a data dir of AgentJet: it has no {path.name}")
+        # Without a write-ahead log the file is all there is, and SQLite need not make one beside it.
+        log = path.with_name(path.name + "-wal")
+        how = "mode=ro" if log.exists() and log.stat().st_size else "immutable=1"
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None)
+        journal = cls(path, connection, -1)
+        try:
+            found = int(journal._meta("schema_version", "0"))
+        except sqlite3.DatabaseError as error:
+            journal.close()
+            raise ConfigError(f"{path} cannot be read as a journal ({error})") from None
+        if found != SCHEMA_VERSION:
+            journal.close()
+            raise ConfigError(
+                f"{path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: start a server on that data "
+                "dir once, or use the AgentJet that wrote it"
+            )
+        return journal
+
     def close(self) -> None:
         """Close the file and let others have it; idempotent."""
         if self._log is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -42,11 +43,18 @@ class Outlook:
             raise NotFound(f"There is no episode {episode_id!r} here.", code="episode_not_found")
         return episode
 
-    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
-        """The newest episodes, newest first: all, those of a team, those of a status."""
+    def recent_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+    ) -> list[Episode]:
+        """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode.
+
+        Raises `NotFound` when there is no episode `before`.
+        """
+        end = self.episode(before).seq if before else math.inf
         if status not in ("live", "prepared"):
-            return self._journal.recent_episodes(limit, team=team, status=status)
+            return self._journal.recent_episodes(limit, team=team, status=status, before=before)
         found = [e for e in self._ledger.undecided() if e.status == status and (not team or e.team == team)]
+        found = [e for e in found if e.seq < end]
         return sorted(found, key=lambda episode: -episode.seq)[:limit]
 
     def expires_at(self, episode: Episode) -> float:
