@@ -7,6 +7,7 @@ import sys
 import typer
 
 from agentjet.cli.checkpoints import checkpoints
+from agentjet.cli.compare import compare
 from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
 from agentjet.cli.eval import evaluate
@@ -37,6 +38,7 @@ app.command()(watch)
 app.add_typer(job, name="job")
 app.add_typer(episodes, name="episodes")
 app.command()(checkpoints)
+app.command()(compare)
 app.add_typer(token, name="token")
 app.command()(export)
 app.add_typer(research, name="research")
