@@ -20,7 +20,7 @@ from agentjet.gateway import CallChunk, CallRequest, Gateway
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline import Forest
 from agentjet.timeline.allowed import encode_set
-from agentjet.types import Call, Conversation, Message, ModelCard, Sampled, SamplingParams
+from agentjet.types import Call, CheckpointStamp, Conversation, Message, ModelCard, Sampled, SamplingParams
 from tests.tiny import SPECIAL, make_card, tokenizer
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
@@ -157,21 +157,19 @@ class ScriptedCompute:
             raise WorkerDied("killed while learning")
         return self._last[1]
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         await self._while_alive(asyncio.sleep(0))
         if self.fail_save:
             raise self.fail_save.pop(0)
         path.mkdir()
         (path / "state.json").write_text(json.dumps({"version": self.version, "weights": self.weights}))
+        return _stamp(path)
 
-    async def load(self, path: Path) -> int:
+    async def load(self, path: Path) -> CheckpointStamp:
         await self._while_alive(asyncio.sleep(0))
-        try:
-            state = json.loads((path / "state.json").read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from error
-        self.version, self.weights = state["version"], state["weights"]
-        return self.version
+        stamp = _stamp(path)
+        self.version, self.weights = stamp.policy_version, json.loads((path / "state.json").read_text())["weights"]
+        return stamp
 
     async def export(self, path: Path, *, adapter: bool = False) -> None:
         await self._while_alive(asyncio.sleep(0))
@@ -206,6 +204,15 @@ class ScriptedCompute:
         if not waiting.done():
             waiting.cancel()
             raise WorkerDied(self._end.result())
+
+
+def _stamp(path: Path) -> CheckpointStamp:
+    """Raises `CheckpointError` for a state that is not JSON; other damage only changes the digest."""
+    try:
+        text = (path / "state.json").read_bytes()
+        return CheckpointStamp(json.loads(text)["version"], hashlib.sha256(text).hexdigest())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def _allowed(piece: tuple[int, ...], params: SamplingParams) -> tuple[bytes, ...]:

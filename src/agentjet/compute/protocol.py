@@ -20,7 +20,7 @@ from typing import Protocol
 
 from agentjet.config import JobConfig
 from agentjet.timeline.forest import Forest
-from agentjet.types import ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
 
 
 class Compute(Protocol):
@@ -46,14 +46,14 @@ class Compute(Protocol):
         """Optimise the policy on a batch; returns metrics under the field's names. See the idempotency rule above."""
         ...
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         """Write a checkpoint folder (`policy/`, `trainer.pt`, `state.json`) atomically; raises `CheckpointError`."""
         ...
 
-    async def load(self, path: Path) -> int:
-        """Restore weights and optimiser from a checkpoint folder; returns its policy version.
+    async def load(self, path: Path) -> CheckpointStamp:
+        """Verify a checkpoint folder, then restore weights and optimiser from it.
 
-        Raises `CheckpointError` when it cannot be read, `ConfigError` when it was made under other settings.
+        Raises `CheckpointError` for every damage, `ConfigError` when it was made under other settings.
         """
         ...
 

@@ -33,7 +33,7 @@ from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch, Swarm
-from agentjet.types import EngineState, ModelCard
+from agentjet.types import CheckpointStamp, EngineState, ModelCard
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -175,18 +175,23 @@ class Engine:
         checkpoint would push out the last good one.
         """
         version = self._swarm.policy_version
-        for info in self._store.listing():
-            if info.policy_version == version:
-                return info
+        if (written := self._store.good(version)) is not None:
+            return written
         try:
             self.refuse_diverged()
-            info = await self._store.write(version, self._compute.save, keep=self._swarm.job.keep_checkpoints)
+            keep = self._swarm.job.keep_checkpoints
+            info = await self._store.write(version, self._compute.save, self._record_checkpoint, keep=keep)
         except (CheckpointError, Conflict) as error:
             self._emit("checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
-        self._swarm.checkpointed(self._store.listing()[0].policy_version)
+        if (covered := self._store.covers(keep)) is not None:
+            self._swarm.checkpointed(covered)
         self._emit("checkpoint", {"ok": True, "policy_version": version, "path": info.path})
         return info
+
+    async def _record_checkpoint(self, stamp: CheckpointStamp) -> None:
+        self._swarm.record_checkpoint(stamp)
+        await self._commits.durable()
 
     def refuse_diverged(self) -> None:
         """Raises `Conflict` where the present policy has diverged: nothing written of it is of use."""
@@ -259,29 +264,52 @@ class Engine:
             self._roll()
 
     async def _load_newest(self) -> list[Batch]:
-        """Load the newest checkpoint that can be loaded, if any; returns the batches to learn from there on.
+        """Load the newest good checkpoint, if any; returns the batches to learn from there on.
 
-        Raises `ConfigError` when it was made under other settings: it is whole, so nothing else is tried.
+        Unusable ones are set aside. Raises `ConfigError` for one made under other settings: it is whole, so nothing
+        else is tried. Raises `CheckpointError` if neither a checkpoint nor the journal leads to the present version.
         """
         refused: list[str] = []
         for info in reversed(self._store.listing()):
             try:
-                version = await self._compute.load(Path(info.path))
+                stamp = await self._load(info)
             except CheckpointError as error:
-                log.error("checkpoint %s cannot be loaded: %s", info.path, error)
-                self._emit("checkpoint", {"ok": False, "policy_version": info.policy_version, "error": str(error)})
-                refused.append(str(error))
-                continue
-            return self._swarm.resume(version)
+                refused.append(self._set_aside(info, error))
+            else:
+                self._store.loaded(info.policy_version)
+                return self._swarm.resume(stamp)
         try:
-            batches = self._swarm.resume(0)
+            batches = self._swarm.resume(None)
         except CheckpointError as error:
-            raise CheckpointError("; ".join([*refused, str(error)])) from error
+            raise CheckpointError("; ".join([*refused, str(error), *self._unusable()])) from error
         if refused:
             # A load that failed may have left anything behind: version 0 takes a fresh worker.
             await self._compute.close()
             await self._start_worker()
         return batches
+
+    async def _load(self, info: CheckpointInfo) -> CheckpointStamp:
+        """Raises `CheckpointError` unless the checkpoint is whole, has its name's version, and is the journal's."""
+        stamp = await self._compute.load(Path(info.path))
+        if stamp.policy_version != info.policy_version:
+            raise CheckpointError(f"checkpoint {info.path} is damaged: it has policy version {stamp.policy_version}")
+        self._swarm.check_checkpoint(stamp)
+        if not stamp.digest:
+            log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", info.path)
+        return stamp
+
+    def _set_aside(self, info: CheckpointInfo, error: CheckpointError) -> str:
+        """Rename an unusable checkpoint; returns what happened, in words."""
+        aside = self._store.set_aside(info.policy_version)
+        log.error("checkpoint set aside as %s: %s", aside, error)
+        body = {"ok": False, "policy_version": info.policy_version, "error": str(error), "set_aside": str(aside)}
+        self._emit("checkpoint", body)
+        return f"{error} (set aside as {aside})"
+
+    def _unusable(self) -> list[str]:
+        """What lies beside the journal from earlier starts, for the message of a refusal."""
+        found = [path.name for path in self._store.unusable()]
+        return [f"Unusable checkpoints in {self._store.folder}: {', '.join(found)}."] if found else []
 
     def check_room(self, job: JobConfig) -> None:
         """Raises `ConfigError` when its completions leave no room for a prompt, as far as the model is known."""
@@ -396,8 +424,7 @@ class Engine:
 
     async def _last_checkpoint(self) -> None:
         """At a stop. Whatever goes wrong, the journal still has every batch since the last good checkpoint."""
-        newest = self._store.newest()
-        if self._swarm.policy_version > (newest or 0):
+        if self._swarm.policy_version:
             try:
                 await self._try_checkpoint()
             except (AgentJetError, OSError) as error:

@@ -318,6 +318,8 @@ class StatusResponse(Response):
     """The newest 20 by last use, the newest last."""
     task_sets: dict[str, TaskSetStatus] = {}
     """Those that have a weight, or groups in the present or a recent batch; empty when no task names one."""
+    unusable_checkpoints: list[str] = []
+    """Folders of checkpoints that were damaged or not of this run, and so set aside."""
     last_event: int = 0
     """Number of the newest event: where to begin reading `events` to miss none from here on."""
     uptime: float

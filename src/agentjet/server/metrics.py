@@ -51,6 +51,7 @@ class _GatewayCollector(Collector):
             ("policy_version", "Batches learned.", status.policy_version),
             ("calls_active", "Calls held, sampled, or still being read.", status.calls_active),
             ("clients", "Clients seen since the server began, the newest ones only.", len(status.clients)),
+            ("unusable_checkpoints", "Checkpoints that were set aside.", len(status.unusable_checkpoints)),
             ("journal_bytes", "Size of the journal on disk.", self._journal_bytes()),
             ("uptime_seconds", "Seconds since the server began.", status.uptime),
         ):

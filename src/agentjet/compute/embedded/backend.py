@@ -19,7 +19,7 @@ from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied
 from agentjet.timeline.allowed import unpack_sets
 from agentjet.timeline.forest import Forest
-from agentjet.types import ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable)
@@ -103,13 +103,13 @@ class EmbeddedCompute:
         )
         return metrics
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         """See `Compute.save`."""
-        await self._ask("save", path=str(path))
+        return CheckpointStamp(**await self._ask("save", path=str(path)))
 
-    async def load(self, path: Path) -> int:
+    async def load(self, path: Path) -> CheckpointStamp:
         """See `Compute.load`."""
-        return int(await self._ask("load", path=str(path)))
+        return CheckpointStamp(**await self._ask("load", path=str(path)))
 
     async def export(self, path: Path, *, adapter: bool = False) -> None:
         """See `Compute.export`."""
