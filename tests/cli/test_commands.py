@@ -68,9 +68,9 @@ def test_no_server_is_a_sentence_and_exit_code_2() -> None:
 
 
 def test_checkpoints_and_export(served: Served, tmp_path: Path) -> None:
-    assert "none yet" in run("checkpoints", *at(served))
-    assert "step_000000" in run("checkpoints", "--create", *at(served))
-    [saved] = json.loads(run("checkpoints", "--json", *at(served)))
+    assert "none yet" in run("checkpoints", "list", *at(served))
+    assert "step_000000" in run("checkpoints", "create", *at(served))
+    [saved] = json.loads(run("checkpoints", "list", "--json", *at(served)))
     assert saved["policy_version"] == 0
     out = tmp_path / "it is exported"
     assert f"agentjet eval '{out}'" in run("export", str(out), *at(served)), "to be copied into a shell"

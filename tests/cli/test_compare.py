@@ -47,7 +47,7 @@ async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
     async with running(data_dir, job={"optimizer": {"lr": lr}}) as up:
         await up.batch()
         for score in scores:
-            await up.gateway.record_evaluation(
+            await up.gateway.versions.record_evaluation(
                 EvaluationRequest(policy_version=1, score=score, num_tasks=1, num_episodes=1)
             )
         reads_only(data_dir)  # while the server runs

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from agentjet.cli.checkpoints import checkpoints
+from agentjet.cli.checkpoints import app as checkpoints
 from agentjet.cli.compare import compare
 from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
@@ -37,7 +37,7 @@ app.command()(status)
 app.command()(watch)
 app.add_typer(job, name="job")
 app.add_typer(episodes, name="episodes")
-app.command()(checkpoints)
+app.add_typer(checkpoints, name="checkpoints")
 app.command()(compare)
 app.add_typer(token, name="token")
 app.command()(export)

@@ -44,6 +44,7 @@ from agentjet.protocol import (
     LeaseView,
     RunRequest,
     StatusResponse,
+    TagRequest,
 )
 from agentjet.types import Mode, Reward, Task
 
@@ -338,6 +339,17 @@ class AsyncSwarm:
         """Save a checkpoint of the present policy, between two batches."""
         answer = await self._connection.request("POST", "/checkpoints", server_wait=SAVING_WAIT)
         return CheckpointInfo.model_validate(answer)
+
+    async def tag(self, policy_version: int, name: str) -> list[CheckpointInfo]:
+        """Name a checkpoint, which is then kept until `untag`. Raises `InvalidRequest`, `NotFound`, `Conflict`."""
+        body = TagRequest(policy_version=policy_version)
+        answer = await self._connection.request("PUT", f"/tags/{quote(name, safe='')}", body=body)
+        return [CheckpointInfo.model_validate(item) for item in answer]
+
+    async def untag(self, name: str) -> list[CheckpointInfo]:
+        """Remove the name of a checkpoint. Raises `NotFound`."""
+        answer = await self._connection.request("DELETE", f"/tags/{quote(name, safe='')}")
+        return [CheckpointInfo.model_validate(item) for item in answer]
 
     async def export(self, *, adapter: bool = False) -> CheckpointInfo:
         """Have the present policy written on the server's disk, between two batches: as a plain Hugging Face folder, or

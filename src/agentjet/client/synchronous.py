@@ -79,6 +79,8 @@ class Swarm(Driver[AsyncSwarm]):
     enter_run = driven(AsyncSwarm.enter_run)
     checkpoints = driven(AsyncSwarm.checkpoints)
     checkpoint = driven(AsyncSwarm.checkpoint)
+    tag = driven(AsyncSwarm.tag)
+    untag = driven(AsyncSwarm.untag)
     export = driven(AsyncSwarm.export)
 
     def events(self, after: int = 0) -> Iterator[Event]:

@@ -28,13 +28,12 @@ from agentjet.gateway.limits import CallLimits, too_many_episodes
 from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.gateway.tracing import Tracing
+from agentjet.gateway.versions import Versions
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
     CheckpointInfo,
     EpisodeTree,
-    EvaluationRequest,
-    EvaluationView,
     Event,
     FinishRequest,
     JobBody,
@@ -95,6 +94,7 @@ class Gateway:
         self.engine = Engine(
             self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed, tracing=self.tracing
         )
+        self.versions = Versions(self.swarm, self._commits, self.engine, self.store)
         self._calls = CallPath(
             self.swarm,
             self._commits,
@@ -263,16 +263,6 @@ class Gateway:
         await self._commits.durable()
         return answer
 
-    # ---- evaluations ------------------------------------------------------------------------------------------------
-
-    async def record_evaluation(
-        self, request: EvaluationRequest, *, idempotency_key: str | None = None
-    ) -> list[EvaluationView]:
-        """Store the score of a policy version; returns all evaluations. Raises `InvalidRequest`."""
-        self.swarm.record_evaluation(request, idempotency_key=idempotency_key)
-        await self._commits.durable()
-        return self.swarm.evaluations()
-
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     async def checkpoint(self) -> CheckpointInfo:
@@ -327,6 +317,7 @@ class Gateway:
             model=self.model_name,
             model_weights=self.engine.card.weights if self.engine.card else "",
             policy_version=swarm.policy_version,
+            branched_from=swarm.branched_from,
             batch_size=job.batch_size,
             group_size=job.group_size,
             spare_episodes=job.spare_episodes,

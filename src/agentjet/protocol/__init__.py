@@ -24,6 +24,7 @@ from agentjet.protocol.bodies import (
     Problem,
     RunRequest,
     StatusResponse,
+    TagRequest,
     TaskSetStatus,
     Temperature,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Problem",
     "RunRequest",
     "StatusResponse",
+    "TagRequest",
     "TaskSetStatus",
     "Temperature",
 ]

@@ -183,7 +183,7 @@ class EpisodeList(Response):
 class Event(Response):
     """One line of `GET /swarm/v1/events` (SSE, `event:` is `kind`, `id:` is `seq`). Kinds: `step`, `state`,
     `checkpoint`, `episode`, `group`, `batch` (one that was set aside), `code_version` (one came into use), `task_set`
-    (one joined or left), `evaluation` (an `EvaluationRequest`).
+    (one joined or left), `evaluation` (an `EvaluationRequest`), `rollback`.
     """
 
     seq: int
@@ -222,6 +222,16 @@ class CheckpointInfo(Response):
     policy_version: int
     path: str
     created: float
+    tags: list[str] = []
+    """Its names; a checkpoint that has one is never rotated away."""
+    score: float | None = None
+    """Of the newest recorded evaluation of this version."""
+
+
+class TagRequest(Request):
+    """Which checkpoint a name is for."""
+
+    policy_version: Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class JobBody(Request):
@@ -297,6 +307,8 @@ class StatusResponse(Response):
     model_weights: str = ""
     """Fingerprint of the weights that every run begins with; empty until they are loaded."""
     policy_version: int
+    branched_from: str = ""
+    """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
     batch_size: int
     group_size: int
     spare_episodes: int = 0

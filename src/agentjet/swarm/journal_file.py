@@ -17,7 +17,7 @@ from typing import Any, Self
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, Later
 from agentjet.swarm.log_sync import LONGEST_LOG, LogSync
-from agentjet.swarm.origin import Origin, changes, of_settings
+from agentjet.swarm.origin import BRANCHED_FROM, Origin, changes, of_settings
 from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ class JournalFile:
                 "use the AgentJet that wrote it, or choose another server.data_dir"
             )
         if model is not None:
-            if not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
+            is_new = not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone()
+            if is_new and BRANCHED_FROM not in self.origin:
                 # A setting may be mistyped at the first start: it counts once something was recorded.
                 self._db.execute("DELETE FROM meta WHERE key = 'origin'")
             self.trace_origin(of_settings(model))
@@ -148,6 +149,10 @@ class JournalFile:
         """As far as it is recorded: an older AgentJet knew the model's name only."""
         recorded: dict[str, str | int] = json.loads(self._meta("origin", "{}"))
         return recorded
+
+    def branch(self, origin: Origin, branched_from: str) -> None:
+        """Begin a new journal with the origin of another one, and remember which that was."""
+        self._set_meta("origin", json.dumps({**origin, BRANCHED_FROM: branched_from}))
 
     def trace_origin(self, given: Origin) -> list[str]:
         """Compare with the policy's origin; returns, in words, what changed that may. Raises `ConfigError` for what

@@ -15,6 +15,7 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.leases import Leases
 from agentjet.swarm.ledger import Ledger
 from agentjet.swarm.mixing import Mixing
+from agentjet.swarm.origin import BRANCHED_FROM
 from agentjet.swarm.records import Batch, Episode, Group, Tally, TaskSetShare
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.tree import ConversationTree
@@ -88,6 +89,11 @@ class Outlook:
     def job_revision(self) -> int:
         """Which change of the settings made them what they are; counts from 1."""
         return self._ledger.settings.revision
+
+    @property
+    def branched_from(self) -> str:
+        """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
+        return str(self._journal.origin.get(BRANCHED_FROM, ""))
 
     # ---- batches -------------------------------------------------------------------------------------------
 
