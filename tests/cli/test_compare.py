@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli.compare import differing, read
+from agentjet.cli.lineage import roll_back
 from agentjet.errors import ConfigError
 from agentjet.protocol import EvaluationRequest
 from tests.cli.test_commands import run
@@ -71,6 +72,21 @@ def test_data_dirs_have_evaluations_and_settings(tmp_path: Path) -> None:
     assert first["reward_best"] == 0.5 and first["episodes"] == 4
     printed = run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert "settings that differ" in printed and "job.optimizer.lr" in printed
+
+
+def test_batches_that_were_undone_cost_and_are_in_no_reward(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for _ in range(2):
+            async with running(tmp_path / "a", job={"checkpoint_every": 1, "keep_checkpoints": 9}) as up:
+                await up.batch()
+                await up.batch()
+            if up.gateway.swarm.policy_version == 2:
+                roll_back(tmp_path / "a", "1")
+
+    asyncio.run(scenario())
+    found = read(tmp_path / "a")
+    assert (found.version, found.steps, found.undone, found.episodes) == (5, 4, 1, 16)
+    assert found.reward_best_version == 1, "not 2, which was undone"
 
 
 def test_settings_that_are_not_known_differ_from_nothing() -> None:

@@ -46,6 +46,9 @@ def trained(
 
             report = await swarm.train(agent, TASKS, concurrency=4, progress=False, eval_tasks=HELD_OUT, **options)
             await http.aclose()
+            assert report.best is not None
+            assert served.run.gateway.store.tags.read() == {"best": report.best.policy_version}
+            assert report.best.policy_version in [info.policy_version for info in await swarm.checkpoints()]
             return report, [view.model_dump() for view in await swarm.evaluations()]
 
     report, recorded = asyncio.run(scenario())

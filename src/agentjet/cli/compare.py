@@ -27,6 +27,8 @@ class Run:
     name: str
     version: int
     steps: int
+    undone: int
+    """Of these, undone by a rollback: they cost tokens and time, and are in no reward."""
     reward_first: float | None
     reward_final: float | None
     reward_best: float | None
@@ -46,6 +48,7 @@ class Run:
 ROWS = {
     "version": "policy version",
     "steps": "batches learned",
+    "undone": "  of them undone",
     "reward_first": f"reward, first {FINAL_STEPS} batches",
     "reward_final": f"reward, last {FINAL_STEPS} batches",
     "reward_best": "reward, best batch",
@@ -94,17 +97,21 @@ def read(path: Path) -> Run:
     """A run from its data dir or its metrics file. Raises `ConfigError` naming what is missing or wrong."""
     file = path / METRICS if path.is_dir() else path
     steps = _steps(file)
-    evaluations: list[Mapping[str, Any]] = []
-    settings: dict[str, Any] = {}
-    if path.is_dir():
-        evaluations, settings = _journal(path)
-    rewards = {version: line["reward/mean"] for version, line in steps.items() if "reward/mean" in line}
+    recorded = _recorded(path) if path.is_dir() else _Recorded()
+    undone = {version for version in steps if recorded.was_undone(version)}
+    rewards = {
+        version: line["reward/mean"]
+        for version, line in steps.items()
+        if "reward/mean" in line and version not in undone
+    }
+    evaluations = [one for one in recorded.evaluations if not recorded.was_undone(one["policy_version"])]
     scores = {evaluation["policy_version"]: evaluation["score"] for evaluation in evaluations}
     values, held_out = list(rewards.values()), [evaluation["score"] for evaluation in evaluations]
     return Run(
         name=str(path),
         version=max(steps),
         steps=len(steps),
+        undone=len(undone),
         reward_first=_mean(values[:FINAL_STEPS]),
         reward_final=_mean(values[-FINAL_STEPS:]),
         reward_best=max(values, default=None),
@@ -117,7 +124,7 @@ def read(path: Path) -> Run:
         episodes=round(_sum(steps, "batch/episodes")),
         sampled_tokens=round(_sum(steps, "batch/sampled_tokens")),
         minutes=sum(_sum(steps, f"time/{phase}") for phase in ("sample", "wait", "learn")) / 60,
-        settings=settings,
+        settings=recorded.settings,
     )
 
 
@@ -155,8 +162,20 @@ def _steps(file: Path) -> dict[int, Mapping[str, Any]]:
     return steps
 
 
-def _journal(data_dir: Path) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """The evaluations of a data dir, and the settings it is under: the job's and what its policy was begun with."""
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What the journal of a data dir adds to its metrics file."""
+
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    rollbacks: Sequence[Mapping[str, int]] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The job settings, and what the policy was begun with."""
+
+    def was_undone(self, version: int) -> bool:
+        return any(done["to"] < version < done["policy_version"] for done in self.rollbacks)
+
+
+def _recorded(data_dir: Path) -> _Recorded:
     from agentjet.cli.job import flat
     from agentjet.swarm import Journal
 
@@ -164,7 +183,8 @@ def _journal(data_dir: Path) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
     try:
         held = journal.job_settings()
         job = dict(flat(held.job.model_dump(mode="json"), "job.")) if held is not None else {}
-        return [event.body for event in journal.events_of("evaluation")], {**journal.origin, **job}
+        evaluations, rollbacks = ([e.body for e in journal.events_of(kind)] for kind in ("evaluation", "rollback"))
+        return _Recorded(evaluations, rollbacks, {**journal.origin, **job})
     finally:
         journal.close()
 

@@ -39,9 +39,7 @@ def export_episodes(
     min_reward: Annotated[
         float | None, typer.Option(metavar="R", help="Only conversations with at least this reward.")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Read this data dir; then no server is asked.", exists=True, file_okay=False)
-    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Read this data dir; then no server is asked.")] = None,
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,

@@ -15,9 +15,7 @@ from agentjet.errors import CheckpointError, ConfigError
 
 def export(
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="A checkpoint folder; then no server is asked.", exists=True, file_okay=False)
-    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint folder; then no server is asked.")] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
     ] = False,
