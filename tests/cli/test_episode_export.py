@@ -51,7 +51,7 @@ def test_conversations_with_rewards(served: Served, tmp_path: Path) -> None:
         play(swarm, "b", 0.25, mode="eval")
         play(swarm, "c", None)
     out = tmp_path / "all.jsonl"
-    assert "4 conversations of 2 episodes" in run("episodes", "export", str(out), *at(served))
+    assert "conversations: 4, of episodes: 2, in" in run("episodes", "export", str(out), *at(served))
     found = read(out)
     assert [(row["task_id"], row["timeline"], row["reward"]) for row in found] == [
         ("a", 0, 1.0), ("a", 1, 1.0), ("b", 0, 0.25), ("b", 1, 0.25),
@@ -111,7 +111,7 @@ def test_messages_that_a_checkpoint_covers_are_gone(served: Served, tmp_path: Pa
         served.run.gateway._journal.prune(1, 0.0)
         play(swarm, "new", 1.0, mode="eval")
     out = tmp_path / "out.jsonl"
-    assert "2 conversations of 1 episodes" in (said := run("episodes", "export", str(out), *at(served)))
+    assert "conversations: 2, of episodes: 1, in" in (said := run("episodes", "export", str(out), *at(served)))
     assert "1 more have no messages any more, since a checkpoint covers them" in said
     assert {row["task_id"] for row in read(out)} == {"new"}
 

@@ -20,7 +20,7 @@ import pytest
 
 from agentjet.cli.lineage import branch, roll_back
 from agentjet.client import Swarm
-from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, NotFound
+from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.gateway import versions as gateway_versions
 from agentjet.protocol import BeginRequest, EvaluationRequest, FinishRequest
 from tests.cli.test_commands import at, run
@@ -161,7 +161,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         assert (before["trained"], before["waiting"], before["live"]) == (16, 1, 1)
         with pytest.raises(ConfigError, match="in use by another server"):
             roll_back(data, "1")
-    done = roll_back(data, "1")
+    done, _ = roll_back(data, "1")
     assert (done.to, done.policy_version, done.batches, done.trained, done.waiting, done.live) == (1, 5, 3, 12, 1, 1)
     assert weights(data, 5) == weights(data, 1)
     async with running(data) as up:
@@ -194,30 +194,28 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
 async def test_rollbacks_of_rollbacks(tmp_path: Path) -> None:
     data = tmp_path / "d"
     await trained(data, 3)
-    assert roll_back(data, "1").policy_version == 4
+    assert roll_back(data, "1")[0].policy_version == 4
     await trained(data, 1)
     with pytest.raises(CheckpointError, match=r"version 2 was undone by the rollback to version 1.*checkpoints branch"):
         roll_back(data, "2")
-    again = roll_back(data, "1")
+    again, _ = roll_back(data, "1")
     assert (again.policy_version, again.batches, again.trained) == (6, 1, 4)
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1)
         assert up.gateway.swarm.status_counts()["trained"] == 4
         await up.gateway.versions.tag("start", 1)
-    assert roll_back(data, "start").policy_version == 7
+    assert roll_back(data, "start")[0].policy_version == 7
 
 
 async def test_a_batch_that_was_composed_but_not_learned_is_undone_too(tmp_path: Path) -> None:
     data = tmp_path / "d"
     await trained(data, 2)
     async with running(data) as up:
-        up.compute.may_learn.clear()
+        up.compute.fail_learn = [Later("The journal cannot be written.", retry_after=0.01)] * 10_000
         for number in range(4):
             await up.episode(float(number % 2), task=f"t{number // 2}")
         await up.until(lambda: up.gateway.swarm.pending is not None)
-        up.compute.die()
-        up.compute.may_start.clear()
-    done = roll_back(data, "1")
+    done, _ = roll_back(data, "1")
     assert (done.policy_version, done.batches, done.trained, done.waiting) == (3, 1, 4, 4)
     async with running(data) as up:
         assert up.gateway.swarm.pending is None
@@ -279,7 +277,7 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot replay"):
         async with running(data):
             pass
-    assert roll_back(data, "1").policy_version == 4
+    assert roll_back(data, "1")[0].policy_version == 4
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1) and up.gateway.swarm.status_counts()["dropped"] == 4
         await up.batch()
@@ -324,8 +322,9 @@ async def test_what_cannot_be_branched(tmp_path: Path) -> None:
 
 async def test_the_commands_say_how_to_go_on(tmp_path: Path) -> None:
     data, new = tmp_path / "d", tmp_path / "a new one"
-    await trained(data, 2)
+    await trained(data, 2, max_steps=3)
     said = run("checkpoints", "branch", f"{data}@1", str(new))
     assert "begins at policy version 1" in said and f"--data-dir '{new}'" in said
     said = run("checkpoints", "rollback", "1", "--data-dir", str(data))
     assert "Policy version 3 has the weights of version 1. Undone: 1 batches" in said
+    assert "job.max_steps = 3 is reached at version 3: raise it to train on" in said

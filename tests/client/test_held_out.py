@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.client import AsyncEpisode, AsyncSwarm, EpisodeResult, EvalReport, Evaluation, TrainReport
+from agentjet.client import AsyncEpisode, AsyncSwarm, EpisodeResult, EvalReport, Evaluation, TrainReport, Version
 from agentjet.client.held_out import HeldOut
 from agentjet.client.report import best_of
+from agentjet.errors import Conflict
 from agentjet.types import Task
 from tests.client.test_evaluation import client
 from tests.server.serving import Served, serving
@@ -98,6 +99,21 @@ def test_when_a_score_has_stalled(scores: tuple[float | None, ...], stalled: boo
 
     assert HeldOut(never, 1, 2, done=scored(*scores)).stalled is stalled
     assert not HeldOut(never, 1, 0, done=scored(*scores)).stalled
+
+
+def test_an_evaluation_that_takes_too_long_ends_no_run() -> None:
+    async def late(version: object) -> EvalReport:
+        raise Conflict("The policy is at version 2.", code="version_gone")
+
+    async def broken(version: object) -> EvalReport:
+        raise Conflict("The engine is stopped.", code="engine_stopped")
+
+    said: list[str] = []
+    held_out = HeldOut(late, 1)
+    asyncio.run(held_out.run(Version("", lambda task, episode: 0.0), said.append))
+    assert held_out.done == [] and "The policy is at version 2." in said[0]
+    with pytest.raises(Conflict, match="stopped"):
+        asyncio.run(HeldOut(broken, 1).run(Version("", lambda task, episode: 0.0), said.append))
 
 
 def test_evaluations_without_a_score_are_not_the_best() -> None:

@@ -114,7 +114,13 @@ def weights(folder: Path) -> bytes:
     return (folder / "policy" / "model.safetensors").read_bytes()
 
 
-def test_verbs_refusals_and_idempotent_learning(tiny_folder: Path, tmp_path: Path) -> None:
+def test_verbs_refusals_and_idempotent_learning(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("queue", "secrets", "agentjet"):  # Beside the user's own files: no business of the worker's.
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('a file of the current folder was run')")
+    monkeypatch.chdir(tmp_path)
+
     async def scenario() -> None:
         compute = Overheard(config(tiny_folder, tmp_path))
         assert (await compute.start()).num_parameters > 0

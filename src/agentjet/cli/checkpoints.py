@@ -73,12 +73,16 @@ def roll_back_to(
     """
     from agentjet.cli.lineage import roll_back
 
-    done = roll_back(data_dir, version)
+    done, job = roll_back(data_dir, version)
     typer.echo(
         f"Policy version {done.policy_version} has the weights of version {done.to}. Undone: {done.batches} batches.\n"
         f"Dropped as rolled_back: {done.trained} trained episodes and {done.waiting} that waited; {done.live} live "
-        f"ones are aborted.\nGo on with: agentjet serve --data-dir {shlex.quote(str(data_dir))}"
+        f"ones are aborted."
     )
+    for name, end in (("max_steps", job.max_steps), ("optimizer.total_steps", job.optimizer.total_steps)):
+        if 0 < end <= done.policy_version:
+            typer.echo(f"job.{name} = {end} is reached at version {done.policy_version}: raise it to train on.")
+    typer.echo(f"Go on with: agentjet serve --data-dir {shlex.quote(str(data_dir))}")
 
 
 @app.command("branch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def export_episodes(
         ]
         num_rows, num_gone = _write(file, source, wanted[::-1], min_reward)
     gone = f"; {num_gone} more have no messages any more, since a checkpoint covers them" if num_gone else ""
-    typer.echo(f"{num_rows} conversations of {len(wanted) - num_gone} episodes are in {file}{gone}")
+    typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
 
 
 def _views(source: Source) -> Iterator[EpisodeView]:
@@ -72,11 +72,11 @@ def _write(file: Path, source: Source, episode_ids: list[str], min_reward: float
     """Write the rows; returns how many, and how many episodes had no calls any more. `file` is whole if it is there."""
     from agentjet.client.conversations import rows
 
-    partial = file.with_name(f".{file.name}.partial")
+    partial = None
     num_rows = num_gone = 0
     try:
-        # Messages are private, as the journal is.
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
+        descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # For its owner only.
+        with open(descriptor, "w", encoding="utf-8") as out:
             for episode_id in episode_ids:
                 episode = source.tree(episode_id)
                 num_gone += not episode.calls
@@ -89,11 +89,12 @@ def _write(file: Path, source: Source, episode_ids: list[str], min_reward: float
                 f"nothing to export: of {len(episode_ids)} episodes that fit --status and --mode, {num_gone} have no "
                 "messages any more (a checkpoint covers them), the others no conversation with --min-reward"
             )
-        partial.rename(file)
+        Path(partial).rename(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        if partial is not None:
+            Path(partial).unlink(missing_ok=True)
     return num_rows, num_gone
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from agentjet.cli.data_dir import JOURNAL
 from agentjet.compute.embedded.digests import seal, verified_state
+from agentjet.config import JobConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.swarm import Journal, Swarm
@@ -21,8 +23,9 @@ WRITTEN = frozenset({"format", "files", "digest"})
 """Keys of a checkpoint's state that `seal` writes."""
 
 
-def roll_back(data_dir: Path, version: str) -> Rollback:
-    """Take a stopped server's policy back to a checkpoint, by policy version or tag.
+def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
+    """Take a stopped server's policy back to a checkpoint, by policy version or tag; returns what that did, and the job
+    settings in force.
 
     Raises `ConfigError` when a server is using the data dir, `CheckpointError` for a checkpoint that is missing,
     damaged, or not an ancestor of the present weights. Nothing is changed then.
@@ -41,7 +44,7 @@ def roll_back(data_dir: Path, version: str) -> Rollback:
         new = swarm.policy_version + 1
         with _copied(store.path(target), store.path(new)) as copy:
             stamp = CheckpointStamp(new, _sealed(copy, {**state, "policy_version": new, "metrics": {}}))
-            return swarm.roll_back(target, stamp)
+            return swarm.roll_back(target, stamp), held.job
     finally:
         journal.close()
 
@@ -62,10 +65,10 @@ def branch(source: Path, version: str, data_dir: Path) -> int:
         state, origin = _verified(store, original, target), original.origin
     finally:
         original.close()
-    partial = data_dir.with_name(f".{data_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = None
     try:
-        partial.mkdir(0o700, parents=True)
+        data_dir.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{data_dir.name}.", dir=data_dir.parent))
         begun = CheckpointStore(partial)
         begun.folder.mkdir()
         with _copied(store.path(target), begun.path(target)) as copy:
@@ -82,7 +85,8 @@ def branch(source: Path, version: str, data_dir: Path) -> int:
     except OSError as error:
         raise ConfigError(f"{str(data_dir)!r} could not be written: {error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

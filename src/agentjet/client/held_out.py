@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from agentjet.client.code import Version
 from agentjet.client.report import EvalReport, Evaluation, best_of
+from agentjet.errors import Conflict
 
 
 @dataclass
@@ -44,8 +45,14 @@ class HeldOut:
             await self.run(version, say)
 
     async def run(self, version: Version, say: Callable[[str], None]) -> None:
-        """One evaluation."""
-        report = await self.evaluate(version)
+        """One evaluation. The run goes on without it when it takes longer than the server holds a version."""
+        try:
+            report = await self.evaluate(version)
+        except Conflict as gone:
+            if gone.code != "version_gone":
+                raise
+            say(f"held-out tasks were not all evaluated before the policy learned on: {gone}")
+            return
         self.done.append(Evaluation(report.policy_versions[0], report))
         best = "; the best so far" if best_of(self.done) is self.done[-1] and len(self.done) > 1 else ""
         say(f"held-out tasks at version {self.done[-1].policy_version}: {report}{best}")

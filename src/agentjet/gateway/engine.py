@@ -261,6 +261,7 @@ class Engine:
                 return
             await self._learn(batch)
         if not self._stopping:
+            self._timer.roll()
             self._roll()
 
     async def _load_newest(self) -> list[Batch]:
@@ -354,6 +355,7 @@ class Engine:
                 await self._run_errands()
                 if not self._stopping and (swarm.pending or swarm.ready()):
                     await self._step()
+                    self._timer.roll()
             except Later as later:
                 # The journal cannot be written now, and has said so. The batch stays where it is: learning it again
                 # changes nothing.
@@ -406,12 +408,16 @@ class Engine:
             if done.done():
                 continue
             try:
-                done.set_result(await errand())
+                result = await errand()
             except WorkerDied:
                 self._errands.appendleft((errand, done))
                 raise
             except Exception as error:  # It belongs to whoever sent the errand, and is raised there.
-                done.set_exception(error)
+                if not done.done():  # Its caller may have been cancelled meanwhile.
+                    done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(result)
 
     async def _try_checkpoint(self) -> bool:
         """A checkpoint that may fail: the last good one stays, training goes on, the event and the log say so."""
@@ -433,7 +439,6 @@ class Engine:
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def _roll(self) -> None:
-        self._timer.roll()
         if self.state != "rolling":
             self._enter("rolling")
         self._gate.open()

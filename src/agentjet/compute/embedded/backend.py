@@ -59,7 +59,7 @@ class EmbeddedCompute:
         self._log_path.touch(0o600)
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "agentjet.compute.embedded"),
+                *(sys.executable, "-P", "-m", "agentjet.compute.embedded"),  # Nothing from the current folder.
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

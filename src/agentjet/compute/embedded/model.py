@@ -19,16 +19,17 @@ from agentjet.compute.embedded.branching import why_state_cannot_branch
 from agentjet.compute.embedded.card import make_card
 from agentjet.compute.embedded.logits import find_logit_shape
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.resolve import first_line, resolve_device, resolve_dtype, resolve_model
+from agentjet.compute.embedded.resolve import first_line, resolve_device, resolve_dtype, resolve_model, why_not_loaded
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 BEGINNING = 0
-"""Seed of what is drawn while a model is loaded (adapters, weights that its files lack): every worker begins alike, or
-a replay would end elsewhere. Set after the type was found, which may take draws or not.
+"""Seed of what is drawn while a model is loaded (adapters): every worker begins alike, or a replay would end elsewhere.
+Set after the type was found, which may take draws or not.
 """
+NUM_SHOWN = 3
 
 
 def load_policy(config: ModelConfig) -> Policy:
@@ -38,13 +39,12 @@ def load_policy(config: ModelConfig) -> Policy:
     device = resolve_device(config.device)
     folder = resolve_model(config.name)
     try:
-        hf_config = AutoConfig.from_pretrained(folder)
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name = {config.name!r}: {first_line(error)}") from error
+        raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
     dtype = resolve_dtype(config.dtype, device, hf_config)
     torch.manual_seed(BEGINNING)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model = model.to(device).eval()
+    model = _from_files(config.name, folder, dtype).to(device).eval()
     card = make_card(config, folder, model)
     if config.lora.rank:
         model = _with_adapters(model, config.lora)
@@ -57,6 +57,25 @@ def load_policy(config: ModelConfig) -> Policy:
     else:
         log.warning("%s: state cannot branch (%s): one row per timeline", config.name, reason)
     return policy
+
+
+def _from_files(name: str, folder: str, dtype: torch.dtype) -> Any:
+    """Load the weights. Raises `ConfigError` if the files lack some, which the library would draw at random.
+
+    Tied weights and buffers are not missing.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False, output_loading_info=True
+    )
+    model, loading = loaded
+    missing = sorted(set(loading["missing_keys"]) & {name for name, _ in model.named_parameters()})
+    if missing:
+        shown = ", ".join(missing[:NUM_SHOWN]) + (", …" if len(missing) > NUM_SHOWN else "")
+        raise ConfigError(
+            f"model.name = {name!r}: its files lack {len(missing)} of the model's weights ({shown}): "
+            "use files that hold the whole causal language model"
+        )
+    return model
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:

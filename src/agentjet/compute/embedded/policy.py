@@ -94,7 +94,7 @@ class Policy:
 
     def original_weights(self) -> dict[str, Tensor]:
         """The trainable weights as they were at version 0, read again: the reference of a KL penalty."""
-        original: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=self.dtype)
+        original: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=self.dtype, trust_remote_code=False)
         return {name: p.detach().to(self.device) for name, p in original.named_parameters()}
 
     @contextmanager

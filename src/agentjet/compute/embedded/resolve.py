@@ -81,14 +81,16 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
     """Turn the quantised file into a plain bfloat16 folder. The loader's own object stays flagged as quantised and
     cannot train.
     """
-    quantised = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     config = quantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config._name_or_path = BUNDLED_ID
     plain = type(quantised)(config)
     plain.load_state_dict(quantised.state_dict())
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     cast(Any, plain).to(torch.bfloat16).save_pretrained(partial)
@@ -104,3 +106,13 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
 def first_line(error: BaseException) -> str:
     """What a library's error says, for a message of ours."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def why_not_loaded(error: BaseException) -> str:
+    """The reason why `transformers` cannot load a model or its tokenizer, for a message of ours."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings code of its own (auto_map), which AgentJet never runs: "
+            "use a model and a tokenizer that transformers knows"
+        )
+    return first_line(error)
