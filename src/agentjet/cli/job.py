@@ -43,7 +43,7 @@ def set_job(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Change job settings of a running server; takes the admin token. They count from the next batch on."""
+    """Change job settings of a running server; takes the admin token. A batch that is composed keeps its settings."""
     changes = dict(map(parsed, settings))
     with connect(url, token, token_file) as swarm:
         before, after = swarm.job(), swarm.change_job(changes)
