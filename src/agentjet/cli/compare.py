@@ -28,7 +28,7 @@ class Run:
     version: int
     steps: int
     undone: int
-    """Of these, undone by a rollback: they cost tokens and time, and are in no reward."""
+    """Batches that a rollback undid. They cost tokens and time, and are in no reward."""
     reward_first: float | None
     reward_final: float | None
     reward_best: float | None
@@ -164,7 +164,7 @@ def _steps(file: Path) -> dict[int, Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """What the journal of a data dir adds to its metrics file."""
+    """Facts that the journal of a data dir adds to its metrics file."""
 
     evaluations: Sequence[Mapping[str, Any]] = ()
     rollbacks: Sequence[Mapping[str, int]] = ()

@@ -16,7 +16,7 @@ from agentjet.errors import Conflict
 
 @dataclass
 class HeldOut:
-    """What is evaluated when, and what it scored so far."""
+    """The evaluations of one run: when they are due, and their scores so far."""
 
     evaluate: Callable[[Version], Awaitable[EvalReport]]
     """Evaluates the newest policy version with a version of the agent."""

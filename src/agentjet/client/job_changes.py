@@ -10,7 +10,7 @@ from agentjet.errors import ConfigError, Conflict
 from agentjet.protocol import JobBody
 
 ATTEMPTS = 5
-"""Another client may replace the settings between the read and the write, but not for ever."""
+"""Number of tries. Another client may replace the settings between the read and the write."""
 FIXED = ("model", "sampler", "server")
 """Sections of the settings that a running server keeps."""
 

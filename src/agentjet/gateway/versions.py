@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Versions:
-    """Of one run."""
+    """The policy versions of one run."""
 
     def __init__(self, swarm: Swarm, commits: Commits, engine: Engine, store: CheckpointStore) -> None:
         self._swarm = swarm

@@ -1,7 +1,7 @@
 """Going back to an earlier policy version. The server is stopped; the caller provides the checkpoint.
 
 Policy versions only rise. The version after a rollback is a number that was never used: it has the weights of the
-earlier version, and no batch leads to it. So a number names one set of weights for ever, and staleness, caches and
+earlier version, and no batch leads to it. So a number always names the same weights, and staleness, caches and
 names of checkpoints stay right. The episodes of the undone batches are dropped as `rolled_back`, together with those
 that waited to train; their groups count in the next batch that is learned.
 """
@@ -23,7 +23,7 @@ WORDS = "rolled back: the policy went back to an earlier version"
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """What a rollback did; also the body of its event."""
+    """The effects of a rollback; also the body of its event."""
 
     to: int
     """The version whose weights the policy has again."""
