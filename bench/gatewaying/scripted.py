@@ -86,7 +86,7 @@ class ScriptedCompute:
     async def load(self, path: Path) -> int:
         raise AssertionError("a fresh data dir has no checkpoints")
 
-    async def export(self, path: Path) -> None:
+    async def export(self, path: Path, *, adapter: bool = False) -> None:
         raise AssertionError("nobody asks for an export")
 
     async def close(self) -> None:

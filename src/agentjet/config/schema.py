@@ -288,7 +288,9 @@ class JobConfig(Section):
     checkpoint_every: Int64 = Field(20, ge=0)
     """Batches between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Int64 = Field(2, ge=1)
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept. Those with a tag are kept besides."""
+    keep_best: bool = True
+    """Keep the checkpoint of the best recorded evaluation under the tag `best`, and save it if there is none yet."""
     seed: Int64 = 0
     """Seed of everything random on the server."""
     side_calls: tuple[SideCallRule, ...] = Field((), max_length=16)

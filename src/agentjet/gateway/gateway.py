@@ -31,6 +31,7 @@ from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.gateway.side_calls import directed
 from agentjet.gateway.tracing import Tracing
+from agentjet.gateway.versions import Versions
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -101,6 +102,7 @@ class Gateway:
             self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed, tracing=self.tracing
         )
         self._admits = self._admission()
+        self.versions = Versions(self.swarm, self._commits, self.engine, self.store)
         self._calls = CallPath(
             self.swarm,
             self._commits,
@@ -297,19 +299,29 @@ class Gateway:
         """
         return await self.engine.between_batches("checkpoint", self.engine.checkpoint)
 
-    async def export(self) -> CheckpointInfo:
-        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir.
+    async def export(self, *, adapter: bool = False) -> CheckpointInfo:
+        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir, or its adapter
+        alone as a PEFT folder.
 
-        Raises `Conflict` for a policy that has diverged.
+        Raises `InvalidRequest` for the adapter of a policy without one, `Conflict` for a policy that has diverged.
         """
+        if adapter and not self.config.model.lora.rank:
+            raise InvalidRequest(
+                "adapter = true, but model.lora.rank = 0: the server trains all weights, so the policy has no adapter; "
+                "export the whole model, without --adapter",
+                code="no_adapter",
+                status=422,
+                param="adapter",
+            )
 
         async def errand() -> CheckpointInfo:
             self.engine.refuse_diverged()
             version = self.swarm.policy_version
-            path = self.config.server.data_dir / "exports" / f"step_{version:06d}"
+            name = f"step_{version:06d}{'-adapter' if adapter else ''}"
+            path = self.config.server.data_dir / "exports" / name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                await self._compute.export(path)
+                await self._compute.export(path, adapter=adapter)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
         return await self.engine.between_batches("export", errand)
@@ -332,6 +344,7 @@ class Gateway:
             model=self.model_name,
             model_weights=self.engine.card.weights if self.engine.card else "",
             policy_version=swarm.policy_version,
+            branched_from=swarm.branched_from,
             batch_size=job.batch_size,
             group_size=job.group_size,
             spare_episodes=job.spare_episodes,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 
+from agentjet.errors import NotFound
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CallView,
@@ -18,7 +20,10 @@ from agentjet.protocol import (
     batches_without_variance,
 )
 from agentjet.rendering import Renderer
-from agentjet.swarm import Episode, Swarm
+from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.swarm.batches import find_orphans, load_trees
+from agentjet.timeline import ConversationTree
+from agentjet.timeline.forks import OrphanReason
 from agentjet.types import Call, Message
 
 SHOWN_CHARACTERS = 200
@@ -78,13 +83,25 @@ def _shortened(text: str) -> str:
 
 def tree(swarm: Swarm, renderer: Renderer | None, episode_id: str) -> EpisodeTree:
     """An episode with its calls, role by role in the order they were recorded. Texts need a renderer."""
-    episode = swarm.episode(episode_id)
-    unheard = swarm.orphans(episode_id)
-    calls = [
-        _call(call, unheard.get(call.id, ""), renderer)
-        for conversation in swarm.trees(episode_id).values()
-        for call in conversation.calls
-    ]
+    return _tree(swarm.episode(episode_id), swarm.trees(episode_id), swarm.orphans(episode_id), renderer)
+
+
+def recorded_tree(journal: Journal, episode_id: str) -> EpisodeTree:
+    """The same from a journal alone, without texts. Raises `NotFound`."""
+    episode = journal.episode(episode_id)
+    if episode is None:
+        raise NotFound(f"There is no episode {episode_id!r} in {journal.path}.", code="episode_not_found")
+    trees = load_trees(journal, episode_id)
+    return _tree(episode, trees, find_orphans(journal, episode_id, trees), None)
+
+
+def _tree(
+    episode: Episode,
+    trees: Mapping[str, ConversationTree],
+    unheard: Mapping[str, OrphanReason],
+    renderer: Renderer | None,
+) -> EpisodeTree:
+    calls = [_call(call, unheard.get(call.id, ""), renderer) for tree in trees.values() for call in tree.calls]
     return EpisodeTree(**_facts(episode), calls=calls)
 
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentjet import __version__
 from agentjet.gateway import Gateway
-from agentjet.server import control, health, inference, leasing, problems
+from agentjet.server import control, health, inference, leasing, problems, versions
 from agentjet.server.auth import Keys
 from agentjet.server.hosts import HostCheck, allowed_hosts
 from agentjet.server.lease import FILE, Lease
@@ -36,6 +36,7 @@ def create_app(runs: Gateway | Runs, keys: Keys) -> FastAPI:
     app.include_router(inference.router)  # Tried one by one, in this order: what is asked most comes first.
     app.include_router(control.router)
     app.include_router(leasing.router)
+    app.include_router(versions.router)
     app.include_router(health.router)
     app.add_middleware(BodyLimit, max_bytes=server.max_body_mb * 2**20)
     app.add_middleware(HostCheck, allowed=allowed_hosts(server))  # The last one added is asked first.

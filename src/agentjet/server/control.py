@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import StreamingResponse
@@ -22,6 +22,7 @@ from agentjet.protocol import (
     EpisodeTree,
     EpisodeView,
     Event,
+    ExportRequest,
     FinishRequest,
     Int64,
     JobBody,
@@ -41,6 +42,7 @@ from agentjet.server.wiring import (
 )
 from agentjet.types import EpisodeStatus
 
+Stored = TypeVar("Stored")
 STOP_PATIENCE = 20.0
 """Seconds a stop is waited for before its present state is answered."""
 
@@ -82,15 +84,16 @@ async def begin_episode(
     )
 
 
-@router.get("/episodes", dependencies=viewer, responses=problems_of(503))
+@router.get("/episodes", dependencies=viewer, responses=problems_of(404, 503))
 async def list_episodes(
     wired: Wired,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     team: Annotated[str, Query(max_length=256)] = "",
     status: EpisodeStatus | None = None,
+    before: Annotated[str, Query(max_length=256)] = "",
 ) -> EpisodeList:
-    """The newest episodes, newest first: all, those of a team, those of a status."""
-    found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status)
+    """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode."""
+    found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status, before=before)
     await wired.gateway.durable()
     return EpisodeList(episodes=[view(episode) for episode in found])
 
@@ -187,25 +190,28 @@ async def stop_engine(wired: Wired) -> StatusResponse:
     return wired.gateway.status()
 
 
-@router.get("/checkpoints", dependencies=viewer)
+@router.get("/checkpoints", dependencies=viewer, responses=problems_of(507))
 async def list_checkpoints(wired: Wired) -> list[CheckpointInfo]:
-    """The checkpoints on disk, oldest first."""
-    return wired.gateway.store.listing()
+    """The checkpoints on disk, oldest first, with their tags and scores."""
+    return await stored(wired.gateway.versions.checkpoints())
 
 
 @router.post("/checkpoints", dependencies=client, responses=problems_of(409, 503, 507))
 async def create_checkpoint(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Save a checkpoint of the present policy, between two batches."""
-    return await _written(wired.gateway.checkpoint())
+    return await stored(wired.gateway.checkpoint())
 
 
 @router.post("/exports", dependencies=client, responses=problems_of(409, 503, 507))
-async def create_export(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
-    """Write the present policy as a plain Hugging Face folder on the server's disk, between two batches."""
-    return await _written(wired.gateway.export())
+async def create_export(wired: Wired, body: ExportRequest | None = None) -> CheckpointInfo:
+    """Write the present policy on the server's disk, between two batches: as a plain Hugging Face folder, or its
+    adapter alone.
+    """
+    return await stored(wired.gateway.export(adapter=body is not None and body.adapter))
 
 
-async def _written(work: Awaitable[CheckpointInfo]) -> CheckpointInfo:
+async def stored(work: Awaitable[Stored]) -> Stored:
+    """The result of work on checkpoints; what the disk refuses is answered with 507."""
     try:
         return await work
     except (CheckpointError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.leases import Leases
 from agentjet.swarm.ledger import Ledger
 from agentjet.swarm.mixing import Mixing, places
+from agentjet.swarm.origin import BRANCHED_FROM
 from agentjet.swarm.records import Batch, Episode, Group, Tally, TaskSetShare
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.tree import ConversationTree
@@ -47,11 +49,18 @@ class Outlook:
             )
         return episode
 
-    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
-        """The newest episodes, newest first: all, those of a team, those of a status."""
+    def recent_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+    ) -> list[Episode]:
+        """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode.
+
+        Raises `NotFound` when there is no episode `before`.
+        """
+        end = self.episode(before).seq if before else math.inf
         if status not in ("live", "prepared"):
-            return self._journal.recent_episodes(limit, team=team, status=status)
+            return self._journal.recent_episodes(limit, team=team, status=status, before=before)
         found = [e for e in self._ledger.undecided() if e.status == status and (not team or e.team == team)]
+        found = [e for e in found if e.seq < end]
         return sorted(found, key=lambda episode: -episode.seq)[:limit]
 
     def expires_at(self, episode: Episode) -> float:
@@ -104,6 +113,11 @@ class Outlook:
     def job_revision(self) -> int:
         """Which change of the settings made them what they are; counts from 1."""
         return self._ledger.settings.revision
+
+    @property
+    def branched_from(self) -> str:
+        """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
+        return str(self._journal.origin.get(BRANCHED_FROM, ""))
 
     # ---- batches -------------------------------------------------------------------------------------------
 

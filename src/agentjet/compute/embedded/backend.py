@@ -141,9 +141,9 @@ class EmbeddedCompute:
         """See `Compute.load`."""
         return CheckpointStamp(**await self._ask("load", path=str(path)))
 
-    async def export(self, path: Path) -> None:
+    async def export(self, path: Path, *, adapter: bool = False) -> None:
         """See `Compute.export`."""
-        await self._ask("export", path=str(path))
+        await self._ask("export", path=str(path), adapter=adapter)
 
     async def died(self) -> WorkerDied:
         """See `Compute.died`."""
