@@ -94,8 +94,9 @@ async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
             policy.turns[len(said) :] = [OTHER_TURN]
             client = served.openai(other)
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "And you?"}])
-            await _finish(served, episode, REWARD, {exercise.role: ROLE_REWARD} if exercise.role else {})
-            await _finish(served, other, OTHER_REWARD, {})
+            roles = [exercise.role] if exercise.role else []
+            await _finish(served, episode, REWARD, dict.fromkeys(roles, ROLE_REWARD))
+            await _finish(served, other, OTHER_REWARD, dict.fromkeys(roles, OTHER_REWARD))
             await served.run.until(lambda: bool(policy.learned))
             [forest] = policy.learned
     return Evidence(ended, said, tuple(policy.said[len(said) :]), tree, forest, policy.text)
