@@ -35,6 +35,8 @@ class Tally:
     """From the death of a gateway to the first answer of the next."""
     worker_s: list[float] = field(default_factory=list)
     """From the death of a worker to the state in which the next one samples."""
+    hung_s: list[float] = field(default_factory=list)
+    """The same of a worker that was stopped."""
 
 
 class Scene:

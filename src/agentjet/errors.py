@@ -14,6 +14,7 @@
     │   ├── OutOfCache       the sampler cannot hold so long a sequence
     │   ├── Unfollowable     the sampler cannot follow a grammar
     │   └── WorkerDied       the worker process ended; the gateway restarts it
+    │       └── WorkerHung   it showed no sign of work and was killed
     ├── CheckpointError      a checkpoint could not be written or is not the one asked for
     └── Unreachable          (client) the server did not answer within the retries
 
@@ -117,6 +118,10 @@ class Unfollowable(ComputeError):
 
 class WorkerDied(ComputeError):
     """The worker process ended unexpectedly."""
+
+
+class WorkerHung(WorkerDied):
+    """The worker process showed no sign of work for `server.worker_timeout` seconds and was killed."""
 
 
 class CheckpointError(AgentJetError):

@@ -181,6 +181,15 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointStamp:
+    """A checkpoint as its backend wrote or verified it."""
+
+    policy_version: int
+    digest: str
+    """Digest of the whole checkpoint; empty for one that AgentJet 0.1 wrote."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """What the gateway must know of a model without loading it.
 

@@ -13,6 +13,7 @@ from agentjet.swarm.rows import pack_ints
 from agentjet.timeline.allowed import EVERYTHING, encode_set, pack_sets
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_digest
+from agentjet.types import CheckpointStamp
 from tests.swarm.world import World
 
 Make = Callable[..., World]
@@ -41,7 +42,7 @@ def test_a_batch_is_on_disk_before_it_is_learned(world: World) -> None:
     forest = world.swarm.forest(batch)
     world.reopen()
     assert world.swarm.pending == batch and not world.swarm.ready()
-    assert world.swarm.resume(0) == [batch]
+    assert world.swarm.resume(None) == [batch]
     assert same(world.swarm.forest(batch), forest)
 
 
@@ -203,7 +204,7 @@ def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:
     learned = advance(world, steps=3)
     world.reopen()
     before = (world.swarm.status_counts(), world.swarm.events(), world.swarm.last_step)
-    replayed = world.swarm.resume(1)
+    replayed = world.swarm.resume(CheckpointStamp(1, "d"))
     assert replayed == [batch for batch, _ in learned[1:]]
     for batch, (_, forest) in zip(replayed, learned[1:], strict=True):
         assert same(world.swarm.forest(batch), forest)
@@ -218,7 +219,7 @@ def test_a_batch_keeps_the_settings_it_was_composed_with(make_world: Make) -> No
     batch = world.swarm.compose()
     world.job = world.job.model_copy(update={"batch_size": 5})
     world.reopen()
-    assert world.swarm.resume(0)[0].job == batch.job != world.swarm.job
+    assert world.swarm.resume(None)[0].job == batch.job != world.swarm.job
 
 
 def test_a_durable_checkpoint_lets_tokens_go_but_no_facts(world: World) -> None:
@@ -248,7 +249,7 @@ def test_checkpoints_only_move_forward(world: World) -> None:
 
 
 def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
-    assert world.swarm.resume(7) == []
+    assert world.swarm.resume(CheckpointStamp(7, "d")) == []
     assert world.swarm.policy_version == 7 == world.reopen().policy_version
     assert advance(world)[0][0].id == 7
 
@@ -256,7 +257,7 @@ def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
 def test_a_checkpoint_of_another_run_is_refused(world: World) -> None:
     advance(world)
     with pytest.raises(CheckpointError, match=r"version 5, but the journal ends at 1"):
-        world.swarm.resume(5)
+        world.swarm.resume(CheckpointStamp(5, "d"))
 
 
 def test_tokens_logprobs_and_messages_survive_exactly(world: World) -> None:

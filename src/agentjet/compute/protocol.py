@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from agentjet.config import JobConfig
+from agentjet.errors import WorkerDied
 from agentjet.timeline.forest import Forest
-from agentjet.types import ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
 
 
 class Compute(Protocol):
@@ -46,14 +47,14 @@ class Compute(Protocol):
         """Optimise the policy on a batch; returns metrics under the field's names. See the idempotency rule above."""
         ...
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         """Write a checkpoint folder (`policy/`, `trainer.pt`, `state.json`) atomically; raises `CheckpointError`."""
         ...
 
-    async def load(self, path: Path) -> int:
-        """Restore weights and optimiser from a checkpoint folder; returns its policy version.
+    async def load(self, path: Path) -> CheckpointStamp:
+        """Verify a checkpoint folder, then restore weights and optimiser from it.
 
-        Raises `CheckpointError` when it cannot be read, `ConfigError` when it was made under other settings.
+        Raises `CheckpointError` for every damage, `ConfigError` when it was made under other settings.
         """
         ...
 
@@ -65,6 +66,9 @@ class Compute(Protocol):
         """Stop the worker and wait for it; idempotent."""
         ...
 
-    async def died(self) -> str:
-        """Wait until the worker ends without having been asked to; returns why, for the log."""
+    async def died(self) -> WorkerDied:
+        """Wait until the worker ends without having been asked to; returns why.
+
+        A worker that hangs is ended by its backend: `WorkerHung`.
+        """
         ...

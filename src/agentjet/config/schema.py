@@ -251,6 +251,10 @@ class ServerConfig(Section):
     """
     call_timeout: float = Field(600.0, gt=0)
     """Seconds a call is held while the worker learns or restarts, before 503."""
+    worker_timeout: float = Field(120.0, gt=0)
+    """Seconds after which a worker that has something to do, sends nothing, uses no CPU time and waits for no disk is
+    killed and replaced. A worker that computes is never killed, however long it takes.
+    """
     max_body_mb: Int64 = Field(32, ge=1, le=4096)
     """Largest request body, in MiB; above, 413."""
     max_episodes_per_client: Int64 = Field(1024, ge=1)

@@ -44,9 +44,9 @@ from agentjet.types import Conversation, Message
 log = logging.getLogger(__name__)
 
 LONGEST_NAP = 1.0
-DISK_SECONDS = 2.0
-"""Between two tries of a disk that refuses."""
 """Seconds between two looks at the clock for leases, at most."""
+DISK_SECONDS = 2.0
+"""Seconds between two tries of a disk that refuses."""
 EVENTS_PAGE = 1000
 
 
@@ -78,7 +78,7 @@ class Gateway:
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
         self.store = CheckpointStore(data_dir)
         # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
-        newest = self.store.newest() or 0
+        newest = self.store.newest()
         self.swarm = Swarm(self._journal, config.job, clock=clock, stopwatch=stopwatch, policy_version=newest)
         self._commits = Commits(self.swarm)
         self.changed = Broadcast()
@@ -318,6 +318,9 @@ class Gateway:
             holding=swarm.holding(),
             code_versions=inspection.code_versions(swarm),
             task_sets=inspection.task_sets(swarm),
+            workers_started=self.engine.num_workers,
+            workers_hung=self.engine.num_hung,
+            unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
             uptime=now - self.began,
         )

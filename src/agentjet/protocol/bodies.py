@@ -287,6 +287,12 @@ class StatusResponse(Response):
     """The newest 20 by last use, the newest last."""
     task_sets: dict[str, TaskSetStatus] = {}
     """Those that have a weight, or groups in the present or a recent batch; empty when no task names one."""
+    workers_started: int = 0
+    """Since the server began."""
+    workers_hung: int = 0
+    """Of these, killed because they showed no sign of work for `server.worker_timeout` seconds."""
+    unusable_checkpoints: list[str] = []
+    """Folders of checkpoints that were damaged or not of this run, and so set aside."""
     last_event: int = 0
     """Number of the newest event: where to begin reading `events` to miss none from here on."""
     uptime: float

@@ -29,7 +29,7 @@ from agentjet.swarm.rows import (
     to_json,
     unpack_ints,
 )
-from agentjet.types import Call, EpisodeStatus
+from agentjet.types import Call, CheckpointStamp, EpisodeStatus
 
 IDEMPOTENCY_SECONDS = 86_400.0
 """How long a key is remembered at least: far beyond any client's retries."""
@@ -53,6 +53,23 @@ class Journal(JournalFile):
         """Where an empty journal starts: what came before is in a checkpoint."""
         self._set_meta("base_version", str(policy_version))
         self._set_meta("durable_version", str(policy_version))
+
+    def checkpoint_digest(self, policy_version: int) -> str | None:
+        """Digest of the checkpoint of that version; None if none was recorded."""
+        row = self._db.execute("SELECT digest FROM checkpoints WHERE policy_version = ?", (policy_version,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put_checkpoint(self, stamp: CheckpointStamp) -> None:
+        """Record a checkpoint as the one of its version."""
+        self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (stamp.policy_version, stamp.digest))
+
+    def began_at(self, policy_version: int) -> bool:
+        """Whether the journal started empty beside a checkpoint of that version."""
+        return self._meta("base_version", "") == str(policy_version)
+
+    def undigested_until(self) -> int:
+        """Newest policy version whose checkpoint AgentJet 0.1 may have written, which knew no digests; -1 for none."""
+        return int(self._meta("undigested_until", "-1"))
 
     def durable_version(self) -> int:
         """Batches below it cannot be replayed: their tokens may be gone."""

@@ -8,7 +8,7 @@ completion's tokens, joined, with the length of each in `piece_lengths` (int32).
 A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -130,6 +130,11 @@ CREATE TABLE steps (
     learned REAL NOT NULL
 );
 
+CREATE TABLE checkpoints (
+    policy_version INTEGER PRIMARY KEY,
+    digest TEXT NOT NULL
+);
+
 CREATE TABLE idempotency (
     scope TEXT NOT NULL,
     key TEXT NOT NULL,
@@ -182,6 +187,12 @@ MIGRATIONS = {
     """,
     5: """
     UPDATE meta SET key = 'origin', value = json_object('model.name', value) WHERE key = 'model';
+    """,
+    6: """
+    CREATE TABLE checkpoints (policy_version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+    INSERT INTO meta SELECT 'undigested_until', COALESCE(
+        (SELECT MAX(batch_id) + 1 FROM steps), (SELECT value FROM meta WHERE key = 'base_version'), 0
+    );
     """,
 }
 """From each older version to the next."""

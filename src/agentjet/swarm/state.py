@@ -42,14 +42,14 @@ class Swarm(Learning):
         *,
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = lambda: 0.0,
-        policy_version: int = 0,
+        policy_version: int | None = None,
     ) -> None:
-        """`policy_version` is where an empty journal starts, and `job` what it starts with; one with history knows its
-        own version, and what `job` was replaced by. By the `stopwatch` it is seen that nobody was listened to for a
-        while: see `leases`.
+        """`policy_version` is that of the checkpoint where an empty journal starts, and `job` what it starts with; one
+        with history knows its own version, and what `job` was replaced by. By the `stopwatch` it is seen that nobody
+        was listened to for a while: see `leases`.
         """
         with journal.transaction():
-            if policy_version and journal.is_empty():
+            if policy_version is not None and journal.is_empty():
                 journal.set_base_version(policy_version)
             self.about_job = job_settings.take_up(journal, job)
             """In words: whether the settings in force are `job`, where that is not to be expected."""

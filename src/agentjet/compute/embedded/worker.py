@@ -195,20 +195,21 @@ class Worker:
         give_back()
         return metrics
 
-    def _save(self, path: str) -> None:
-        checkpoint.save(
+    def _save(self, path: str) -> dict[str, Any]:
+        digest = checkpoint.save(
             Path(path),
             self.policy,
             self.learner,
             {"policy_version": self._version, "metrics": self._metrics.get(self._version - 1, {})},
         )
+        return {"policy_version": self._version, "digest": digest}
 
-    def _load(self, path: str) -> int:
+    def _load(self, path: str) -> dict[str, Any]:
         state = checkpoint.load(Path(path), self.policy, self.learner)
         self.fingerprints.look()
-        self._change_version(int(state["policy_version"]))
-        self._metrics = {self._version - 1: state["metrics"]}
-        return self._version
+        self._change_version(state["policy_version"])
+        self._metrics = {self._version - 1: state.get("metrics", {})}
+        return {"policy_version": self._version, "digest": state.get("digest", "")}
 
     def _export(self, path: str) -> None:
         checkpoint.export(Path(path), self.policy)
