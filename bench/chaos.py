@@ -3,10 +3,10 @@
 A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. Faults come one after the other,
 drawn from a seed: the gateway is killed at every transition of its journal and at random times, its log's tail torn;
 the worker is killed while it samples, learns, saves and starts, and stopped (SIGSTOP) at work; clients are killed;
-requests and answers are lost, cut and sent twice; the disk is full; agents hang; the clock jumps. Afterwards the
-journal is held against the clients' own books, and an undisturbed worker learns the same episodes: its weights must be
-the same, bit by bit. Then checkpoints are damaged in copies of the data dir: each copy must come back to those weights
-or be refused.
+requests and answers are lost, cut and sent twice; the disk is full; agents hang; the clock jumps; clients wait for room
+for minutes, by their clock, and then see the gateway die. Afterwards the journal is held against the clients' own
+books, and an undisturbed worker learns the same episodes: its weights must be the same, bit by bit. Then checkpoints
+are damaged in copies of the data dir: each copy must come back to those weights or be refused.
 
 A table, then one JSON object as the last line. The exit code is 1 when a promise was not kept.
 """
@@ -87,6 +87,7 @@ class Outcome:
             "nothing ended that was not killed": not self.tally.unexpected,
             "no damage to a checkpoint went unnoticed": not self._damaged(silent=True),
             "no damage to a checkpoint stopped the server for good": not self._damaged(end="stuck"),
+            "who waits politely outlives a restart": not self.tally.gave_up,
         }
 
     def _damaged(self, **verdict: object) -> list[dict[str, Any]]:
@@ -241,7 +242,7 @@ def table(outcome: Outcome) -> Table:
     grid.add_section()
     for promise, is_kept in outcome.kept().items():
         grid.add_row(promise, "yes" if is_kept else "NO")
-    for wrong in [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected]:
+    for wrong in [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected, *t.gave_up]:
         grid.add_row("", wrong)
     for one in outcome.damage:
         if one["silent"] or one["end"] == "stuck":

@@ -20,7 +20,16 @@ from agentjet.gateway import CallChunk, CallRequest, Gateway
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline import Forest
 from agentjet.timeline.allowed import encode_set
-from agentjet.types import Call, CheckpointStamp, Conversation, Message, ModelCard, Sampled, SamplingParams
+from agentjet.types import (
+    Call,
+    CheckpointStamp,
+    Conversation,
+    Message,
+    ModelCard,
+    Sampled,
+    SamplingParams,
+    TokenScore,
+)
 from tests.tiny import SPECIAL, make_card, tokenizer
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
@@ -135,6 +144,12 @@ class ScriptedCompute:
                 _allowed(piece, params),  # type: ignore[arg-type]
             )
             await asyncio.sleep(0)
+
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """Each token has the log-probability -1 / its position; the likeliest is token 5, with half of that."""
+        scored = [TokenScore(-1 / at, ((5, -0.5 / at),)[:num_likeliest]) for at in range(1, len(token_ids))]
+        await self._while_alive(asyncio.sleep(0))
+        return scored
 
     async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
         await self._while_alive(self.may_learn.wait())

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 
+from bench.breaking.patience import kill_under_a_waiting_client
 from bench.breaking.plan import WIRE, Fault
 from bench.breaking.scene import Scene
 from bench.breaking.victims import ServerEnded
@@ -33,6 +34,8 @@ async def inject(scene: Scene, fault: Fault) -> bool:
         return await _at_transition(scene, fault)
     if kind == "gateway killed at a random time":
         return await _gateway(scene, fault)
+    if kind == "gateway killed under a waiting client":
+        return await kill_under_a_waiting_client(scene, MOMENT_SECONDS)
     if kind in ("worker killed", "worker hangs"):
         return await _worker(scene, fault)
     if kind == "worker killed twice by one batch":

@@ -59,6 +59,7 @@ SHARES = {
     "gateway killed at a transition": 44,
     "gateway killed at a random time": 12,
     "gateway killed, WAL tail torn": 12,
+    "gateway killed under a waiting client": 4,
     "worker killed": 30,
     "worker killed twice by one batch": 1,
     "worker hangs": 5,

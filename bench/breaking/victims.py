@@ -30,6 +30,8 @@ PATIENCE = 120.0
 LOG_LINES = 15
 WORKER_TIMEOUT = 4.0
 """Seconds without a sign of work after which the server kills a worker."""
+MOST_LIVE = 8
+"""Live episodes that a client may have: more than the bench's own clients need."""
 
 
 class GivenUp(Exception):
@@ -64,6 +66,7 @@ class Server:
             "port": self.port,
             "call_timeout": 60.0,
             "worker_timeout": WORKER_TIMEOUT,
+            "max_episodes_per_client": MOST_LIVE,
         }
         settings = {**settings, "server": server}
         (folder / "settings.json").write_text(json.dumps(settings))

@@ -147,6 +147,8 @@ def test_verbs_refusals_and_idempotent_learning(
         for grammar in ("start: nothing\n", 'start: "a" NEVER\nNEVER: /b/ & /c/\n'):
             with pytest.raises(Unfollowable):
                 await completion(compute, tokens(0, 5), SamplingParams(max_tokens=9, grammar=grammar))
+        scores = await compute.score(tokens(0, 5).tolist(), 2)
+        assert len(scores) == 4 and all(len(one.likeliest) == 2 and one.logprob < 0 for one in scores)
         with pytest.raises(CheckpointError, match="cannot be read"):
             await compute.load(tmp_path / "nothing")
         stream = compute.sample(tokens(0, 5).tolist(), SamplingParams(max_tokens=400, temperature=3.0))

@@ -184,12 +184,12 @@ async def test_sibling_choices_go_on_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ask", [ask_plainly, ask_streaming])
 @pytest.mark.parametrize(
-    ("text", "limits", "heard"),
-    [("42hello the", {"stop": "el"}, "42h"), ("so €", {"max_tokens": 4}, "so \ufffd"), ("so €", {}, "so €")],
+    ("text", "limits", "heard", "not_fed"),
+    [("42hello the", {"stop": "el"}, "42h", 1), ("so €", {"max_tokens": 4}, "so \ufffd", 0), ("so €", {}, "so €", 0)],
     ids=["stop within a token", "half a character", "a character of two tokens"],
 )
 async def test_what_agents_hear_differs_from_what_was_sampled(
-    text: str, limits: dict[str, Any], heard: str, ask: Any, tmp_path: Path
+    text: str, limits: dict[str, Any], heard: str, not_fed: int, ask: Any, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path, "chatml")
     recital = Recital(model, text)
@@ -202,4 +202,4 @@ async def test_what_agents_hear_differs_from_what_was_sampled(
         await ask(client, [*history, answer, {"role": "user", "content": "42"}], [])
         tree = served.run.gateway.swarm.tree(episode["episode_id"], "")
         first, second = tree.calls
-        assert (second.parent, second.kept) == (first.id, tree.num_tokens(first.id))
+        assert (second.parent, second.kept) == (first.id, tree.num_tokens(first.id) - not_fed)

@@ -21,7 +21,7 @@ from typing import Protocol
 from agentjet.config import JobConfig
 from agentjet.errors import WorkerDied
 from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams, TokenScore
 
 
 class Compute(Protocol):
@@ -40,6 +40,13 @@ class Compute(Protocol):
 
         Raises `OutOfCache` when prompt and completion cannot fit, `Unfollowable` when the grammar of `params` cannot be
         followed (any further), `WorkerDied` when the worker ends meanwhile.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """The log-probability of each token but the first, given those before it. Nothing is sampled.
+
+        Raises `ComputeError` when the tokens are not of this model, `WorkerDied` when the worker ends.
         """
         ...
 

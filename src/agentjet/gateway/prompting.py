@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from agentjet.errors import InvalidRequest
+from agentjet.errors import ContextOverflow
 from agentjet.rendering import Renderer
 from agentjet.timeline import ConversationTree, Match, forks
 from agentjet.timeline.identity import raw_key
@@ -140,12 +140,7 @@ def _tokenized(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
     """The tokens of what is new. Text that is far too long is refused first: nothing else goes on meanwhile."""
     least = match.kept + renderer.least_tokens(match.suffix)
     if least > renderer.context_length:
-        raise InvalidRequest(
-            f"This model's maximum context length is {renderer.context_length} tokens. However, your {asked} resulted "
-            f"in {least} tokens or more. Please shorten it.",
-            code="context_length_exceeded",
-            param=asked,
-        )
+        raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
     return renderer.tokenize(match.suffix)
 
 

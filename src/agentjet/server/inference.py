@@ -31,6 +31,7 @@ from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, hang_up_of, until_disconnect
+from agentjet.server.problems import count_refusal
 from agentjet.server.wiring import Token, Wired, Wiring
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,8 @@ async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole 
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     episode_id = wired.keys.episode(key)
     role = _role_of(body.model, wired, role)
-    asked = messages.to_conversation(body)
+    conversation, _ = messages.to_conversation(body)
+    asked = CallRequest(conversation, model=body.model)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 
@@ -141,6 +143,12 @@ async def get_model(name: str, wired: Wired, key: Key) -> Model:
     wired.keys.episode(key)
     _role_of(name, wired, "")
     return _model(wired)
+
+
+@routes.head("/", include_in_schema=False)
+async def probe() -> Response:
+    """An agent asks whether its base URL leads anywhere, before it has a request. Needs no key."""
+    return Response()
 
 
 @routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
@@ -170,15 +178,16 @@ async def respond(
     asked = dialect.to_request(body, partial(gateway.past, episode_id, role))
     call = replace(asked, id=head.id, **await _sent(request))
     chunks = gateway.call(episode_id, role, call, hang_up=hang_up_of(request))
+    choices = call.choices * (1 + len(call.others))
     if not call.stream:
         async with aclosing(chunks):
-            answer = await until_disconnect(request, _whole(dialect, chunks, call, body, head))
+            answer = await until_disconnect(request, _whole(dialect, chunks, choices, body, head))
             if not await _handed_out(request, chunks):
                 raise ClientGone
             return Response(answer.model_dump_json(), media_type="application/json")
     # What is wrong with a request shows before the first chunk, while the status can still say so.
     first = await until_disconnect(request, _first(chunks))
-    events = dialect.to_events(_all_of(first, chunks, call.choices), body, head)
+    events = dialect.to_events(_all_of(first, chunks, choices), body, head)
     return StreamingResponse(
         _stream(request, chunks, events, dialect.errors),
         media_type="text/event-stream",
@@ -195,9 +204,9 @@ async def _sent(request: Request) -> dict[str, Any]:
 
 
 async def _whole(
-    dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], call: CallRequest, body: Asked, head: Head
+    dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], choices: int, body: Asked, head: Head
 ) -> Answer:
-    return await dialect.to_answer(_all_of(await anext(chunks), chunks, call.choices), body, head)
+    return await dialect.to_answer(_all_of(await anext(chunks), chunks, choices), body, head)
 
 
 async def _first(chunks: AsyncGenerator[CallChunk]) -> CallChunk:
@@ -237,10 +246,12 @@ async def _stream(
                 num_sent += 1
             await _handed_out(request, chunks)
         except RequestError as error:
+            await count_refusal(request, error)
             yield errors.event(error, num_sent)
         except Exception as error:  # The boundary of a stream, whose status is sent already: recorded here, once.
             log.error("a stream broke", exc_info=error)
             broken = RequestError("The server failed; its log says why.", code="internal_error", status=500)
+            await count_refusal(request, broken)
             yield errors.event(broken, num_sent)
 
 

@@ -104,7 +104,8 @@ class Learning(Outlook):
                 if members & set(group.members):
                     groups.drop(self._ledger, group, "poisoned", now)
             self._ledger.emit(
-                "batch", {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": sorted(members)}
+                "batch",
+                {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": list(batch.episode_ids)},
             )
 
     def checkpointed(self, policy_version: int) -> None:

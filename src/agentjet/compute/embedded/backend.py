@@ -28,7 +28,7 @@ from agentjet.errors import (
 )
 from agentjet.timeline.allowed import unpack_sets
 from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams, TokenScore
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable)
@@ -120,6 +120,12 @@ class EmbeddedCompute:
             if self._streams.pop(id, None) is not None and self.pid is not None:
                 with contextlib.suppress(WorkerDied):
                     self._send({"op": "cancel", "id": id})
+
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """See `Compute.score`."""
+        tokens = np.asarray(token_ids, np.int32).tobytes()
+        scores = await self._ask("score", tokens=tokens, num_likeliest=num_likeliest)
+        return [TokenScore(logprob, tuple((id, value) for id, value in likeliest)) for logprob, likeliest in scores]
 
     async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
         """See `Compute.learn`."""

@@ -30,6 +30,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.plain_sampler import PlainSampler
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
+from agentjet.compute.embedded.scoring import score
 from agentjet.config import JobConfig, ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.allowed import pack_sets
@@ -137,10 +138,19 @@ class Worker:
         self.fingerprints = Fingerprints(self.learner, self.sampler.policy)
         return dataclasses.asdict(self.policy.card)
 
-    def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
-        prompt = np.frombuffer(tokens, np.int32)
-        if not len(prompt) or prompt.min() < 0 or prompt.max() >= self.policy.vocabulary:
+    def _score(self, tokens: bytes, num_likeliest: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+        scores = score(self.sampler.policy, self._known(tokens), num_likeliest)
+        return [(one.logprob, one.likeliest) for one in scores]
+
+    def _known(self, tokens: bytes) -> np.ndarray:
+        """Token ids of this model. Raises `ComputeError` for any other."""
+        ids = np.frombuffer(tokens, np.int32)
+        if not len(ids) or ids.min() < 0 or ids.max() >= self.policy.vocabulary:
             raise ComputeError(f"a prompt needs token ids between 0 and {self.policy.vocabulary - 1}")
+        return ids
+
+    def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
+        prompt = self._known(tokens)
         chosen = SamplingParams(**params)
         self.sampler.submit(id, prompt, chosen)
         self._pieces[id] = _Piece(chosen.piece_tokens)
