@@ -249,8 +249,16 @@ class ServerConfig(Section):
     """
     call_timeout: float = Field(600.0, gt=0)
     """Seconds a call is held while the worker learns or restarts, before 503."""
-    max_body_mb: Int64 = Field(32, ge=1, le=4096)
+    max_body_mb: Int64 = Field(8, ge=1, le=4096)
     """Largest request body, in MiB; above, 413."""
+    max_connections: Int64 = Field(4096, ge=16)
+    """Connections at the same time; above, new ones are closed at once. The process's limit of open files may allow
+    fewer.
+    """
+    episode_may_finish: bool = True
+    """Let an episode's own key finish it with a reward. With `false` that takes the client token, which agents do not
+    have.
+    """
     max_episodes_per_client: Int64 = Field(1024, ge=1)
     """Live episodes of one `client_id`; above, 429."""
     max_calls_per_episode: Int64 = Field(256, ge=1)

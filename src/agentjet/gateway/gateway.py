@@ -216,9 +216,12 @@ class Gateway:
         """
         return self._calls.run(episode_id, role, request, hang_up)
 
-    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
-        """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`."""
-        return await self._calls.count_tokens(episode_id, role, conversation)
+    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation, *, num_bytes: int = 0) -> int:
+        """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`.
+
+        `num_bytes` is the size of the request as it was sent.
+        """
+        return await self._calls.count_tokens(episode_id, role, conversation, num_bytes)
 
     def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """What a call of a live episode and role was asked, and what it answered; None when there is no such call, or

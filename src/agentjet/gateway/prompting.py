@@ -15,6 +15,9 @@ from agentjet.timeline import ConversationTree, Match, forks
 from agentjet.timeline.identity import raw_key
 from agentjet.types import Ask, Call, Conversation, Fork, Message
 
+FORM_FACTOR = 2
+"""How much longer a text may be than its shortest Unicode form."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -50,6 +53,7 @@ def prepare(
     Raises `InvalidRequest` when the template refuses the conversation, or it is so long that it cannot fit, whatever
     its tokens are.
     """
+    _refuse_far_too_long(renderer, conversation)
     if conversation.prompt is not None:
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
     asked = tree.identify(conversation)
@@ -109,15 +113,38 @@ def _prepare_raw(
 
 def _tokenized(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
     """The tokens of what is new. Text that is far too long is refused first: nothing else goes on meanwhile."""
-    least = match.kept + renderer.least_tokens(match.suffix)
+    least = match.kept + renderer.least_tokens(len(match.suffix))
     if least > renderer.context_length:
-        raise InvalidRequest(
-            f"This model's maximum context length is {renderer.context_length} tokens. However, your {asked} resulted "
-            f"in {least} tokens or more. Please shorten it.",
-            code="context_length_exceeded",
-            param=asked,
-        )
+        raise _too_long(renderer, asked, least)
     return renderer.tokenize(match.suffix)
+
+
+def num_characters(conversation: Conversation) -> int:
+    """Of the texts in it, tools not counted: how much work its prompt is."""
+    return sum(len(message.content) for message in conversation.messages) + len(conversation.prompt or ())
+
+
+def _refuse_far_too_long(renderer: Renderer, conversation: Conversation) -> None:
+    """Raises `InvalidRequest` for texts that cannot fit, before they are rendered. A template may leave out white space
+    and earlier answers, and Unicode forms differ in length by less than the factor here.
+    """
+    texts = [message.content for message in conversation.messages if message.role != "assistant"]
+    if isinstance(conversation.prompt, str):
+        texts.append(conversation.prompt)
+    if sum(map(len, texts)) <= FORM_FACTOR * renderer.context_length:  # Nearly always, and without a copy.
+        return
+    least = renderer.least_tokens(sum(len(text.strip()) for text in texts) // FORM_FACTOR)
+    if least > renderer.context_length:
+        raise _too_long(renderer, "messages" if conversation.prompt is None else "prompt", least)
+
+
+def _too_long(renderer: Renderer, asked: str, least: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"This model's maximum context length is {renderer.context_length} tokens. However, your {asked} resulted "
+        f"in {least} tokens or more. Please shorten it.",
+        code="context_length_exceeded",
+        param=asked,
+    )
 
 
 def _as_said(renderer: Renderer, tree: ConversationTree, encoded: bytes) -> bytes:

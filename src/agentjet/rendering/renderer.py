@@ -147,9 +147,9 @@ class Renderer:
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
-    def least_tokens(self, encoded: bytes) -> int:
-        """How many tokens encoded text is at least, told by its length alone."""
-        return -(-len(encoded) // self._vocabulary.longest_piece)
+    def least_tokens(self, num_bytes: int) -> int:
+        """How many tokens encoded text of this length is at least."""
+        return -(-num_bytes // self._vocabulary.longest_piece)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Token ids of a piece of encoded text: control tokens where it has escapes, ordinary text elsewhere."""
