@@ -51,7 +51,7 @@ ROOMS = {
     "swarm": room(f"{VOCABULARY} config protocol timeline algorithms.advantages", "numpy"),
     "compute": room(
         f"{VOCABULARY} config timeline rendering algorithms",
-        "gguf llguidance msgpack numpy peft safetensors torch transformers",
+        "gguf llguidance msgpack numpy peft safetensors tokenizers torch transformers",
     ),
     "gateway": room(
         f"{VOCABULARY} config protocol timeline rendering swarm algorithms.advantages compute.protocol",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from agentjet.types import ModelCard
 
@@ -81,6 +81,29 @@ def tokenizer(template_name: str = "chatml") -> Tokenizer:
     made.add_tokens([AddedToken(token, normalized=False) for token in MARKERS])
     special = dialect(template_name).special
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return made
+
+
+def sentencepiece(prefix: str) -> Tokenizer:
+    """A BPE tokenizer of SentencePiece's kind with byte fallback, as Llama 2, Mistral and Phi-3 have.
+
+    `prefix` is its way to add the dummy prefix: `prepend` (a normaliser), `always` or `first` (`Metaspace`), or `none`.
+    """
+    vocab = {token: i for i, token in enumerate(("<unk>", "<s>", "</s>"))}
+    vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
+    for char in "▁" + "".join(map(chr, range(0x21, 0x7F))):
+        vocab[char] = len(vocab)
+    merges = [("▁", "["), ("h", "e"), ("▁", "he"), ("l", "l"), ("ll", "o"), ("he", "llo"), ("▁he", "llo"), ("▁", "▁")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    made = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    mark = normalizers.Replace(" ", "▁")
+    if prefix in ("always", "first"):
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    else:
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), mark]) if prefix == "prepend" else mark
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ("<unk>", "<s>", "</s>")])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return made
 
 

@@ -9,27 +9,37 @@ from tests.tiny import SPECIAL, make_tokenizer, tokenizer
 
 BRANCHING = ("llama", "qwen3", "gemma", "gemma3", "granite")
 """Full attention in every layer; q/k norms, scaled embeddings, norms whose weights start at 1, scaled logits."""
+MORE = ("qwen2", "phi3", "olmo2", "mixtral", "qwen3_moe")
+"""More of the same, with biases, fused projections, other norms, and experts."""
+WRAPPERS = ("qwen3_vl", "qwen2_5_vl", "gemma3_vl", "llava", "mistral3", "smolvlm", "internvl")
+"""Models that read images, too; text alone is sampled and learned."""
 ROWS = ("mistral", "gemma2", "gemma3_window", "gpt_oss", "mamba", "lfm2", "qwen3_next", "falcon_h1", "bamba")
 """State that cannot branch: windows, soft caps, sinks, recurrences, convolutions, and mixtures."""
 
 
 def make_architecture(folder: Path, kind: str, *, seed: int = 0) -> Path:
-    """A model of one of `BRANCHING` or `ROWS`, with weights large enough that attention is far from uniform."""
+    """A model of any kind listed here, with weights large enough that attention is far from uniform."""
     import torch
     import transformers
 
-    name, settings = _config(kind)
+    name, settings = _wrapper(kind) if kind in WRAPPERS else _config(kind)
     vocabulary = {
         "vocab_size": tokenizer().get_vocab_size(),
         "bos_token_id": SPECIAL.index("<|endoftext|>"),
         "eos_token_id": SPECIAL.index("<|im_end|>"),
         "pad_token_id": SPECIAL.index("<|endoftext|>"),
     }
-    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    config = getattr(transformers, config_name)(**vocabulary, **settings)
+    if kind in WRAPPERS:
+        settings["text_config"].update(vocabulary)
+        config = getattr(transformers, f"{name}Config")(**settings)
+        model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    else:
+        config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+        config = getattr(transformers, config_name)(**vocabulary, **settings)
+        model_class = getattr(transformers, f"{name}ForCausalLM")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model = model_class(config)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.05 * torch.randn_like(p))
@@ -84,6 +94,11 @@ def _config(kind: str) -> tuple[str, dict[str, Any]]:
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", common),
         "qwen3": ("Qwen3", heads),
+        "qwen2": ("Qwen2", common),
+        "phi3": ("Phi3", common),
+        "olmo2": ("Olmo2", common),
+        "mixtral": ("Mixtral", {**common, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        "qwen3_moe": ("Qwen3Moe", {**heads, **experts}),
         "gemma": ("Gemma", heads),
         "gemma3": ("Gemma3", {**heads, "layer_types": ["full_attention"] * 2}),
         "gemma3_window": ("Gemma3", {**heads, "sliding_window": 8, "layer_types": mixed}),
@@ -98,3 +113,53 @@ def _config(kind: str) -> tuple[str, dict[str, Any]]:
         "falcon_h1": ("FalconH1", {**common, **mamba_heads}),
     }
     return kinds[kind]
+
+
+def _wrapper(kind: str) -> tuple[str, dict[str, Any]]:
+    """Class name and settings of a model that reads images, too."""
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+    }
+    sections = {"rope_type": "default", "mrope_section": [4, 2, 2]}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    qwen = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    kinds: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "qwen3_vl": (
+            "Qwen3VL",
+            {"rope_parameters": {**sections, "mrope_interleaved": True}},
+            {**qwen, "patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        ),
+        "qwen2_5_vl": ("Qwen2_5_VL", {"rope_parameters": sections}, {**qwen, "fullatt_block_indexes": [0]}),
+        "gemma3_vl": ("Gemma3", {"layer_types": ["full_attention"] * 2}, vision),
+        "llava": (
+            "Llava",
+            {"model_type": "llama"},
+            {**vision, "model_type": "clip_vision_model", "projection_dim": 16},
+        ),
+        "mistral3": (
+            "Mistral3",
+            {"model_type": "mistral", "sliding_window": None},
+            {**vision, "model_type": "pixtral", "head_dim": 8},
+        ),
+        "smolvlm": ("SmolVLM", {"model_type": "llama"}, vision),
+        "internvl": (
+            "InternVL",
+            {"model_type": "qwen2"},
+            {**vision, "image_size": [28, 28], "patch_size": [14, 14]},
+        ),
+    }
+    name, of_text, of_vision = kinds[kind]
+    return name, {"text_config": {**text, **of_text}, "vision_config": of_vision}

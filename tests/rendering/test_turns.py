@@ -70,6 +70,30 @@ def test_prompts_are_those_of_transformers(name: str, build: Build, tmp_path: Pa
         assert list(renderer.tokenize(renderer.render(asked))) == expected["input_ids"]
 
 
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("prefix", ["prepend", "always", "first", "none"])
+@pytest.mark.parametrize("template", ["llama2", "zephyr"])
+def test_prompts_with_a_dummy_prefix_are_those_of_transformers(template: str, prefix: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    source = {"llama2": LLAMA2, "zephyr": ZEPHYR}[template]
+    tiny.sentencepiece(prefix).save(str(tmp_path / "tokenizer.json"))
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    card = replace(tiny.make_card(tmp_path / "other"), tokenizer_path=str(tmp_path), chat_template=source)
+    renderer = Renderer(replace(card, bos_token="<s>", eos_token="</s>", end_tokens=(2,)))
+    for messages in ((USER,), (USER, Message("assistant", "hello [x]"), MORE), (Message("user", " hello ▁\n"),)):
+        plain = [{"role": m.role, "content": m.content} for m in messages]
+        expected = reference.apply_chat_template(plain, chat_template=source, add_generation_prompt=True)["input_ids"]
+        assert list(renderer.tokenize(renderer.render(Conversation(messages)))) == expected
+
+
 @pytest.mark.parametrize("end", [True, False], ids=["ended", "cut off"])
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "trim", "llama3", "mistral"])
 def test_a_sampled_turn_stands_right_behind_the_generation_prompt(name: str, end: bool, build: Build) -> None:

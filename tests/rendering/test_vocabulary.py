@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -123,6 +123,32 @@ def test_byte_fallback_is_understood(tmp_path: Path) -> None:
     tokens = vocabulary.tokenize(" a é".encode())
     assert tokens == (259, 257, 0xC3 + 1, 0xA9 + 1)
     assert joined(vocabulary, tokens) == " a é".encode()
+
+
+@pytest.mark.parametrize("forms", [["NFC"], ["NFKC"], ["NFD", "NFKC"]], ids=lambda forms: "+".join(forms))
+def test_unicode_forms_within_sequences_are_applied_to_text(forms: list[str], tmp_path: Path) -> None:
+    made = tiny.tokenizer()
+    steps = [getattr(normalizers, form)() for form in forms]
+    made.normalizer = normalizers.Sequence([normalizers.Sequence(steps)])
+    vocabulary = Vocabulary(save(made, tmp_path))
+    for text in ("e\u0301", "ﬁ½ \u00a0", "\u1112\u1161\u11ab"):
+        encoded = vocabulary.encode_text(text)
+        assert encoded == str(made.normalizer.normalize_str(text)).encode()
+        assert vocabulary.tokenize(encoded) == tuple(made.encode(text).ids)
+        assert joined(vocabulary, vocabulary.tokenize(encoded)) == encoded
+
+
+@pytest.mark.parametrize("prefix", ["prepend", "always", "first", "none"])
+@given(texts=st.lists(st.text("he lo[▁\n<s>é\u00a0", max_size=6), min_size=1, max_size=4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_dummy_prefix_is_part_of_encoded_text(tmp_path: Path, prefix: str, texts: list[str]) -> None:
+    made = tiny.sentencepiece(prefix)
+    vocabulary = Vocabulary(save(made, tmp_path))
+    texts = [text.replace("<s>", "") for text in texts]
+    encoded = [vocabulary.encode_text(vocabulary.begin(text, first=not at)) for at, text in enumerate(texts)]
+    tokens = vocabulary.tokenize(escape(2).join(encoded))
+    assert tokens == tuple(made.encode("</s>".join(texts), add_special_tokens=False).ids)
+    assert joined(vocabulary, tokens) == escape(2).join(encoded)
 
 
 def lossy() -> list[Tokenizer]:

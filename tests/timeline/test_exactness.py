@@ -31,6 +31,8 @@ from tests.timeline.agents import Session, swarms
 from tests.timeline.models import TEMPLATES, TEXTS, TOOLS, Model, completions
 from tests.timeline.training import check_contexts, check_orphans, train
 
+USER, MORE = Message("user", "hello"), Message("user", "12")
+
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(deadline=None)
@@ -84,7 +86,10 @@ def test_a_linear_conversation_keeps_all_that_was_sampled(
 
 def rewritten(model: Model, history: str, messages: Sequence[Message], said: Sequence[Call]) -> bool:
     """Whether the template itself writes the past in other words now: strips thinking, or moves the tools."""
-    thought = bool(model.renderer.generation_tail) or any(call.response.reasoning for call in said)
+    thought = bool(model.renderer.generation_tail) or any(
+        call.response.reasoning or (model.renderer.reasons and "</think>" in model.renderer.text(call.completion))
+        for call in said
+    )
     return (thought and history == "template") or (
         model.name == "mistral" and len(messages) > 1 and messages[-1].role == "user"
     )
@@ -115,3 +120,36 @@ def test_reasoning_that_the_template_keeps_is_kept_to_the_token(tiny_models: dic
     second = session.ask(Conversation((question, first.response, answer), TOOLS), [model.end])
     assert second.kept == len(first.suffix) + len(first.completion)
     assert second.fork == ""
+
+
+@pytest.mark.parametrize("text", ["<think>\n\n</think>\n\nhello", "hm</think>hello"], ids=["empty", "unopened"])
+def test_a_think_block_that_the_template_drops_is_not_fed(text: str, tiny_models: dict[str, Model]) -> None:
+    """The template writes `hello` for both turns; a deployment feeds that."""
+    model = tiny_models["qwen3"]
+    session = Session(model)
+    first = session.ask(Conversation((USER,)), (*model.ids(text), model.end))
+    second = session.prepare(Conversation((USER, first.response, MORE)))
+    history = Conversation((USER, Message("assistant", "hello"), MORE))
+    assert model.renderer.encode_tokens(second.tokens) == model.renderer.render(history)
+    assert second.fork == "template" and second.kept < len(first.suffix) + len(first.completion)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "qwen3_open"])
+@pytest.mark.parametrize("history", ["template", "as_sampled"])
+def test_text_from_a_stop_string_on_is_fed_as_sampled_only(
+    name: str, history: str, tiny_models: dict[str, Model]
+) -> None:
+    """An agent of the ReAct kind: the answer ends before its stop string, which the policy has sampled."""
+    model = tiny_models[name]
+    session = Session(model, history)
+    asked = Conversation((USER,))
+    prompt = session.prepare(asked)
+    call = session.answer(asked, prompt, model.ids("the 42 user: 12"), stop=[" user:"])
+    assert call.response.content == "the 42" and len(call.completion) > len(model.ids("the 42"))
+    second = session.prepare(Conversation((USER, call.response, MORE)))
+    if history == "as_sampled":
+        assert second.kept == len(prompt.tokens) + len(call.completion) and second.fork == ""
+    else:
+        assert second.kept == len(prompt.tokens) + len(model.ids("the 42")) and second.fork == "template"
+        shown = model.renderer.show(model.renderer.encode_tokens(second.tokens))
+        assert "the 42" in shown and "user:" not in shown

@@ -138,7 +138,8 @@ def test_a_stop_string_in_the_middle_of_a_token(name: str, tiny_models: dict[str
     assert first.response.content == "42h"
     assert first.completion == model.ids("42hello"), "the token that completed it was sampled too, and nothing after it"
     second = session.ask(Conversation((QUESTION, first.response, MORE)), said(model, "42"))
-    assert (second.parent, second.kept) == (first.id, session.tree.num_tokens(first.id))
+    whole = session.tree.num_tokens(first.id)
+    assert (second.parent, second.kept, second.fork) == (first.id, whole - 1, "template"), "`ello` is not fed"
     train(session.record, ["e"])
 
 

@@ -46,9 +46,9 @@ def prepare(
 ) -> Prompt:
     """Render `conversation` and find its longest known beginning in `tree`.
 
-    Assistant turns the policy said here are written with their own bytes, so that other JSON spacing never forks
-    the tree. Under `history = "template"` those are left to the template whose reasoning it strips (or the agent did
-    not send back), and those whose generation prompt it does not repeat; the tree forks there.
+    Assistant turns that the policy sampled here are written with their own bytes, so that other JSON spacing never
+    forks the tree. Under `history = "template"` the prompt is the one that a deployment would feed: see `_body`. The
+    tree forks where that differs from the sampled tokens.
 
     Raises `InvalidRequest` when the template refuses the conversation, or it is so long that it cannot fit, whatever
     its tokens are.
@@ -58,13 +58,15 @@ def prepare(
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
     asked = tree.identify(conversation)
     known = tree.recognise(asked)
-    as_sampled = history == "as_sampled"
-    written = frozenset[int]() if as_sampled else renderer.keeps_reasoning(conversation)
-    bodies = {
-        i: renderer.generation_tail + tree.encoded_completion(call.id)
-        for i, call in known.items()
-        if as_sampled or i in written or not (call.response.reasoning or renderer.generation_tail)
-    }
+    found: dict[int, bytes | None]
+    if history == "as_sampled":
+        found = {i: tree.encoded_completion(call.id) for i, call in known.items()}
+    else:
+        written = renderer.keeps_reasoning(conversation)
+        found = {
+            i: _body(renderer, tree, call, conversation, keeps_reasoning=i in written) for i, call in known.items()
+        }
+    bodies = {i: renderer.generation_tail + body for i, body in found.items() if body is not None}
     match = tree.match(renderer.render(conversation, sampled=bodies))
     suffix = _tokenized(renderer, match, "messages")
     return Prompt(
@@ -77,6 +79,33 @@ def prepare(
         ask=forks.ask(conversation, known, fingerprint),
         fork=forks.cause(tree, asked, known, match),
     )
+
+
+def _body(
+    renderer: Renderer, tree: ConversationTree, call: Call, conversation: Conversation, *, keeps_reasoning: bool
+) -> bytes | None:
+    """The sampled bytes of a turn as a deployment would feed them back; None if the template writes the turn.
+
+    The template writes turns whose reasoning it strips, or whose generation prompt it does not repeat. Text from a stop
+    string on is not part of a turn.
+    """
+    said = tree.encoded_completion(call.id)
+    if not keeps_reasoning:
+        thinks = renderer.reasons and renderer.closes_reasoning(said)
+        if call.response.reasoning or thinks or renderer.generation_tail:
+            return None
+    if call.finish_reason == "length" or renderer.without_end(said) != said:
+        return said
+    whole = renderer.parse(call.completion, conversation)
+    if (whole.content, whole.reasoning, len(whole.tool_calls)) == (
+        call.response.content,
+        call.response.reasoning,
+        len(call.response.tool_calls),
+    ):
+        return said
+    if call.response.reasoning or call.response.tool_calls:
+        return None
+    return renderer.beginning(call.completion, call.response.content)
 
 
 def _prepare_raw(

@@ -98,7 +98,7 @@ class Renderer:
         Control tokens come from ids only; written in text they stay text. Raises `InvalidRequest`.
         """
         if isinstance(prompt, str):
-            encoded = self._vocabulary.opening + self.text_as_asked(prompt)
+            encoded = self._vocabulary.opening + self.text_as_asked(self._vocabulary.begin(prompt, first=True))
         else:
             unknown = next((token_id for token_id in prompt if not self._vocabulary.knows(token_id)), None)
             if unknown is not None:
@@ -115,6 +115,23 @@ class Renderer:
     def without_end(self, encoded: bytes) -> bytes:
         """A completion's encoded text without the end token that may be its last."""
         return self._body(encoded).encoded
+
+    def closes_reasoning(self, encoded: bytes) -> bool:
+        """True if a completion's encoded text has an end of reasoning, with or without reasoning before it."""
+        return b"</think>" in encoded or self._literal("</think>") in encoded
+
+    def beginning(self, token_ids: Sequence[int], text: str) -> bytes | None:
+        """Encoded text of the beginning of a completion that people read as `text`; None if it begins otherwise."""
+        left, parts = text.encode(), []
+        for token_id, piece in zip(token_ids, self._vocabulary.pieces(token_ids), strict=True):
+            if not left:
+                break
+            raw = self._vocabulary.raw(token_id)
+            if not left.startswith(raw) and not raw.startswith(left):
+                return None
+            parts.append(piece if left.startswith(raw) else left)
+            left = left[len(raw) :]
+        return None if left else b"".join(parts)
 
     def show(self, encoded: bytes) -> str:
         """Encoded text for people: control tokens by name, broken characters replaced."""
@@ -246,7 +263,9 @@ class Renderer:
             raise InvalidRequest("the model's chat template writes this call in another way", code="template_error")
 
     def _stripped(self, rendered: Rendered) -> list[str]:
-        """The texts; white space that a neighbouring control token eats is gone before it is tokenised."""
+        """The texts as they are tokenised: without the white space that a neighbouring control token eats, with the
+        tokenizer's dummy prefix.
+        """
         texts = rendered.texts
         if self._strips_right:
             befores: list[str | Slot] = ["", *rendered.marks]
@@ -254,7 +273,10 @@ class Renderer:
         if self._strips_left:
             afters: list[str | Slot] = [*rendered.marks, ""]
             texts = [t.rstrip() if m in self._strips_left else t for t, m in zip(texts, afters, strict=True)]
-        return texts
+        return [
+            text if at and isinstance(rendered.marks[at - 1], Slot) else self._vocabulary.begin(text, first=not at)
+            for at, text in enumerate(texts)
+        ]
 
     def _encode_text(self, text: str, *, param: str = "messages") -> bytes:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, filterfalse
 from typing import Any
 
@@ -62,6 +62,8 @@ class ChatTemplate:
         self._knows_tools = "tools" in variables
         self._knows_tool_calls = "tool_calls" in source
         self._knows_developer = "developer" in source
+        self._splits_reasoning = re.search(r"""['"]</think>['"]\s+in\b""", source) is not None
+        """The template looks for `</think>` in the content of assistant messages; guarded, it would not find it."""
         self._short_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._literals = _Literals(control)
@@ -112,6 +114,10 @@ class ChatTemplate:
     def _plain(self, message: Message, guarded: _Guard) -> dict[str, Any]:
         """A message as templates expect it: absent things are absent, arguments are values where they are JSON."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        if self._splits_reasoning and role == "assistant" and not message.reasoning and "</think>" in message.content:
+            reasoning, _, _ = message.content.partition("</think>")
+            content = message.content.rpartition("</think>")[2].lstrip("\n")
+            message = replace(message, content=content, reasoning=reasoning.rpartition("<think>")[2].strip("\n"))
         plain: dict[str, Any] = {"role": role, "content": guarded(message.content)}
         if message.reasoning:
             plain["reasoning_content"] = plain["thinking"] = guarded(message.reasoning)

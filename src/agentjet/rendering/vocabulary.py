@@ -4,21 +4,25 @@ Encoded text (see `types.ESCAPE`) is the currency: every token is a fixed string
 without a decoder's guesses, and a token that ends inside a character loses nothing. A control token is any added token
 that is more than white space: it is written by templates and sampled by the policy, never found in text.
 
-Byte-level BPE (GPT-2's kind) and BPE with byte fallback (SentencePiece's kind, as in Gemma) are understood; what cannot
-be mapped both ways without loss is refused when the model loads.
+Byte-level BPE (GPT-2's kind) and BPE with byte fallback (SentencePiece's kind, as in Gemma, Llama 2 and Mistral) are
+supported. A tokenizer that cannot be mapped both ways without loss is refused when the model loads.
+
+SentencePiece tokenizers put a space, the *dummy prefix*, before a text. Encoded text contains that space: `begin` adds
+it to each stretch of text where the tokenizer would. Tokenisation itself adds nothing.
 """
 
 from __future__ import annotations
 
 import codecs
+import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from agentjet.errors import ConfigError
 from agentjet.types import ESCAPE, ESCAPED_BYTE
@@ -26,12 +30,17 @@ from agentjet.types import ESCAPE, ESCAPED_BYTE
 _MAX_ID = 0xFFFFFE
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ESCAPES = re.compile(rb"(\xff[\x00-\xff]{3})")
+_SPACE = "▁"
+"""SentencePiece's mark of a space."""
+_UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 _PROBES = (
     " ",
     "a",
     "  two  spaces\n\n\tand\r\n tabs ",
     'JSON {"a": [1, 2.50], "b": null} 0123456789',
     "naïve – ∑ 日本語 한국어 العربية 🙂👩‍👩‍👧",
+    "e\u0301 \u1112\u1161\u11ab ﬁ½ Å \u00a0\u3000▁",
+    "<s>[INST] <|im_end|></s>",
 )
 
 
@@ -67,7 +76,10 @@ class Vocabulary:
             for id_, token in added.items()
             if token.content.strip()
         }
-        self._plain = _without_added_tokens(full)
+        pipeline = _Pipeline(full)
+        self._prefix = pipeline.prefix
+        self._marks_spaces = pipeline.marks_spaces
+        self._plain = pipeline.plain
         self._bytes = _token_bytes(self._plain)
         spaces = {id_: token for id_, token in added.items() if id_ not in self.control}
         self._plain.add_tokens([t for id_, t in spaces.items() if self._plain.token_to_id(t.content) == id_])
@@ -76,7 +88,7 @@ class Vocabulary:
             self._bytes.pop(id_, None)
         self.opening = b"".join(map(escape, _opening(full)))
         """Encoded text that the tokenizer puts before a text: a token that begins a document, or nothing."""
-        self._normalise = _normaliser(full)
+        self._normalise = pipeline.normalise
         self._refuse_lossy(path)
 
     @cached_property
@@ -103,13 +115,22 @@ class Vocabulary:
         """Whether `encode_text` of this text, and of any part of it, is just its UTF-8. True of most."""
         return text.isascii() and len(text.encode().translate(None, self._missing)) == len(text)
 
+    def begin(self, text: str, *, first: bool) -> str:
+        """Text with the space that the tokenizer puts before it; `first` is False behind a control token."""
+        scheme = self._prefix
+        if not text or not scheme or (scheme == "first" and not first):
+            return text
+        return text if scheme != "every" and text[0] in " ▁" else f" {text}"
+
     def encode_text(self, text: str) -> bytes:
         """Text as the tokenizer reads it, as UTF-8: in its Unicode normal form, without characters it has no bytes for.
 
-        Raises `UnicodeEncodeError` for half a surrogate pair, which is no text.
+        Raises `UnicodeEncodeError` for half a surrogate pair, which is not text.
         """
-        if self._normalise and not text.isascii():
+        if not text.isascii():
             text = self._normalise(text)
+            if self._marks_spaces:
+                text = text.replace(_SPACE, " ")  # The tokenizer cannot tell its mark from a space.
         raw = text.encode()
         if len(raw.translate(None, self._missing)) == len(raw):
             return raw
@@ -176,7 +197,9 @@ class Vocabulary:
     def _refuse_lossy(self, path: Path) -> None:
         for probe in _PROBES:
             encoded = self.encode_text(probe)
-            whole = self._normalise(probe) if self._normalise else probe
+            whole = self._normalise(probe)
+            if self._marks_spaces:
+                whole = whole.replace(_SPACE, " ")
             if encoded != whole.encode() or b"".join(map(self.piece, self.tokenize(encoded))) != encoded:
                 raise ConfigError(
                     f"the tokenizer {path} does not keep text byte for byte (tried {probe[:20]!r}); "
@@ -198,31 +221,65 @@ def _valid_head(raw: bytes) -> tuple[str, bytes, bytes]:
         return raw[: error.start].decode(), raw[error.start : error.end], raw[error.end :]
 
 
-def _without_added_tokens(full: Tokenizer) -> Tokenizer:
-    plain = Tokenizer(full.model)
-    if full.pre_tokenizer is not None:
-        plain.pre_tokenizer = full.pre_tokenizer
-    if full.normalizer is not None and not _is_unicode_form(full.normalizer):
-        plain.normalizer = full.normalizer
-    return plain
-
-
 def _opening(full: Tokenizer) -> list[int]:
     """The special tokens that the tokenizer puts before a text."""
     ids, bare = full.encode("a").ids, full.encode("a", add_special_tokens=False).ids
     return next((ids[:i] for i in range(len(ids)) if ids[i : i + len(bare)] == bare), [])
 
 
-def _is_unicode_form(normalizer: Any) -> bool:
-    """True for normal forms, which `normalise` applies; SentencePiece's space marks belong to the encoding instead."""
-    return type(normalizer).__name__ in ("NFC", "NFD", "NFKC", "NFKD")
+class _Pipeline:
+    """A tokenizer taken apart: Unicode forms, dummy prefix, and `plain`, which does the rest."""
+
+    def __init__(self, full: Tokenizer) -> None:
+        steps = _steps(full.normalizer)
+        self._forms = [getattr(normalizers, step["type"])() for step in steps if step["type"] in _UNICODE_FORMS]
+        self.prefix = "every" if any(_is_prefix(step) for step in steps) else ""
+        """A space precedes `every` stretch of text, `each` without one at its start, the `first` only, or none (empty).
+        """
+        rest = [step for step in steps if step["type"] not in _UNICODE_FORMS and not _is_prefix(step)]
+        self.marks_spaces = any(step["type"] == "Replace" and step["content"] == _SPACE for step in rest)
+        splits = _steps(full.pre_tokenizer)
+        for step in splits:
+            if step["type"] == "Metaspace":
+                self.marks_spaces = True
+                self.prefix = {"always": "each", "first": "first"}.get(step["prepend_scheme"], self.prefix)
+                step["prepend_scheme"] = "never"
+        parts = Tokenizer.from_str(
+            json.dumps(
+                {
+                    "version": "1.0",
+                    "added_tokens": [],
+                    "normalizer": {"type": "Sequence", "normalizers": rest} if rest else None,
+                    "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits} if splits else None,
+                    "model": {"type": "BPE", "vocab": {}, "merges": []},
+                }
+            )
+        )
+        self.plain = Tokenizer(full.model)
+        if rest:
+            self.plain.normalizer = parts.normalizer
+        if splits:
+            self.plain.pre_tokenizer = parts.pre_tokenizer
+
+    def normalise(self, text: str) -> str:
+        """Text in the tokenizer's Unicode normal form."""
+        for form in self._forms:
+            text = str(form.normalize_str(text))
+        return text
 
 
-def _normaliser(full: Tokenizer) -> Callable[[str], str] | None:
-    normalizer = full.normalizer
-    if normalizer is None or not _is_unicode_form(normalizer):
-        return None
-    return lambda text: str(normalizer.normalize_str(text))
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normaliser or pre-tokenizer of the library as JSON; nested sequences are flattened."""
+
+    def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+        inner = step.get("normalizers", step.get("pretokenizers"))
+        return [step] if inner is None else [one for item in inner for one in flat(item)]
+
+    return [] if part is None else flat(json.loads(part.__getstate__()))
+
+
+def _is_prefix(step: dict[str, Any]) -> bool:
+    return bool(step["type"] == "Prepend" and step["prepend"] == _SPACE)
 
 
 def _token_bytes(plain: Tokenizer) -> dict[int, bytes]:
@@ -236,7 +293,7 @@ def _token_bytes(plain: Tokenizer) -> dict[int, bytes]:
 
 def _byte_fallback(token: str) -> bytes:
     byte = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+    return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
 
 
 def _byte_level_table() -> dict[int, int]:

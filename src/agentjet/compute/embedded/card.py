@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel
 
 from agentjet.compute.embedded.fingerprint import model_fingerprint
@@ -65,20 +67,36 @@ def _context_length(model: PreTrainedModel) -> int | None:
 
 
 def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
-    """A local folder with `tokenizer.json`: the gateway reads files, never a hub."""
-    if (Path(folder) / "tokenizer.json").exists():
-        return str(Path(folder).resolve())
-    digest = hashlib.sha256(folder.encode()).hexdigest()[:12]
-    target = cache_dir() / f"tokenizer-{digest}"
+    """A local folder with the `tokenizer.json` that `transformers` tokenises with.
+
+    Some tokenizer classes (Llama's) rebuild the pipeline, so that it may differ from the file in the model's folder.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            f"{folder}: its tokenizer {type(tokenizer).__name__} is not backed by the tokenizers library: "
+            "add a tokenizer.json to the model's folder"
+        )
+    text = backend.to_str()
+    own = Path(folder) / "tokenizer.json"
+    if own.exists() and _pipeline(Tokenizer.from_file(str(own)).to_str()) == _pipeline(text):
+        return str(own.parent.resolve())
+    target = cache_dir() / f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     tokenizer.save_pretrained(target)
     return str(target)
+
+
+def _pipeline(text: str) -> dict[str, Any]:
+    """A `tokenizer.json` without what changes no token of a text."""
+    return {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding", "decoder")}
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
     ends: set[int] = set()
     for source in (
         getattr(model.generation_config, "eos_token_id", None),
-        model.config.eos_token_id,
+        getattr(model.config, "eos_token_id", None),
+        getattr(model.config.get_text_config(), "eos_token_id", None),
         tokenizer.eos_token_id,
     ):
         if source is not None:

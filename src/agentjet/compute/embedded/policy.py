@@ -16,9 +16,26 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
+from transformers.utils.hub import cached_file
 
+from agentjet.compute.embedded.resolve import load_pretrained
 from agentjet.types import ModelCard
+
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files of a model's folder that belong to an exported one as they are: tokenizer, chat template, processor."""
 
 LogitShape = Callable[[Tensor], Tensor]
 """What a model does to the product of hidden states and output embeddings: nothing, a scale, a soft cap."""
@@ -94,7 +111,7 @@ class Policy:
 
     def original_weights(self) -> dict[str, Tensor]:
         """The trainable weights as they were at version 0, read again: the reference of a KL penalty."""
-        original: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=self.dtype)
+        original = load_pretrained(self._folder, AutoConfig.from_pretrained(self._folder), self.dtype)
         return {name: p.detach().to(self.device) for name, p in original.named_parameters()}
 
     @contextmanager
@@ -109,7 +126,8 @@ class Policy:
         if self.has_adapters and merged:
             model = copy.deepcopy(model).merge_and_unload()
         model.save_pretrained(path)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
-            source = Path(self.card.tokenizer_path) / name
-            if source.exists():
+        for name in COMPANIONS:
+            if source := cached_file(self._folder, name, _raise_exceptions_for_missing_entries=False):
                 shutil.copyfile(source, path / name)
+        if not (path / "tokenizer.json").exists():
+            shutil.copyfile(Path(self.card.tokenizer_path) / "tokenizer.json", path / "tokenizer.json")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from agentjet.config.paths import cache_dir
 from agentjet.errors import ConfigError
@@ -75,6 +75,21 @@ def resolve_model(name: str) -> str:
     if not (target / "config.json").exists():
         _unpack_gguf(gguf, target)
     return str(target)
+
+
+def load_pretrained(folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
+    """The model of a folder or hub id: a causal language model, or a wrapper that reads images, too.
+
+    Raises `ConfigError` for a model that does not generate text token by token.
+    """
+    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    auto = next((kind for kind in kinds if type(hf_config) in kind._model_mapping), None)
+    if auto is None:
+        raise ConfigError(
+            f"model.name = {folder!r} is of type {hf_config.model_type!r}, which is not a causal language model: "
+            "use a chat model that transformers loads with AutoModelForCausalLM or AutoModelForImageTextToText"
+        )
+    return auto.from_pretrained(folder, dtype=dtype)
 
 
 def _unpack_gguf(gguf: Path, target: Path) -> None:
