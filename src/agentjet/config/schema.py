@@ -251,6 +251,8 @@ class ServerConfig(Section):
     """Seconds a call is held while the worker learns or restarts, before 503."""
     max_body_mb: Int64 = Field(8, ge=1, le=4096)
     """Largest request body, in MiB; above, 413."""
+    keep_exports: Int64 = Field(8, ge=1)
+    """Newest folders kept under `exports/` in the data dir; a new export removes older ones."""
     max_connections: Int64 = Field(4096, ge=16)
     """Connections at the same time; above, new ones are closed at once. The process's limit of open files may allow
     fewer.

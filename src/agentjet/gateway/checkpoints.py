@@ -68,3 +68,10 @@ class CheckpointStore:
             for path in self.folder.iterdir():
                 if path.name.lstrip(".").startswith("step_") and not NAME.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old_exports(folder: Path, keep: int) -> None:
+    """Remove all exports but the newest `keep`. Folders with another name are the user's."""
+    exports = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    for path in sorted(exports, key=lambda path: int(path.name.removeprefix("step_")))[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)

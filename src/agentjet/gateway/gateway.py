@@ -20,12 +20,13 @@ from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
 from agentjet.gateway import inspection
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.calls import CallPath
-from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.checkpoints import CheckpointStore, remove_old_exports
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import CallLimits, too_many_episodes
 from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
+from agentjet.gateway.offload import LARGE, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import (
@@ -33,13 +34,14 @@ from agentjet.protocol import (
     BeginRequest,
     CheckpointInfo,
     EpisodeTree,
+    EpisodeView,
     Event,
     FinishRequest,
     JobBody,
     StatusResponse,
 )
 from agentjet.swarm import Episode, Journal, Swarm
-from agentjet.types import Conversation, Message
+from agentjet.types import Conversation, EpisodeStatus, Message
 
 log = logging.getLogger(__name__)
 
@@ -231,9 +233,33 @@ class Gateway:
         exchange = tree.exchange(call_id) if tree.knows(call_id) else None
         return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
 
-    def episode_tree(self, episode_id: str) -> EpisodeTree:
-        """An episode opened up. Raises `NotFound`."""
-        return inspection.tree(self.swarm, self.engine.renderer, episode_id)
+    async def episode_tree(self, episode_id: str) -> EpisodeTree:
+        """An episode opened up, as it is on disk. Raises `NotFound`, or `Later`."""
+        episode = self.swarm.episode(episode_id)
+        await self.durable()
+
+        def read() -> EpisodeTree:
+            with self._journal.reading() as journal:
+                return inspection.tree(journal, episode, self.engine.renderer)
+
+        return await offload(LARGE, read)
+
+    async def recent_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None
+    ) -> list[EpisodeView]:
+        """The newest episodes, newest first, as they are on disk: all, those of a team, those of a status.
+
+        The last may have to look through all there are. Raises `Later`.
+        """
+        await self.durable()
+        if status in ("live", "prepared"):  # Held in memory.
+            return list(map(inspection.view, self.swarm.recent_episodes(limit, team=team, status=status)))
+
+        def read() -> list[EpisodeView]:
+            with self._journal.reading() as journal:
+                return list(map(inspection.view, journal.recent_episodes(limit, team=team, status=status)))
+
+        return await offload(LARGE, read)
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
@@ -274,7 +300,8 @@ class Gateway:
         return await self.engine.between_batches("checkpoint", self.engine.checkpoint)
 
     async def export(self) -> CheckpointInfo:
-        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir.
+        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir, and remove all but
+        the newest `server.keep_exports`.
 
         Raises `Conflict` for a policy that has diverged.
         """
@@ -286,6 +313,7 @@ class Gateway:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 await self._compute.export(path)
+                await asyncio.to_thread(remove_old_exports, path.parent, self.config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
         return await self.engine.between_batches("export", errand)

@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 from agentjet.protocol import CallView, CodeVersionStatus, EpisodeTree, EpisodeView, TaskSetStatus
 from agentjet.rendering import Renderer
-from agentjet.swarm import Episode, Swarm
+from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.timeline.forks import orphans
 from agentjet.types import Call, Message
 
 
@@ -31,16 +32,16 @@ def task_sets(swarm: Swarm) -> dict[str, TaskSetStatus]:
     return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.task_sets().items()}
 
 
-def tree(swarm: Swarm, renderer: Renderer | None, episode_id: str) -> EpisodeTree:
-    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer."""
-    episode = swarm.episode(episode_id)
-    unheard = swarm.orphans(episode_id)
-    calls = [
-        _call(call, unheard.get(call.id, ""), renderer)
-        for conversation in swarm.trees(episode_id).values()
-        for call in conversation.calls
-    ]
-    return EpisodeTree(**_facts(episode), calls=calls)
+def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> EpisodeTree:
+    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer.
+
+    Needs time for long episodes: for a thread, with a journal of its own.
+    """
+    calls = [call for call, _, _ in journal.calls(episode.id)]
+    unheard = orphans(calls, journal.undelivered(episode.id))
+    roles = list(dict.fromkeys(call.role for call in calls))
+    calls.sort(key=lambda call: roles.index(call.role))
+    return EpisodeTree(**_facts(episode), calls=[_call(call, unheard.get(call.id, ""), renderer) for call in calls])
 
 
 def _facts(episode: Episode) -> dict[str, object]:

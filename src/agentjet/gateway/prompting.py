@@ -15,6 +15,8 @@ from agentjet.timeline import ConversationTree, Match, forks
 from agentjet.timeline.identity import raw_key
 from agentjet.types import Ask, Call, Conversation, Fork, Message
 
+UNLIKELY = 8
+"""Bytes a token above which a text is counted before it is tokenised."""
 FORM_FACTOR = 2
 """How much longer a text may be than its shortest Unicode form."""
 
@@ -143,6 +145,8 @@ def _prepare_raw(
 def _tokenized(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
     """The tokens of what is new. Text that is far too long is refused first: nothing else goes on meanwhile."""
     least = match.kept + renderer.least_tokens(len(match.suffix))
+    if least <= renderer.context_length and len(match.suffix) > UNLIKELY * renderer.context_length:
+        least = match.kept + renderer.counted_tokens(match.suffix, renderer.context_length)
     if least > renderer.context_length:
         raise _too_long(renderer, asked, least)
     return renderer.tokenize(match.suffix)

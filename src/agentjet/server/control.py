@@ -103,17 +103,13 @@ async def list_episodes(
     status: EpisodeStatus | None = None,
 ) -> EpisodeList:
     """The newest episodes, newest first: all, those of a team, those of a status."""
-    found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status)
-    await wired.gateway.durable()
-    return EpisodeList(episodes=[view(episode) for episode in found])
+    return EpisodeList(episodes=await wired.gateway.recent_episodes(limit, team=team, status=status))
 
 
 @router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=problems_of(404, 503))
 async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
     """An episode with every call: messages, tokens, who wrote them, log-probabilities and versions."""
-    found = wired.gateway.episode_tree(episode_id)
-    await wired.gateway.durable()
-    return found
+    return await wired.gateway.episode_tree(episode_id)
 
 
 @router.post("/episodes/{episode_id}/heartbeat", dependencies=of_episode, responses=problems_of(404, 409, 503))
