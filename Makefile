@@ -73,8 +73,9 @@ $(NODE_INSTALLED): conformance/node/package-lock.json
 conformance: setup $(CLIENTS_INSTALLED) $(if $(shell command -v npm),$(NODE_INSTALLED))  ## train agents on eleven clients and write docs/compatibility.md; without Node, on nine
 	$(BIN)/python -m conformance
 
-docs: setup  ## write the page that is made from the program
+docs: setup  ## write the pages that are made from the program
 	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nMade from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
+	$(BIN)/python -c "import pathlib; from agentjet.server.dialects import keys_table; page = pathlib.Path('docs/dialects.md'); page.write_text(page.read_text().partition('## Every key')[0] + '## Every key\n\nMade from the code by \`make docs\`.\n\n' + keys_table())"
 
 clean:  ## remove both environments and caches; data and results stay
 	rm -rf $(VENV) $(CLIENTS) conformance/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,9 +2,11 @@
 
 A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. Faults come one after the other,
 drawn from a seed: the gateway is killed at every transition of its journal and at random times, its log's tail torn;
-the worker is killed while it samples, learns, saves and starts; clients are killed; requests and answers are lost, cut
-and sent twice; the disk is full; agents hang; the clock jumps. Afterwards the journal is held against the clients' own
-books, and an undisturbed worker learns the same episodes: its weights must be the same, bit by bit.
+the worker is killed while it samples, learns, saves and starts, and stopped (SIGSTOP) at work; clients are killed;
+requests and answers are lost, cut and sent twice; the disk is full; agents hang; the clock jumps; clients wait for room
+for minutes, by their clock, and then see the gateway die. Afterwards the journal is held against the clients' own
+books, and an undisturbed worker learns the same episodes: its weights must be the same, bit by bit. Then checkpoints
+are damaged in copies of the data dir: each copy must come back to those weights or be refused.
 
 A table, then one JSON object as the last line. The exit code is 1 when a promise was not kept.
 """
@@ -27,6 +29,7 @@ from rich.table import Table
 
 from bench.breaking import reference
 from bench.breaking.audit import Audit, Stuck, audit, stuck
+from bench.breaking.damage import verdicts
 from bench.breaking.inject import inject
 from bench.breaking.plan import Fault, plan
 from bench.breaking.records import read
@@ -65,6 +68,8 @@ class Outcome:
     drifted: int
     """Forests that were other bytes when they were made again."""
     weights_equal: bool
+    damage: list[dict[str, Any]]
+    """What each kind of damage to the checkpoints came to; see `recovery.Verdict`."""
     seconds: float
 
     def kept(self) -> dict[str, bool]:
@@ -80,7 +85,13 @@ class Outcome:
             "a replayed forest is the same bytes": not self.drifted,
             "weights equal those of an undisturbed run": self.weights_equal,
             "nothing ended that was not killed": not self.tally.unexpected,
+            "no damage to a checkpoint went unnoticed": not self._damaged(silent=True),
+            "no damage to a checkpoint stopped the server for good": not self._damaged(end="stuck"),
+            "who waits politely outlives a restart": not self.tally.gave_up,
         }
+
+    def _damaged(self, **verdict: object) -> list[dict[str, Any]]:
+        return [one for one in self.damage if verdict.items() <= one.items()]
 
     def summary(self) -> dict[str, Any]:
         a, t = self.audit, self.tally
@@ -96,8 +107,14 @@ class Outcome:
             "recovery_s": {
                 "gateway_p95": round(percentile(t.gateway_s, 95), 2),
                 "worker_p95": round(percentile(t.worker_s, 95), 2),
+                "hung_worker_p95": round(percentile(t.hung_s, 95), 2),
             },
             "weights_equal": self.weights_equal,
+            "damage_kinds": len(self.damage),
+            "damage_silent": len(self._damaged(silent=True)),
+            "damage_stuck": len(self._damaged(end="stuck")),
+            "damage_recovered": len(self._damaged(end="recovered")),
+            "damage_refused": len(self._damaged(end="refused")),
             "stuck_s": {
                 "lease": LEASE_SECONDS,
                 "expired_max": round(max((one.expired_after for one in self.stuck), default=0.0), 2),
@@ -114,7 +131,9 @@ class Outcome:
         }
 
 
-async def run(folder: Path, num_faults: int, seed: int, num_calm: int, console: Console) -> Outcome:
+async def run(
+    folder: Path, num_faults: int, seed: int, num_calm: int, num_damages: int | None, console: Console
+) -> Outcome:
     """The whole of it, in `folder`."""
     began = time.monotonic()
     (folder / "forests").mkdir()
@@ -143,12 +162,15 @@ async def run(folder: Path, num_faults: int, seed: int, num_calm: int, console: 
         found = audit(journal, books, folder / "forests", wire.answers)
         console.print("an undisturbed worker learns the same batches ...")
         truth = await reference.undisturbed(settings, folder / "forests", folder / "undisturbed", found.batches)
+        console.print("its checkpoints are damaged ...")
+        damage = await verdicts(folder / "settings.json", exported, num_damages)
         return Outcome(
             tally=scene.tally,
             audit=found,
             stuck=stuck(journal, books, measured_from, offset),
             drifted=sum("drifted" in fact for fact in server.said),
             weights_equal=reference.equal_weights(exported, truth),
+            damage=damage,
             seconds=time.monotonic() - began,
         )
     finally:
@@ -211,6 +233,8 @@ def table(outcome: Outcome) -> Table:
     summary = outcome.summary()
     for name in ("faults", "finished", "trained", "waiting", "aborted", "lost", "trained_twice", "failures_scored"):
         grid.add_row(name, str(summary[name]))
+    for name in ("damage_kinds", "damage_recovered", "damage_refused"):
+        grid.add_row(name.replace("_", ", ", 1), str(summary[name]))
     for name, aim in AIMS.items():
         grid.add_row(f"recovery, {name}", f"{summary['recovery_s'][name]} s (aim {aim:g} s)")
     stuck_s = summary["stuck_s"]
@@ -218,8 +242,11 @@ def table(outcome: Outcome) -> Table:
     grid.add_section()
     for promise, is_kept in outcome.kept().items():
         grid.add_row(promise, "yes" if is_kept else "NO")
-    for wrong in [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected]:
+    for wrong in [*a.lost, *a.trained_twice, *a.failures_scored, *a.two_effects, *t.unexpected, *t.gave_up]:
         grid.add_row("", wrong)
+    for one in outcome.damage:
+        if one["silent"] or one["end"] == "stuck":
+            grid.add_row("damage", f"{one['kind']}: {one['end']}: {one['why']}")
     for fault in t.missed:
         grid.add_row("its moment did not come", f"{fault.kind} {fault.at} {fault.when}")
     return grid
@@ -229,14 +256,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="measure one stuck episode only, not six")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure one stuck episode and few kinds of damage to checkpoints only"
+    )
     parser.add_argument("--keep", type=Path, help="an empty folder for journal, books and logs; else they are removed")
     given = parser.parse_args()
     console = Console(stderr=True, soft_wrap=True)
     with tempfile.TemporaryDirectory() as made:
         folder = given.keep or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        outcome = asyncio.run(run(folder.resolve(), given.faults, given.seed, 1 if given.quick else 6, console))
+        few = (1, 2) if given.quick else (6, None)
+        outcome = asyncio.run(run(folder.resolve(), given.faults, given.seed, *few, console))
     Console(width=120).print(table(outcome))
     print(json.dumps({"bench": "chaos", "seed": given.seed, **outcome.summary()}))
     return 0 if all(outcome.kept().values()) else 1

@@ -20,7 +20,16 @@ from agentjet.gateway import CallChunk, CallRequest, Gateway
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline import Forest
 from agentjet.timeline.allowed import encode_set
-from agentjet.types import Call, Conversation, Message, ModelCard, Sampled, SamplingParams
+from agentjet.types import (
+    Call,
+    CheckpointStamp,
+    Conversation,
+    Message,
+    ModelCard,
+    Sampled,
+    SamplingParams,
+    TokenScore,
+)
 from tests.tiny import SPECIAL, make_card, tokenizer
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
@@ -95,7 +104,7 @@ class ScriptedCompute:
         self.deadly: set[int] = set()
         """Batches that kill every worker that tries them."""
         self._last: tuple[int, dict[str, float]] | None = None
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._death: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, *, dtype: str = "") -> ModelCard:
@@ -136,6 +145,12 @@ class ScriptedCompute:
             )
             await asyncio.sleep(0)
 
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """Each token has the log-probability -1 / its position; the likeliest is token 5, with half of that."""
+        scored = [TokenScore(-1 / at, ((5, -0.5 / at),)[:num_likeliest]) for at in range(1, len(token_ids))]
+        await self._while_alive(asyncio.sleep(0))
+        return scored
+
     async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
         await self._while_alive(self.may_learn.wait())
         if self.fail_learn:
@@ -157,21 +172,19 @@ class ScriptedCompute:
             raise WorkerDied("killed while learning")
         return self._last[1]
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         await self._while_alive(asyncio.sleep(0))
         if self.fail_save:
             raise self.fail_save.pop(0)
         path.mkdir()
         (path / "state.json").write_text(json.dumps({"version": self.version, "weights": self.weights}))
+        return _stamp(path)
 
-    async def load(self, path: Path) -> int:
+    async def load(self, path: Path) -> CheckpointStamp:
         await self._while_alive(asyncio.sleep(0))
-        try:
-            state = json.loads((path / "state.json").read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from error
-        self.version, self.weights = state["version"], state["weights"]
-        return self.version
+        stamp = _stamp(path)
+        self.version, self.weights = stamp.policy_version, json.loads((path / "state.json").read_text())["weights"]
+        return stamp
 
     async def export(self, path: Path) -> None:
         await self._while_alive(asyncio.sleep(0))
@@ -182,14 +195,15 @@ class ScriptedCompute:
     async def close(self) -> None:
         self._stop("stopped")
 
-    async def died(self) -> str:
+    async def died(self) -> WorkerDied:
         return await asyncio.shield(self._death)
 
-    def die(self, why: str = "killed by the test") -> None:
+    def die(self, why: str | WorkerDied = "killed by the test") -> None:
         """End as if the process had been killed."""
-        self._stop(why)
+        error = why if isinstance(why, WorkerDied) else WorkerDied(why)
+        self._stop(str(error))
         if not self._death.done():
-            self._death.set_result(why)
+            self._death.set_result(error)
 
     def _stop(self, why: str) -> None:
         self.running = False
@@ -206,6 +220,15 @@ class ScriptedCompute:
         if not waiting.done():
             waiting.cancel()
             raise WorkerDied(self._end.result())
+
+
+def _stamp(path: Path) -> CheckpointStamp:
+    """Raises `CheckpointError` for a state that is not JSON; other damage only changes the digest."""
+    try:
+        text = (path / "state.json").read_bytes()
+        return CheckpointStamp(json.loads(text)["version"], hashlib.sha256(text).hexdigest())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def _allowed(piece: tuple[int, ...], params: SamplingParams) -> tuple[bytes, ...]:

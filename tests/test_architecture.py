@@ -6,6 +6,7 @@
    asked of a fresh interpreter, since parsing cannot see what a library drags in.
 4. What the worker can be asked is what the gateway asks of it.
 5. No file is longer than 500 lines, and nothing is called utils.
+6. A child process imports nothing from the folder that the user happens to be in.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ROOMS = {
     "swarm": room(f"{VOCABULARY} config protocol timeline algorithms.advantages", "numpy"),
     "compute": room(
         f"{VOCABULARY} config timeline rendering algorithms",
-        "gguf llguidance msgpack numpy peft safetensors tokenizers torch transformers",
+        "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",
     ),
     "gateway": room(
         f"{VOCABULARY} config protocol timeline rendering swarm algorithms.advantages compute.protocol",
@@ -220,6 +221,17 @@ def test_the_line_to_the_worker_has_no_verb_that_nobody_uses() -> None:
     verbs = {node.name for node in protocol.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     asked = "\n".join(path.read_text(encoding="utf-8") for path in (SOURCE / "gateway").glob("*.py"))
     assert verbs == set(re.findall(r"_compute\.(\w+)", asked))
+
+
+def test_children_do_not_import_from_the_current_folder() -> None:
+    started = [
+        (path, line)
+        for path in source_files()
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "sys.executable" in line
+    ]
+    assert len(started) >= 3
+    assert [where for where in started if not re.search(r'sys\.executable, "-(P|I)"', where[1])] == []
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "bench", "examples", "conformance"])

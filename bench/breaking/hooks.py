@@ -21,7 +21,7 @@ from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.swarm import Journal
 from agentjet.timeline.forest import Forest
-from agentjet.types import ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
 from bench.breaking.plan import TRANSITIONS
 
 Say = Callable[..., None]
@@ -111,15 +111,17 @@ class MortalCompute(EmbeddedCompute):
         self._verb = ""
         self._delay = 0.0
         self._times = 0
+        self._signal = signal.SIGKILL
         self._newest = -1
         self._saves_fail = False
 
-    def arm(self, verb: str = "", delay: float = 0.0, times: int = 1) -> None:
-        """Kill the worker `delay` seconds after it is given `verb`, the next `times` times.
+    def arm(self, verb: str = "", delay: float = 0.0, times: int = 1, hangs: bool = False) -> None:
+        """Kill the worker `delay` seconds after it is given `verb`, the next `times` times; stop it if it `hangs`.
 
         `learn newest` is a batch that was never learned before, `learn` also one that is replayed.
         """
         self._verb, self._delay, self._times = verb, delay, times
+        self._signal = signal.SIGSTOP if hangs else signal.SIGKILL
 
     def refuse_a_save(self) -> None:
         """The next checkpoint finds the disk full."""
@@ -135,7 +137,7 @@ class MortalCompute(EmbeddedCompute):
             asyncio.get_running_loop().call_later(0.02, self._kill, verb)
             return
         self.say(killed="worker", pid=self.pid, at=verb)
-        os.kill(self.pid, signal.SIGKILL)
+        os.kill(self.pid, self._signal)
 
     async def start(self, *, dtype: str = "") -> ModelCard:
         self._strike("start")
@@ -154,15 +156,14 @@ class MortalCompute(EmbeddedCompute):
             self._strike("learn newest")
         return await super().learn(batch_id, forest, job)
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         self._strike("save")
         if not self._saves_fail or self.pid is None:
-            await super().save(path)
-            return
+            return await super().save(path)
         self._saves_fail = False
         limits = resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
         try:
-            await super().save(path)
+            return await super().save(path)
         finally:
             if self.pid is not None:
                 resource.prlimit(self.pid, resource.RLIMIT_FSIZE, limits)

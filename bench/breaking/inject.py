@@ -11,6 +11,7 @@ import os
 import signal
 import time
 
+from bench.breaking.patience import kill_under_a_waiting_client
 from bench.breaking.plan import WIRE, Fault
 from bench.breaking.scene import Scene
 from bench.breaking.victims import ServerEnded
@@ -33,7 +34,9 @@ async def inject(scene: Scene, fault: Fault) -> bool:
         return await _at_transition(scene, fault)
     if kind == "gateway killed at a random time":
         return await _gateway(scene, fault)
-    if kind == "worker killed":
+    if kind == "gateway killed under a waiting client":
+        return await kill_under_a_waiting_client(scene, MOMENT_SECONDS)
+    if kind in ("worker killed", "worker hangs"):
         return await _worker(scene, fault)
     if kind == "worker killed twice by one batch":
         return await _poison(scene)
@@ -105,7 +108,7 @@ async def _worker(scene: Scene, fault: Fault) -> bool:
         if not _kill_worker(scene):
             return False
     else:
-        await server.order("worker", verb=fault.at, delay=fault.amount)
+        await server.order("worker", verb=fault.at, delay=fault.amount, hangs=fault.kind == "worker hangs")
         if fault.at == "start" and _kill_worker(scene):  # One starts because another one died.
             scene.tally.faults[fault.kind] += 1
         hit = _Hits(scene, facts)
@@ -114,7 +117,8 @@ async def _worker(scene: Scene, fault: Fault) -> bool:
             return False
         facts, killed = hit.last()
     status = await server.rolling(facts)
-    scene.tally.worker_s.append(time.monotonic() - killed)
+    seconds = scene.tally.worker_s if fault.kind == "worker killed" else scene.tally.hung_s
+    seconds.append(time.monotonic() - killed)
     # Or the next such fault is the second that the same batch meets, or one too many without anything learned.
     await server.at(status.policy_version + 1)
     return True

@@ -26,6 +26,7 @@ TRANSITIONS = (
     "add_step",
     "prune",
     "remember",
+    "put_checkpoint",
     "add_event",
 )
 """Methods of the journal that write while the server runs; `commit` has them on disk."""
@@ -35,6 +36,8 @@ RARE = ("remove_batch", "add_undelivered")
 """Transitions that must be provoked; short runs leave them out."""
 WORKER_VERBS = ("sample", "learn", "save", "start", "any")
 """What a worker is doing when it is killed; `any`: whatever it does at a random time."""
+HANGING_VERBS = ("sample", "learn")
+"""What a worker is doing when it is stopped (SIGSTOP)."""
 REQUESTS = ("begin", "finish", "chat", "abort")
 WIRE = ("request lost", "answer lost", "answer cut", "request twice", "hung up")
 DISKS = ("journal full", "writes refused", "checkpoint full")
@@ -53,11 +56,13 @@ class Fault:
 
 
 SHARES = {
-    "gateway killed at a transition": 41,
+    "gateway killed at a transition": 44,
     "gateway killed at a random time": 12,
     "gateway killed, WAL tail torn": 12,
+    "gateway killed under a waiting client": 4,
     "worker killed": 30,
     "worker killed twice by one batch": 1,
+    "worker hangs": 5,
     "client killed": 26,
     "request lost": 12,
     "answer lost": 12,
@@ -88,7 +93,7 @@ def _numbers(num_faults: int) -> dict[str, int]:
     every = sum(SHARES.values())
     numbers = {kind: max(1, share * num_faults // every) for kind, share in SHARES.items()}
     if num_faults >= WHOLE:
-        numbers["gateway killed at a transition"] = max(41, numbers["gateway killed at a transition"])
+        numbers["gateway killed at a transition"] = max(44, numbers["gateway killed at a transition"])
     else:
         for kind in WHOLE_RUNS_ONLY:
             del numbers[kind]
@@ -109,6 +114,8 @@ def _drawn(kind: str, number: int, dice: random.Random) -> list[Fault]:
     if kind == "worker killed":
         verbs = _dealt(WORKER_VERBS[: number if number < len(WORKER_VERBS) else None], number)
         return [Fault(kind, verb, amount=_delay(verb, dice)) for verb in verbs]
+    if kind == "worker hangs":
+        return [Fault(kind, verb, amount=_delay(verb, dice)) for verb in _dealt(HANGING_VERBS, number)]
     if kind == "request twice":
         return [Fault(kind, at, skip=dice.randrange(3)) for at in _dealt(("begin", "finish"), number)]
     if kind in WIRE:

@@ -31,10 +31,14 @@ class Tally:
     """Faults whose moment did not come."""
     unexpected: list[str] = field(default_factory=list)
     """A server that ended although nobody had killed it."""
+    gave_up: list[str] = field(default_factory=list)
+    """Clients that waited politely and did not outlive a restart."""
     gateway_s: list[float] = field(default_factory=list)
     """From the death of a gateway to the first answer of the next."""
     worker_s: list[float] = field(default_factory=list)
     """From the death of a worker to the state in which the next one samples."""
+    hung_s: list[float] = field(default_factory=list)
+    """The same of a worker that was stopped."""
 
 
 class Scene:

@@ -28,6 +28,10 @@ POLL_SECONDS = 0.02
 PATIENCE = 120.0
 """Seconds any one thing may take before the run is given up."""
 LOG_LINES = 15
+WORKER_TIMEOUT = 4.0
+"""Seconds without a sign of work after which the server kills a worker."""
+MOST_LIVE = 8
+"""Live episodes that a client may have: more than the bench's own clients need."""
 
 
 class GivenUp(Exception):
@@ -57,7 +61,14 @@ class Server:
         self.log = folder / "server.log"
         self.said: list[dict[str, Any]] = []
         """Every fact the server told, over all its lives."""
-        settings = {**settings, "server": {"data_dir": str(self.data_dir), "port": self.port, "call_timeout": 60.0}}
+        server = {
+            "data_dir": str(self.data_dir),
+            "port": self.port,
+            "call_timeout": 60.0,
+            "worker_timeout": WORKER_TIMEOUT,
+            "max_episodes_per_client": MOST_LIVE,
+        }
+        settings = {**settings, "server": server}
         (folder / "settings.json").write_text(json.dumps(settings))
         self._numbers = itertools.count(1)
         self._process: asyncio.subprocess.Process | None = None

@@ -4,6 +4,7 @@
     ├── ConfigError          a setting is unknown, malformed or impossible; the process must not start
     ├── RequestError         a request cannot be honoured; `status` and `code` are stable, clients match on `code`
     │   ├── InvalidRequest   400 or 422   malformed, or asks for what cannot be done
+    │   │   └── ContextOverflow           the prompt leaves no room for an answer; each dialect has its own words
     │   ├── Unauthorized     401          no key, a wrong one, an expired one
     │   ├── Forbidden        403          a valid key for something else
     │   ├── NotFound         404
@@ -14,6 +15,7 @@
     │   ├── OutOfCache       the sampler cannot hold so long a sequence
     │   ├── Unfollowable     the sampler cannot follow a grammar
     │   └── WorkerDied       the worker process ended; the gateway restarts it
+    │       └── WorkerHung   it showed no sign of work and was killed
     ├── CheckpointError      a checkpoint could not be written or is not the one asked for
     └── Unreachable          (client) the server did not answer within the retries
 
@@ -55,6 +57,26 @@ class RequestError(AgentJetError):
 
 class InvalidRequest(RequestError):
     """The request is malformed or asks for what cannot be done."""
+
+
+class ContextOverflow(InvalidRequest):
+    """The prompt, called `asked` in the request, is longer than the context allows. The message is in OpenAI's words.
+
+    `maximum` is the context length in tokens, of which an answer needs one; `num_tokens` is the prompt's length, or
+    the least it can be.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, asked: str, num_tokens: int, maximum: int, *, or_more: bool = False) -> None:
+        super().__init__(
+            f"This model's maximum context length is {maximum} tokens. However, your {asked} resulted in "
+            f"{num_tokens} tokens{' or more' if or_more else ''}, which leaves no room for an answer. "
+            f"Please reduce the length of the {asked}.",
+            param=asked,
+        )
+        self.num_tokens = num_tokens
+        self.maximum = maximum
 
 
 class Unauthorized(RequestError):
@@ -117,6 +139,10 @@ class Unfollowable(ComputeError):
 
 class WorkerDied(ComputeError):
     """The worker process ended unexpectedly."""
+
+
+class WorkerHung(WorkerDied):
+    """The worker process showed no sign of work for `server.worker_timeout` seconds and was killed."""
 
 
 class CheckpointError(AgentJetError):

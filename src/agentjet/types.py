@@ -181,6 +181,23 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointStamp:
+    """A checkpoint as its backend wrote or verified it."""
+
+    policy_version: int
+    digest: str
+    """Digest of the whole checkpoint; empty for one that AgentJet 0.1 wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Log-probability of a given token at temperature 1, and the likeliest tokens in its place with theirs."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """What the gateway must know of a model without loading it.
 
@@ -254,3 +271,5 @@ class Call:
     """Digest of prompt + completion as they were when sampled: what is trained must still have it."""
     allowed: bytes = b""
     """The set of tokens that each token of the completion was chosen among, packed by `timeline.allowed.pack_sets`."""
+    untrained: str = ""
+    """Name of the rule of `job.side_calls` that excludes the call from training; empty for none."""

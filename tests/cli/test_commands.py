@@ -20,7 +20,8 @@ from agentjet.cli.printing import printable
 from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
 from agentjet.client import Estimate, Swarm
-from agentjet.errors import AgentJetError, ConfigError, NotFound, Unauthorized, Unreachable
+from agentjet.compute.embedded.digests import seal
+from agentjet.errors import AgentJetError, CheckpointError, ConfigError, NotFound, Unauthorized, Unreachable
 from agentjet.protocol import EpisodeTree
 from tests.cli.conftest import TOO_HARD
 from tests.server.serving import TOKEN, Served
@@ -85,8 +86,17 @@ def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
     with pytest.raises(AgentJetError, match="not a whole checkpoint"):
         run("export", str(tmp_path / "out"), "--checkpoint", str(policy.parent))
     (policy / "config.json").write_text("{}")
+    seal(policy.parent, {})
+    mine = tmp_path / "out.unfinished"
+    mine.mkdir()
     run("export", str(tmp_path / "out"), "--checkpoint", str(policy.parent))
     assert (tmp_path / "out" / "config.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "out", mine.name}, (
+        "the user's own folders stay"
+    )
+    (policy / "config.json").write_text("{ }")
+    with pytest.raises(CheckpointError, match=r"damaged: policy/config\.json: it has 3 bytes instead of 2"):
+        run("export", str(tmp_path / "another"), "--checkpoint", str(policy.parent))
     (policy / "config.json").rename(policy / "adapter_config.json")
     with pytest.raises(AgentJetError, match="LoRA"):
         run("export", str(tmp_path / "other"), "--checkpoint", str(policy.parent))
@@ -96,6 +106,7 @@ def test_export_into_what_is_no_folder(tmp_path: Path) -> None:
     policy = tmp_path / "step_000001" / "policy"
     policy.mkdir(parents=True)
     (policy / "config.json").write_text("{}")
+    seal(policy.parent, {})
     with pytest.raises(ConfigError, match="out cannot be written"):
         run("export", str(policy / "config.json" / "out"), "--checkpoint", str(policy.parent))
 

@@ -80,6 +80,27 @@ def test_a_program_is_trained_and_evaluated(served: Served, folder: Path) -> Non
     assert list(named["code_versions"]) == ["v7"]
 
 
+REFUSED_AGENT = """
+import contextlib
+with contextlib.suppress(Exception):
+    exec(open(%r).read().replace('"messages"', '"no_such_key": 1, "messages"'))
+print(0)
+"""
+
+
+def test_an_episode_with_a_refused_request_is_not_scored(served: Served, folder: Path) -> None:
+    """The program hides the refusal, ends with 0 and prints a reward, as agent products do."""
+    (folder / "hiding.py").write_text(REFUSED_AGENT % str(folder / "agent.py"))
+    words = (sys.executable, "hiding.py", "1", "2")
+    options = ["--url", served.url, "--token", TOKEN, "--task-file", "tasks.jsonl", "--concurrency", "1"]
+    said = CliRunner().invoke(app, ["run", *options, "--reward", "stdout", "--eval", "--", *words])
+    assert said.exit_code != 0 and "the server refused requests of the program: unknown_parameter: no_such_key" in (
+        " ".join(said.output.split())
+    )
+    scored = run(served, "--reward", "stdout", "--eval", "--score-refused", command=words)
+    assert (scored["finished"], scored["mean_reward"]) == (6, 0.0)
+
+
 def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Served, folder: Path) -> None:
     def refused(match: str, *arguments: str, command: tuple[str, ...] = ()) -> None:
         with pytest.raises(ConfigError, match=match):

@@ -112,7 +112,9 @@ class FakeServer:
             return httpx.Response(200, text=self._status().model_dump_json())
         if path == "/events":
             after = int(request.headers["Last-Event-ID"])
-            return httpx.Response(200, stream=_Stream(self._stream(after)))
+            return httpx.Response(
+                200, headers={"Content-Type": "text/event-stream"}, stream=_Stream(self._stream(after))
+            )
         if request.method == "GET":
             return httpx.Response(200, text=self.episodes[path.rpartition("/")[2]].model_dump_json())
         body = json.loads(request.content or b"null")

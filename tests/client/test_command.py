@@ -26,7 +26,7 @@ ROW = {"id": "t1", "question": "two words", "answer": 7, "deep": {"list": [1]}}
 TASK = Task("t1", payload=ROW)
 
 
-def episode(base_url: str = "http://127.0.0.1:8400/v1") -> AsyncEpisode:
+def episode(base_url: str = "http://127.0.0.1:8400/v1", refused: dict[str, int] | None = None) -> AsyncEpisode:
     begun = BeginResponse(
         episode_id="ep1",
         base_url=base_url,
@@ -36,7 +36,25 @@ def episode(base_url: str = "http://127.0.0.1:8400/v1") -> AsyncEpisode:
         lease_seconds=60,
         expires_at=0,
     )
-    return AsyncEpisode(None, begun, BeginRequest(task_id="t1"))  # type: ignore[arg-type]
+    return AsyncEpisode(Answering(refused or {}), begun, BeginRequest(task_id="t1"))
+
+
+class Answering:
+    """A server that answers with an episode in which `refused` was refused."""
+
+    def __init__(self, refused: dict[str, int]) -> None:
+        self._refused = refused
+
+    async def request(self, method: str, path: str, *, body: Any = None, patience: float | None = None) -> Any:
+        assert (method, path) == ("POST", "/episodes/ep1/heartbeat")
+        facts = {"episode_id": "ep1", "status": "live", "mode": "train", "task_id": "t1", "task_set": "", "group": "t1"}
+        return {
+            **facts,
+            "client_id": "c",
+            "policy_version": 0,
+            "refused": self._refused,
+            "unscorable": bool(self._refused),
+        }
 
 
 def python(program: str, *arguments: str) -> list[str]:
@@ -128,6 +146,40 @@ def test_exit_codes_that_are_judged(code: int) -> None:
     else:
         with pytest.raises(CommandFailed, match=f"exit code {code}"):
             run(command)
+
+
+def test_a_refused_request_aborts_whatever_the_exit_code_says() -> None:
+    refusing = episode(refused={"unsupported_in_training: temperature": 3})
+    for any_exit_code in (False, True):
+        command = Command(python("print(0)"), judged, any_exit_code=any_exit_code)
+        with pytest.raises(CommandFailed, match=r"refused requests .*: unsupported_in_training: temperature \(3\)"):
+            asyncio.run(command(TASK, refusing))
+    assert asyncio.run(Command(python("print(0)"), judged, score_refused=True)(TASK, refusing)) == 0
+
+
+SHOW_FOLDERS = """
+import os, pathlib, tempfile
+home = pathlib.Path.home()
+(home / "state").write_text("x")
+print(home, tempfile.gettempdir(), os.environ["XDG_CONFIG_HOME"], len(os.listdir(home)))
+"""
+
+
+def test_each_episode_has_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "mine"))
+    seen: list[list[str]] = []
+
+    def judge(payload: Any, result: Result) -> float:
+        seen.append(result.stdout.split())
+        return 0.0
+
+    for shared in (False, False, True):
+        run(Command(python(SHOW_FOLDERS), judge, shared_home=shared))
+    first, second, third = seen
+    assert first[0] != second[0] and first[1] != second[1] and first[3] == second[3]
+    assert all(not Path(folder).is_relative_to(tmp_path) and not Path(folder).exists() for folder in first[:3])
+    assert third[0] == str(tmp_path) and third[2] == str(tmp_path / "mine")
 
 
 def test_a_program_that_is_not_there_aborts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from agentjet.client import AsyncSwarm, Swarm
 from agentjet.client.settings import DEFAULT_URL, load_settings
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, RequestError, Unauthorized, Unreachable
+from agentjet.protocol import Problem
 from agentjet.types import Reward
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -87,6 +89,58 @@ def test_a_server_that_was_there_is_waited_for_through_a_restart(server: FakeSer
     asyncio.run(scenario())
     assert time.now > 60.0
     assert max(time.sleeps) == 10.0
+
+
+class Scripted:
+    """A server that answers what the script says, one item a request: a status, or `None` for a lost connection."""
+
+    def __init__(self, *script: int | None, body: str = "{}", **headers: str) -> None:
+        self.script = list(script)
+        self.body = body
+        self.headers = headers
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        status = self.script.pop(0)
+        if status is None:
+            raise httpx.ReadError("connection reset", request=request)
+        refusal = Problem(title="full", status=status, code="batch_full", detail="full", retry_after=20.0)
+        body = self.body if status == 200 else refusal.model_dump_json()
+        return httpx.Response(status, text=body, headers=self.headers)
+
+    def connect(self, time: FakeTime) -> AsyncSwarm:
+        return AsyncSwarm(URL, TOKEN, retry=time.retry(), transport=httpx.MockTransport(self))
+
+
+def test_polite_waiting_takes_nothing_of_the_time_for_a_restart(time: FakeTime) -> None:
+    server = Scripted(*[429] * 8, *[None] * 12, 429, *[None] * 12, 200)
+    asyncio.run(server.connect(time).connection.request("POST", "/episodes", patience=math.inf))
+    assert not server.script and time.now > 8 * 20 + 2 * 60
+
+    silent = Scripted(*[429] * 8, *[None] * 1000)
+    with pytest.raises(Unreachable):
+        asyncio.run(silent.connect(time).connection.request("POST", "/episodes", patience=math.inf))
+    assert 1000 - len(silent.script) < 30, "a server that stays away is given up all the same"
+
+
+def test_a_restart_takes_nothing_of_the_time_to_wait_for_room(time: FakeTime) -> None:
+    server = Scripted(429, *[None] * 8, *[429] * 100)
+    with pytest.raises(Later):
+        asyncio.run(server.connect(time).connection.request("POST", "/episodes", patience=100.0))
+    assert 80 < time.now <= 100
+
+
+def test_an_answer_that_is_no_json_is_that_of_something_else(time: FakeTime) -> None:
+    portal = Scripted(*[200] * 100, body="<html>Please log in.</html>", **{"Content-Type": "text/html"})
+    with pytest.raises(Unreachable, match=r"8400 answered with status 200 and text/html, .*: a proxy or a login page"):
+        asyncio.run(portal.connect(time).status())
+    assert 0 < time.now <= 3.0, "as an address that never answered"
+
+    async def follow() -> None:
+        async for _ in portal.connect(time).events():
+            pass
+
+    with pytest.raises(Unreachable, match="text/html"):
+        asyncio.run(follow())
 
 
 def test_retry_after_is_honoured(server: FakeServer, time: FakeTime) -> None:
@@ -174,16 +228,18 @@ def test_events_outlive_a_restart_that_drains_first(time: FakeTime) -> None:
     line = b'id: 1\nevent: state\ndata: {"seq": 1, "kind": "state", "time": 0, "body": {}}\n\n'
     asked, began = 0, 0.0
 
+    stream = {"Content-Type": "text/event-stream; charset=utf-8"}
+
     def answer(request: httpx.Request) -> httpx.Response:
         nonlocal asked, began
         asked += 1
         if asked <= 40:
-            return httpx.Response(200, content=b"")
+            return httpx.Response(200, content=b"", headers=stream)
         if asked == 41:
             began = time.now
         if time.now - began < 100:
             raise httpx.ConnectError("refused")
-        return httpx.Response(200, content=line)
+        return httpx.Response(200, content=line, headers=stream)
 
     async def scenario(transport: httpx.MockTransport) -> None:
         swarm = AsyncSwarm(URL, TOKEN, retry=time.retry(), transport=transport)
@@ -214,6 +270,7 @@ def test_arguments_come_before_the_environment() -> None:
 
 
 def test_a_token_is_read_without_the_newline_of_its_file() -> None:
+    assert load_settings(environ={}).instance_id == "" != load_settings(client_id="me", environ={}).instance_id
     assert load_settings(token="secret\n", environ={}).token == "secret"
     assert load_settings(environ={"AGENTJET_TOKEN": " secret\n"}).token == "secret"
 

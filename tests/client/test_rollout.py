@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
+import itertools
 import os
 import signal
 import sys
@@ -20,9 +21,10 @@ import pytest
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
 from agentjet.client.following import QUIET_SECONDS
 from agentjet.client.progress import Lines
+from agentjet.client.rollout import keep_alive
 from agentjet.client.slots import Slot, Slots
 from agentjet.client.threads import LoopThread
-from agentjet.errors import Conflict, InvalidRequest, Unauthorized, Unreachable
+from agentjet.errors import Conflict, InvalidRequest, NotFound, Unauthorized, Unreachable
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -239,6 +241,36 @@ def test_evaluate_reports_in_the_order_of_the_tasks_and_trains_nothing() -> None
     assert report.policy_versions == (0, 0)
     assert server.version == 0
     assert {view.mode for view in server.episodes.values()} == {"eval"}
+
+
+class Unknown:
+    """An episode of a run that is not served any more."""
+
+    status, lease_seconds = "live", 0.0
+
+    async def heartbeat(self) -> None:
+        raise NotFound("There is no episode 'ep_1' in the run that this server serves now.")
+
+
+def test_heartbeats_end_with_the_servers_knowledge_of_the_episode() -> None:
+    assert asyncio.run(asyncio.wait_for(keep_alive(Unknown()), 5))  # type: ignore[arg-type]
+
+
+def test_silence_inside_an_agent_ends_its_episode_only() -> None:
+    server = FakeServer()
+    attempts = itertools.count()
+
+    async def agent(task: Task, episode: AsyncEpisode) -> float:
+        if next(attempts) == 0:
+            raise Unreachable("no answer from the judge")
+        return 1.0
+
+    with Swarm(URL, TOKEN, transport=server.transport()) as swarm:
+        report = swarm.train(agent, TASKS, steps=1, concurrency=2, progress=False)
+    assert len(report.steps) == 1
+    assert [result.error for result in report.results if result.outcome == "aborted"] == [
+        "Unreachable: no answer from the judge"
+    ]
 
 
 def test_an_agent_may_finish_its_episode_itself() -> None:

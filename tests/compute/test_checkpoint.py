@@ -1,15 +1,134 @@
-"""What is written into a checkpoint can be read by whom the umask lets."""
+"""Checkpoints of a tiny policy, damaged.
+
+Pinned here:
+1. after each kind of damage to the newest checkpoint the one before and the journal lead to the same weights;
+2. after damage to all of them the start is refused, again and again: their batches were pruned;
+3. one that AgentJet 0.1 wrote has no digests: it loads, and every damage that shows is a `CheckpointError`;
+4. files that whoever the umask lets can read.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
+import shutil
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.checkpoint import write_atomically
+from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.policy import Policy
+from agentjet.config import ServeConfig
+from agentjet.errors import CheckpointError
+from agentjet.gateway import Gateway
+from agentjet.types import Sampled, SamplingParams
+from bench.breaking.damage import ALL, NEWEST, TRAINER, Damage
+from bench.breaking.recovery import LocalWorker, Undisturbed, judge
+from bench.breaking.reference import WEIGHTS
+from tests.fakes import Clock, Running, ScriptedCompute, saying
+from tests.tiny import make_card
+
+NUM_BATCHES = 3
+
+
+class WordsOfAScript(LocalWorker):
+    """Learns with a real worker; the completions are those of a script."""
+
+    def __init__(self, config: ServeConfig, words: ScriptedCompute) -> None:
+        super().__init__(config)
+        self._words = words
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+        self._words.version = self._worker._version
+        async for piece in self._words.sample(token_ids, params):
+            yield piece
+
+
+Ended = tuple[Undisturbed, LocalWorker]
+
+
+@pytest.fixture(scope="module")
+def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    data_dir = tmp_path_factory.mktemp("run") / "data"
+    config = ServeConfig.model_validate(
+        {
+            "model": {"name": str(tiny_folder), "device": "cpu", "dtype": "float32", "threads": 1},
+            "sampler": {"cache_tokens": 256},
+            "server": {"data_dir": data_dir},
+            "job": {
+                "batch_size": 1,
+                "group_size": 2,
+                "max_tokens": 8,
+                "checkpoint_every": 1,
+                "optimizer": {"lr": 1e-3},
+            },
+        }
+    )
+
+    async def run() -> LocalWorker:
+        words = ScriptedCompute(make_card(data_dir.parent / "tokenizer"), saying(lambda prompt: "hi"))
+        await words.start()
+        compute = WordsOfAScript(config, words)
+        gateway = Gateway(config, compute)
+        try:
+            await gateway.start()
+            await gateway.ready()
+            running = Running(gateway, words, Clock(), Clock())
+            for _ in range(NUM_BATCHES):
+                await running.batch()
+            await compute.export(data_dir / "exports" / "last")
+        finally:
+            await gateway.close()
+        return compute
+
+    compute = asyncio.run(run())
+    return Undisturbed(config, NUM_BATCHES, (data_dir / "exports" / "last" / WEIGHTS).read_bytes()), compute
+
+
+def test_there_are_as_many_kinds_of_damage_as_were_promised() -> None:
+    assert len(NEWEST) + len(ALL) >= 19
+
+
+@pytest.mark.parametrize(("kind", "damage"), NEWEST.items(), ids=[*NEWEST])
+def test_damage_to_the_newest_checkpoint_changes_nothing(ended: Ended, kind: str, damage: Damage) -> None:
+    verdict = asyncio.run(judge(kind, damage, *ended))
+    assert (verdict.end, verdict.silent) == ("recovered", False), verdict.why
+
+
+@pytest.mark.parametrize(("kind", "damage"), ALL.items(), ids=[*ALL])
+def test_damage_to_every_checkpoint_is_refused(ended: Ended, kind: str, damage: Damage) -> None:
+    verdict = asyncio.run(judge(kind, damage, *ended))
+    assert (verdict.end, verdict.silent) == ("refused", False), verdict.why
+    assert "Restore that one or a newer one" in verdict.why
+
+
+def test_a_checkpoint_of_version_0_1(policy: Policy, tmp_path: Path) -> None:
+    good, learner = tmp_path / "step_000001", Learner(policy)
+    checkpoint.save(good, policy, learner, {"policy_version": 1, "metrics": {}})
+    state = json.loads((good / "state.json").read_text())
+    del state["files"], state["digest"]
+    (good / "state.json").write_text(json.dumps({**state, "format": 1}))
+    assert "digest" not in checkpoint.load(good, policy, learner)
+    for number, text in enumerate(
+        ("{", "[]", "{}", '{"format": 1}', '{"format": 1, "policy_version": [], "adapters": 0}')
+    ):
+        damaged = tmp_path / f"state-{number}"
+        shutil.copytree(good, damaged)
+        (damaged / "state.json").write_text(text)
+        with pytest.raises(CheckpointError):
+            checkpoint.load(damaged, policy, learner)
+    content = (good / TRAINER).read_bytes()
+    for place in range(0, 600, 20):  # The zip header, the pickle's name and its head.
+        (good / TRAINER).write_bytes(content[:place] + bytes([content[place] ^ 0x20]) + content[place + 1 :])
+        with contextlib.suppress(CheckpointError):
+            checkpoint.load(good, policy, learner)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded.digests import seal
 from agentjet.compute.embedded.learner import Learner, learning_rate
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
@@ -218,6 +220,8 @@ def test_weights_of_another_shape_are_a_checkpoint_that_does_not_fit(tiny_folder
     trainer = learner.state()
     name = next(iter(trainer["masters"]))
     torch.save({**trainer, "masters": {name: torch.zeros(3)}}, tmp_path / "step_000000" / "trainer.pt")
+    state = json.loads((tmp_path / "step_000000" / "state.json").read_text())
+    seal(tmp_path / "step_000000", {key: state[key] for key in state if key not in ("files", "digest")})
     with pytest.raises(CheckpointError, match="does not fit this model"):
         checkpoint.load(tmp_path / "step_000000", policy, learner)
 

@@ -3,7 +3,7 @@
 1. the verbs work across the pipe, several at a time; closing a sample cancels it;
 2. `learn` is idempotent in its batch id, and refuses a gap;
 3. a killed worker is reported at once to everybody who waits, and restarts from a checkpoint to the same weights bit
-by bit;
+by bit; so is one that was stopped (SIGSTOP), after `server.worker_timeout`;
 4. a checkpoint that cannot be written leaves the last good one and no litter; a vanished parent leaves no orphan;
 5. `model.dtype = "auto"` is timed once: later workers are told what it came to.
 """
@@ -33,7 +33,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
 from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied
+from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied, WorkerHung
 from agentjet.timeline.allowed import EVERYTHING
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import SamplingParams
@@ -114,7 +114,13 @@ def weights(folder: Path) -> bytes:
     return (folder / "policy" / "model.safetensors").read_bytes()
 
 
-def test_verbs_refusals_and_idempotent_learning(tiny_folder: Path, tmp_path: Path) -> None:
+def test_verbs_refusals_and_idempotent_learning(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("queue", "secrets", "agentjet"):  # Beside the user's own files: no business of the worker's.
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('a file of the current folder was run')")
+    monkeypatch.chdir(tmp_path)
+
     async def scenario() -> None:
         compute = Overheard(config(tiny_folder, tmp_path))
         assert (await compute.start()).num_parameters > 0
@@ -127,6 +133,8 @@ def test_verbs_refusals_and_idempotent_learning(tiny_folder: Path, tmp_path: Pat
         for grammar in ("start: nothing\n", 'start: "a" NEVER\nNEVER: /b/ & /c/\n'):
             with pytest.raises(Unfollowable):
                 await completion(compute, tokens(0, 5), SamplingParams(max_tokens=9, grammar=grammar))
+        scores = await compute.score(tokens(0, 5).tolist(), 2)
+        assert len(scores) == 4 and all(len(one.likeliest) == 2 and one.logprob < 0 for one in scores)
         with pytest.raises(CheckpointError, match="cannot be read"):
             await compute.load(tmp_path / "nothing")
         stream = compute.sample(tokens(0, 5).tolist(), SamplingParams(max_tokens=400, temperature=3.0))
@@ -153,7 +161,10 @@ def test_verbs_refusals_and_idempotent_learning(tiny_folder: Path, tmp_path: Pat
 
 def test_killed_workers_are_reported_and_replay_to_the_same_weights(tiny_folder: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        compute = EmbeddedCompute(config(tiny_folder, tmp_path))
+        server = {"data_dir": tmp_path, "worker_timeout": 1.0}
+        compute = EmbeddedCompute(
+            ServeConfig.model_validate({**config(tiny_folder, tmp_path).model_dump(), "server": server})
+        )
         await compute.start()
         job = compute._config.job
         forests = []
@@ -164,9 +175,10 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(tiny_folder:
                 await compute.save(tmp_path / "step_000002")
         await compute.save(tmp_path / "undisturbed")
 
-        for moment in ("idle", "sampling", "learning", "saving"):
+        for moment in ("idle", "stopped", "sampling", "learning", "saving"):
             doomed = {
                 "idle": lambda: asyncio.sleep(0),
+                "stopped": lambda: compute.learn(4, forests[0], job),
                 "sampling": lambda: completion(compute, tokens(3, 9), SamplingParams(max_tokens=400, temperature=3.0)),
                 "learning": lambda: compute.learn(4, forests[0], job),
                 "saving": lambda: compute.save(tmp_path / "never"),
@@ -174,10 +186,15 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(tiny_folder:
             waiting = asyncio.ensure_future(doomed)
             await asyncio.sleep(0.02)
             assert compute.pid is not None
-            os.kill(compute.pid, signal.SIGKILL)
-            assert "exit code -9" in await compute.died()
+            os.kill(compute.pid, signal.SIGSTOP if moment == "stopped" else signal.SIGKILL)
+            death = await compute.died()
             (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
-            assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
+            if moment == "stopped":
+                assert isinstance(death, WorkerHung) and isinstance(outcome, WorkerHung)
+                assert "no sign of work for 1 s (server.worker_timeout)" in str(death)
+            else:
+                assert "exit code -9" in str(death)
+                assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
             with pytest.raises(WorkerDied):
                 await compute.export(tmp_path / "never")
             await compute.start()

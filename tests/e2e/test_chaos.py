@@ -17,7 +17,7 @@ from tests.e2e.server import ROOT, environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_FAULTS = 12
+NUM_FAULTS = 13
 PATIENCE = 600.0
 
 
@@ -33,4 +33,5 @@ def test_a_short_chaos_run_keeps_every_promise(tmp_path: Path) -> None:
     assert found["trained"] > 0
     assert (found["lost"], found["trained_twice"], found["failures_scored"]) == (0, 0, 0)
     assert found["weights_equal"] is True
+    assert (found["damage_kinds"], found["damage_silent"], found["damage_stuck"]) == (4, 0, 0), said
     assert found["stuck_s"]["measured"] == 1, said

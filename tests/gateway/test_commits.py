@@ -7,7 +7,8 @@
 4. when the disk refuses the commit, or takes the whole group with one write, all are told `Later` and nothing of it
    happened, in memory either;
 5. an answer whose agent leaves before the disk has it did not reach it;
-6. when the disk fails a sync, nobody is told, nothing is recorded any more, and a new server carries on.
+6. when the disk fails a sync, nobody is told, nothing is recorded any more, and a new server carries on;
+7. so it is when a commit fails with anything else: nobody waits for ever, and nobody is told that it is on disk.
 """
 
 from __future__ import annotations
@@ -75,6 +76,49 @@ async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None
         assert isinstance(results[1], Conflict)
         assert [e.task_id for e in swarm.recent_episodes(10)] == ["c", "b", "a"]
         assert on_disk(tmp_path / "d") == 3
+
+
+def breaking(run: Running, where: str, error: Exception) -> None:
+    """Have the next write to the journal fail, at its commit, in the code around it, or in the thread."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    if where == "the code":
+        run.gateway.swarm.commit = fails  # type: ignore[method-assign]
+    elif where == "the thread":
+        run.gateway._journal._log.wait = fails  # type: ignore[method-assign, union-attr]
+    else:
+        real = run.gateway._journal._db
+
+        class Broken:
+            def execute(self, statement: str, *args: object) -> sqlite3.Cursor:
+                return fails() if statement == "COMMIT" else real.execute(statement, *args)  # type: ignore[return-value]
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(real, name)
+
+        run.gateway._journal._db = Broken()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("where", ["the database", "the code", "the thread"])
+async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, where: str) -> None:
+    error = sqlite3.DatabaseError("database disk image is malformed") if where == "the database" else KeyError("bug")
+    async with running(tmp_path / "d") as run:
+        kept = await begin(run, "kept")
+        await run.gateway.durable()
+        breaking(run, where, error)
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
+            results += await asyncio.gather(
+                begin(run, "u"), run.gateway.finish(kept, FinishRequest(reward=1)), return_exceptions=True
+            )
+        for result in results:
+            assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
+            assert "until the server is started again" in result.message
+        assert run.gateway.swarm.disk_refusal and not run.gateway.swarm.has_uncommitted
+    async with running(tmp_path / "d") as run:
+        await run.gateway.finish(kept, FinishRequest(reward=1))
 
 
 class SlowDisk:

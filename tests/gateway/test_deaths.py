@@ -3,7 +3,8 @@
 Pinned here:
 1. it is sampled again, with the same parameters, and recorded once;
 2. not where part of the answer was given out: it fails with a 503;
-3. the second worker that dies under it ends it, and nothing else.
+3. the second worker that dies under it ends it, and nothing else;
+4. a worker that hung is replaced like one that died, and counted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.errors import Later, RequestError
+from agentjet.errors import Later, RequestError, WorkerHung
 from agentjet.protocol import BeginRequest
 from tests.fakes import running
 
@@ -63,3 +64,16 @@ async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path
                 pass
         assert (broken.value.status, broken.value.code) == (503, "worker_died")
         assert run.gateway.swarm.episode(episode.id).num_calls == 0
+
+
+async def test_a_worker_that_hung_is_replaced_and_counted(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.may_start.clear()
+        run.compute.die(WorkerHung("no sign of work for 120 s"))
+        await run.until(lambda: run.gateway.engine.state == "loading")
+        status = run.gateway.status()
+        assert "no sign of work" in status.waiting_for and status.workers_hung == 1
+        run.compute.may_start.set()
+        await run.until(lambda: run.gateway.engine.state == "rolling")
+        status = run.gateway.status()
+        assert (status.workers_started, status.workers_hung) == (2, 1)

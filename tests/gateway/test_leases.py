@@ -28,6 +28,28 @@ async def test_an_expired_lease_frees_its_place(tmp_path: Path) -> None:
         await run.until(lambda: run.gateway.swarm.episode(episode.id).status == "expired")
 
 
+async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agentjet.gateway.gateway.LONGEST_NAP", 0.001)
+    async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        swarm, real, looks = run.gateway.swarm, run.gateway.swarm.next_deadline, 0
+
+        def failing() -> float | None:
+            nonlocal looks
+            looks += 1
+            if looks < 4:
+                raise AssertionError("a bug")
+            return real()
+
+        swarm.next_deadline = failing  # type: ignore[method-assign]
+        run.clock.advance(11)
+        await run.until(lambda: swarm.recent_episodes(1, status="expired") != [])
+        assert swarm.recent_episodes(1)[0].id == episode.id
+    assert caplog.text.count("leases could not be looked at") == 1
+
+
 async def test_no_lease_expires_while_nobody_is_heard(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"lease_seconds": 10, "max_episode_seconds": 60}) as run:
         first, second = [await run.gateway.begin(BeginRequest(task_id=task)) for task in "ab"]

@@ -14,10 +14,11 @@ from typing import get_args
 import pytest
 
 from agentjet.errors import Later
+from agentjet.gateway.metrics import StepTimer
 from agentjet.gateway.states import DEMANDS, NEXT, Demand, IllegalInState, check, demand
 from agentjet.protocol import BeginRequest
 from agentjet.types import EngineState
-from tests.fakes import running
+from tests.fakes import Clock, running
 
 STATES: tuple[EngineState, ...] = get_args(EngineState)
 
@@ -77,6 +78,7 @@ def test_what_would_wait_for_the_model_is_refused_while_it_loads(wanted: Demand)
 
 
 @pytest.mark.anyio
+@pytest.mark.anyio
 async def test_an_errand_whose_turn_never_comes_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         run.compute.may_sample.clear()
@@ -93,3 +95,41 @@ async def test_an_errand_whose_turn_never_comes_is_refused(tmp_path: Path) -> No
             await saving
         await asyncio.gather(asking, return_exceptions=True)
         assert run.gateway.engine.state == "offline"
+
+
+@pytest.mark.anyio
+async def test_an_errand_whose_caller_was_cancelled_hurts_nobody(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        engine, may_end = run.gateway.engine, asyncio.Event()
+        for ends in ("well", "badly"):
+            begun = asyncio.Event()
+
+            async def errand(ends: str = ends, begun: asyncio.Event = begun) -> None:
+                begun.set()
+                await may_end.wait()
+                if ends == "badly":
+                    raise ValueError("of nobody's concern")
+
+            caller = asyncio.create_task(engine.between_batches("checkpoint", errand))
+            await begun.wait()
+            caller.cancel()
+            await asyncio.wait([caller])
+            may_end.set()
+            await run.gateway.export()
+            may_end.clear()
+        assert (run.compute.starts, engine.state) == (1, "rolling"), "no worker was blamed"
+
+
+@pytest.mark.anyio
+async def test_an_errand_does_not_set_back_the_clock_of_the_batch(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        now = Clock()
+        run.gateway.engine._timer = StepTimer(lambda: 0.0, monotonic=now)
+        now.advance(5)
+        await run.gateway.export()
+        now.advance(3)
+        await run.batch()
+        assert run.gateway.swarm.last_step["time/wait"] == 8
+        now.advance(2)
+        await run.batch()
+        assert run.gateway.swarm.last_step["time/wait"] == 2, "the next batch is timed from the end of this one"

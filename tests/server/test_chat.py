@@ -137,6 +137,29 @@ async def test_any_64_bit_seed_reaches_the_sampler_as_one_that_it_takes(tmp_path
     assert all(np.random.default_rng(seed) and msgpack.packb(seed) for seed in seeds)
 
 
+async def test_no_two_calls_of_an_episode_share_a_seed_after_one_failed(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        compute = served.run.compute
+        client = served.openai(await served.begin())
+
+        def vote() -> asyncio.Task[object]:
+            return asyncio.create_task(client.chat.completions.create(model="policy", messages=HELLO))
+
+        compute.may_sample.clear()
+        first = vote()
+        await served.run.until(lambda: len(compute.asked) == 1)
+        second = vote()
+        await served.run.until(lambda: len(compute.asked) == 2)
+        first.cancel()
+        await served.run.until(lambda: len(served.run.gateway._calls.deliveries) == 1)
+        third = vote()
+        await served.run.until(lambda: len(compute.asked) == 3)
+        compute.may_sample.set()
+        await asyncio.gather(second, third)
+        await vote()
+        assert len({asked.params.seed for asked in compute.asked}) == 4
+
+
 async def test_seeds_differ_from_call_to_call_and_repeat_from_run_to_run(tmp_path: Path) -> None:
     seeds = []
     for name in ("a", "b"):
@@ -260,8 +283,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 0.5}, "presence_penalty"),
     ({"frequency_penalty": -0.5}, "frequency_penalty"),
     ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
-    ({"functions": []}, "functions"),
+    ({"min_p": 0.1}, "min_p"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"functions": [{}]}, "functions"),
     ({"temperature": 3}, "temperature"),
     ({"temperature": 1e-44}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
@@ -282,7 +306,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"temprature": 1}, "temprature"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "c", "content": None}]}, "messages.0.content"),
     ({"messages": [*HELLO, {"role": "user", "content": None}]}, "messages.1.content"),

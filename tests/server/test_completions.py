@@ -135,6 +135,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": 1, "stream": True}, "stream"),
+    ({"prompt": ["a"] * 65}, "prompt"),
     ({"best_of": 3}, "best_of"),
     ({"best_of": 3, "n": 2}, "best_of"),
     ({"logit_bias": {"1": 5.0}}, "logit_bias"),
@@ -190,6 +193,45 @@ async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
         with pytest.raises(openai.APIError, match="worker died"):
             async for _ in stream:
                 served.run.compute.die()
+
+
+@pytest.mark.parametrize("form", ["text", "ids"])
+async def test_prompts_are_scored_in_evaluation_episodes(tmp_path: Path, form: str) -> None:
+    """As lm-eval asks for the log-likelihood of an answer: one token more, the whole prompt back, its best tokens."""
+    texts = ["Once upon", "é a time", "x"]
+    prompts: Any = texts if form == "text" else [list(ids(text)) for text in texts]
+    async with serving(tmp_path / "d", saying(lambda prompt: "hello")) as served:
+        episode = await served.begin(mode="eval")
+        answer = await served.openai(episode).completions.create(
+            model="policy", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        for text, choice in zip(texts, answer.choices, strict=True):
+            assert choice.text == text + "hello" and choice.logprobs is not None
+            tokens, scored = choice.logprobs.tokens, choice.logprobs.token_logprobs
+            length = len(ids(text))
+            assert tokens is not None and tokens[length:] == ["hello"] and len(tokens) == length + 1
+            assert scored == [None, *(-1 / at for at in range(1, length + 1))]
+            likeliest: Any = choice.logprobs.top_logprobs
+            assert likeliest[0] is None and likeliest[1][tokenizer().decode([5])] == -0.5
+            assert all(max(top.values()) > own for top, own in zip(likeliest[1:], scored[1:], strict=True))
+        assert answer.usage is not None and answer.usage.completion_tokens == 3
+        assert answer.usage.prompt_tokens == sum(len(ids(text)) for text in texts)
+        assert len(calls(served, episode)) == 3
+
+
+async def test_one_prompt_of_a_list_that_fails_ends_the_request(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin(mode="eval")
+        client = served.openai(episode)
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await client.completions.create(model="policy", prompt=["a", "x" * 5000, "b"], n=2)
+        answer = await client.completions.create(model="policy", prompt=["a", "b"], n=2, logprobs=2)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.usage is not None and answer.usage.prompt_tokens == 2
+        logprobs = answer.choices[3].logprobs
+        assert logprobs is not None and logprobs.tokens is not None and "".join(logprobs.tokens[:-1]) == "hi"
+        assert len(logprobs.top_logprobs or ()) == len(logprobs.tokens)
 
 
 async def test_a_prompt_may_continue_a_chat(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ async def test_episodes_of_a_client(tmp_path: Path) -> None:
         assert not waiting.done()
         assert (await served.http.post(f"/swarm/v1/episodes/{first['episode_id']}/abort")).status_code == 200
         assert (await asyncio.wait_for(waiting, 5)).status_code == 200
+        for instance, status in (("killed", 200), ("killed", 200), ("killed", 429), ("new", 200), ("killed", 409)):
+            answer = await begin(served, client_id="again", instance_id=instance, mode="eval")
+            assert answer.status_code == status, "a successor has the places of the process before it"
 
 
 @pytest.mark.parametrize("limit", ["max_calls_per_episode", "max_calls_per_client"])

@@ -60,7 +60,7 @@ async def test_records_say_what_they_are_about(tmp_path: Path) -> None:
     assert [line["batch_id"] for line in steps] == [0]
     assert steps[0]["event"]["body"]["metrics"]["reward/mean"] == 0.5
     finished = [line["episode_id"] for line in found if "finished" in line["message"]]
-    assert sorted(finished) == ["ep000001", "ep000002", "ep000003", "ep000004"]
+    assert len(finished) == len(set(finished)) == 4
     broken = [line for line in found if "traceback" in line]
     assert [line["episode_id"] for line in broken] == [begun["episode_id"]]
     assert {"time", "level", "logger", "message"} <= found[0].keys()

@@ -368,16 +368,22 @@ async def test_tokens_are_counted_exactly(tmp_path: Path, tool_card: ModelCard) 
     assert [count.input_tokens for count in counted] == [len(call.prompt) for call in served.run.compute.asked]
 
 
-async def test_a_model_that_reasons_cannot_be_told_not_to(tmp_path: Path, tool_card: ModelCard) -> None:
-    for name, card, refused in (("qwen", tool_card, True), ("plain", None, False)):
-        async with serving(tmp_path / name / "d", card=card) as served:
-            client = served.anthropic(await served.begin())
-            await ask(client, thinking={"type": "adaptive"})
-            if refused:
-                with pytest.raises(anthropic.BadRequestError, match="thinking"):
-                    await ask(client, thinking={"type": "disabled"})
-            else:
-                await ask(client, thinking={"type": "disabled"})
+async def test_arguments_that_an_agent_fills_in_with_defaults_continue_the_timeline(
+    tmp_path: Path, tool_card: ModelCard
+) -> None:
+    schema = {"type": "object", "properties": {"all": {"type": "boolean", "default": False}}}
+    said = '<tool_call>\n{"name": "edit", "arguments": {"path":  "x"}}\n</tool_call>'
+    tools: Any = [{"name": "edit", "input_schema": schema}]
+    async with serving(tmp_path / "d", saying(lambda prompt: said), card=tool_card) as served:
+        episode = await served.begin()
+        client, messages = served.anthropic(episode), [*HELLO]
+        for _ in range(3):
+            answer = await ask(client, messages=messages, tools=tools)
+            use: Any = answer.content[-1]
+            filled = {"type": "tool_use", "id": use.id, "name": "edit", "input": {"all": False, **use.input}}
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
+            messages += [{"role": "assistant", "content": [filled]}, {"role": "user", "content": [result]}]
+        assert_one_timeline(served, episode)
 
 
 async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:

@@ -111,6 +111,8 @@ async def test_metrics(tmp_path: Path) -> None:
         assert now["agentjet_step/reward/mean"] == 0.5
         assert sum(value for name, value in now.items() if name.startswith("agentjet_state/")) == 1
         assert now["agentjet_journal_bytes"] > 0 and now["agentjet_state_seconds"] >= 0
+        assert (now["agentjet_workers_started_total"], now["agentjet_workers_hung_total"]) == (1, 0)
+        assert now["agentjet_unusable_checkpoints"] == 0
         assert now["agentjet_calls_active"] == 0 and now["agentjet_clients"] >= 1
 
 

@@ -13,6 +13,7 @@ from agentjet.swarm.rows import pack_ints
 from agentjet.timeline.allowed import EVERYTHING, encode_set, pack_sets
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_digest
+from agentjet.types import CheckpointStamp
 from tests.swarm.world import World
 
 Make = Callable[..., World]
@@ -34,26 +35,25 @@ def same(a: Forest, b: Forest) -> bool:
 
 
 def test_a_batch_is_on_disk_before_it_is_learned(world: World) -> None:
-    world.play("a", 0, 1)
-    world.play("b", 1, 0)
+    groups = [world.play("a", 0, 1), world.play("b", 1, 0)]
     batch = world.swarm.compose()
-    assert (batch.id, batch.groups) == (0, (("ep000001", "ep000002"), ("ep000003", "ep000004")))
+    assert (batch.id, batch.groups) == (0, tuple((first.id, second.id) for first, second in groups))
     forest = world.swarm.forest(batch)
     world.reopen()
     assert world.swarm.pending == batch and not world.swarm.ready()
-    assert world.swarm.resume(0) == [batch]
+    assert world.swarm.resume(None) == [batch]
     assert same(world.swarm.forest(batch), forest)
 
 
 def test_groups_train_in_the_order_they_were_completed(world: World) -> None:
     slow = world.begin("slow")
     world.now += 1
-    world.play("fast", 0, 1)
+    fast = world.play("fast", 0, 1)
     world.now += 1
     world.call(slow, 5)
     world.finish(slow, 1.0)
-    world.play("slow", 0)
-    assert world.swarm.compose().groups == (("ep000002", "ep000003"), ("ep000001", "ep000004"))
+    [slower] = world.play("slow", 0)
+    assert world.swarm.compose().groups == ((fast[0].id, fast[1].id), (slow.id, slower.id))
 
 
 def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -> None:
@@ -128,11 +128,28 @@ def test_roles_are_compared_over_the_episodes_in_which_they_spoke(make_world: Ma
 
 
 def test_roles_are_compared_over_all_episodes_by_default(make_world: Make) -> None:
-    """Where the verifier did not speak the episode's own reward stands for it."""
+    """Over all that name a reward for the role: where the verifier did not speak nobody gave it one."""
     world = make_world(batch_size=1, group_size=4, algorithm={"advantage": "dr_grpo"})
-    mean = (0.9 + 0.1 + 0.1 + (0.0 + 0.5) / 2) / 4
+    mean = (0.9 + 0.1 + 0.1) / 3
     told = advantages_by_role(world)
     assert sorted(told["verifier"]) == pytest.approx([0.1 - mean, 0.1 - mean, 0.9 - mean], abs=1e-6)
+
+
+@pytest.mark.parametrize("by_role", [False, True])
+def test_an_episode_that_names_no_reward_of_a_role_is_not_compared_with_those_that_do(
+    make_world: Make, caplog: pytest.LogCaptureFixture, by_role: bool
+) -> None:
+    """Its own reward, 100, is on another scale."""
+    world = make_world(batch_size=1, group_size=3, algorithm={"advantage": "dr_grpo", "by_role": by_role})
+    for number, critic in enumerate(({"critic": 0.0}, {"critic": 1.0}, {})):
+        episode = world.begin()
+        world.call(episode, 7, role="critic", suffix=(1, number))
+        world.finish(episode, 100.0, by_role=critic)
+    batch = world.swarm.compose()
+    forest = world.swarm.forest(batch)
+    assert sorted(forest.advantage.tolist()) == [-0.5, 0.0, 0.5]
+    assert f"1 roles have no reward of their own, such as 'critic' of {episode.id}" in caplog.text
+    assert world.swarm.learned(batch, {})["reward/roles_left_out"] == 1
 
 
 def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make) -> None:
@@ -158,6 +175,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "episode/num_turns": 1.5,
         "completion/tokens": pytest.approx(4 / 3),
         "batch/episodes": 2.0,
+        "batch/unscorable": 0.0,
         "batch/sampled_tokens": 4.0,
         "batch/staleness_max": 0.0,
         "agent/tools": 3.0,
@@ -166,6 +184,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "groups/zero_variance": 0.0,
         "forest/orphans": 0.0,
         "forest/orphan_tokens": 0.0,
+        "forest/side_calls": 0.0,
         "forest/drift": 0.0,
         "forest/tokens": 6.0,
         "forest/tree_token_ratio": 13 / 6,
@@ -203,7 +222,7 @@ def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:
     learned = advance(world, steps=3)
     world.reopen()
     before = (world.swarm.status_counts(), world.swarm.events(), world.swarm.last_step)
-    replayed = world.swarm.resume(1)
+    replayed = world.swarm.resume(CheckpointStamp(1, "d"))
     assert replayed == [batch for batch, _ in learned[1:]]
     for batch, (_, forest) in zip(replayed, learned[1:], strict=True):
         assert same(world.swarm.forest(batch), forest)
@@ -218,7 +237,7 @@ def test_a_batch_keeps_the_settings_it_was_composed_with(make_world: Make) -> No
     batch = world.swarm.compose()
     world.job = world.job.model_copy(update={"batch_size": 5})
     world.reopen()
-    assert world.swarm.resume(0)[0].job == batch.job != world.swarm.job
+    assert world.swarm.resume(None)[0].job == batch.job != world.swarm.job
 
 
 def test_a_durable_checkpoint_lets_tokens_go_but_no_facts(world: World) -> None:
@@ -248,7 +267,7 @@ def test_checkpoints_only_move_forward(world: World) -> None:
 
 
 def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
-    assert world.swarm.resume(7) == []
+    assert world.swarm.resume(CheckpointStamp(7, "d")) == []
     assert world.swarm.policy_version == 7 == world.reopen().policy_version
     assert advance(world)[0][0].id == 7
 
@@ -256,7 +275,7 @@ def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
 def test_a_checkpoint_of_another_run_is_refused(world: World) -> None:
     advance(world)
     with pytest.raises(CheckpointError, match=r"version 5, but the journal ends at 1"):
-        world.swarm.resume(5)
+        world.swarm.resume(CheckpointStamp(5, "d"))
 
 
 def test_tokens_logprobs_and_messages_survive_exactly(world: World) -> None:

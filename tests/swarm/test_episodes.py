@@ -3,11 +3,13 @@
 1. begin, finish and abort have one effect however often they are retried, with or without an idempotency key;
 2. a key used for another request is refused;
 3. a lease ends an episode that shows no life, `max_episode_seconds` one that shows too much;
-4. what ended unscored can never be scored.
+4. what ended unscored can never be scored;
+5. an id is of one episode only, whatever run it is of; journals of edition 1 keep theirs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -171,6 +173,31 @@ def test_a_restart_begins_leases_anew(world: World) -> None:
     assert world.swarm.expires_at(world.swarm.episode(episode.id)) == world.now + LEASE
     world.now = episode.begun + MAX_SECONDS
     assert [e.id for e in world.swarm.reap()] == [episode.id]
+
+
+def test_ids_are_unique_over_runs_and_sort_by_time(make_world: Callable[..., World]) -> None:
+    runs = [make_world(), make_world()]
+    ids = [run.begin(mode="eval").id for _ in range(3) for run in runs]
+    runs[0].now += 1
+    last = runs[0].begin(mode="eval").id
+    assert len(set(ids)) == 6 and all(episode_id < last for episode_id in ids)
+    assert all(re.fullmatch(r"ep_[0-9a-f]{27}", episode_id) for episode_id in ids), "it stands in URLs as it is"
+
+
+def test_episodes_of_edition_1_go_on(world: World) -> None:
+    episode = world.begin(key="k")
+    with world.journal.transaction():
+        world.journal._db.execute("PRAGMA defer_foreign_keys = ON")
+        for table, column in (("episodes", "id"), ("idempotency", "episode_id")):
+            world.journal._db.execute(f"UPDATE {table} SET {column} = 'ep000001'")
+    world.reopen()
+    assert world.begin(key="k").id == "ep000001", "a request that is repeated over the upgrade"
+    old = world.swarm.episode("ep000001")
+    world.call(old, 7, 8)
+    assert world.finish(old, 1.0).status == "finished"
+    second = world.play("g", 0.0)[0]
+    assert (old.seq, second.seq, episode.seq) == (1, 2, 1)
+    assert world.swarm.groups[0].members == ("ep000001", second.id)
 
 
 def test_unknown_episodes_are_not_found(world: World) -> None:

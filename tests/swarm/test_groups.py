@@ -102,13 +102,13 @@ def test_a_short_group_closes_and_trains(make_world: Make) -> None:
 
 def test_a_refill_in_time_keeps_a_short_group_open(make_world: Make) -> None:
     world = make_world(group_size=3, batch_size=1)
-    world.play("a", 0, 1)
+    members = world.play("a", 0, 1)
     world.now += LEASE - 1
-    substitute = world.begin("a")
+    members.append(world.begin("a"))
     world.now += LEASE - 1
-    world.call(substitute, 5)
-    world.finish(substitute, 0.5)
-    assert world.swarm.compose().groups == (("ep000001", "ep000002", "ep000003"),)
+    world.call(members[2], 5)
+    world.finish(members[2], 0.5)
+    assert world.swarm.compose().groups == (tuple(member.id for member in members),)
 
 
 def test_an_expired_lease_delays_a_batch_no_longer_than_itself(make_world: Make) -> None:
@@ -139,10 +139,11 @@ def test_a_short_group_below_the_minimum_is_dropped_and_counted(make_world: Make
 
 
 def test_groups_that_never_spoke_are_dropped(world: World) -> None:
-    for episode in [world.begin("a"), world.begin("a")]:
+    members = [world.begin("a"), world.begin("a")]
+    for episode in members:
         world.finish(episode, 1.0)
     assert world.swarm.groups == ()
-    assert world.swarm.episode("ep000001").dropped == "no_tokens"
+    assert world.swarm.episode(members[0].id).dropped == "no_tokens"
 
 
 def test_zero_variance_groups_are_dropped_up_to_the_cap(make_world: Make) -> None:
@@ -171,6 +172,15 @@ def test_rewards_that_differ_for_a_role_are_no_zero_variance(make_world: Make) -
         world.call(episode, 5, role="critic")
         world.finish(episode, 1.0, by_role={"critic": critic})
     assert world.swarm.groups_complete == 1
+
+
+def test_rewards_that_differ_for_nothing_comparable_are_zero_variance(make_world: Make) -> None:
+    world = make_world(algorithm={"drop_zero_variance": True})
+    for by_role in ({"critic": 0.5}, {}):
+        episode = world.begin("a")
+        world.call(episode, 5, role="critic")
+        world.finish(episode, 1.0, by_role=by_role)
+    assert world.swarm.episode(episode.id).dropped == "zero_variance"
 
 
 def test_eval_episodes_are_never_counted_grouped_or_trained(make_world: Make) -> None:
@@ -246,3 +256,32 @@ def test_a_restart_grants_the_wait_for_a_refill_once_more_and_no_further(make_wo
     world.now = touched + 2 * LEASE
     world.reopen().reap()
     assert world.swarm.ready() and world.swarm.groups[0].reason == "short"
+
+
+def test_the_cached_deadline_is_never_later_than_the_true_one(make_world: Make) -> None:
+    world = make_world(batch_size=4)
+    swarm, looks = world.swarm, 0
+    real = swarm.next_deadline
+
+    def counted() -> float | None:
+        nonlocal looks
+        looks += 1
+        return real()
+
+    swarm.next_deadline = counted  # type: ignore[method-assign]
+    first = world.begin("a")
+    assert swarm.no_deadline_before() == real() == world.now + LEASE
+    world.now += 10
+    swarm.heartbeat(first.id)
+    for _ in range(5):
+        assert not swarm.is_due() and swarm.no_deadline_before() == world.now - 10 + LEASE
+    assert looks == 2, "signs of life put deadlines off, and cost no look"
+    world.now += LEASE - 10
+    assert not swarm.is_due() and swarm.no_deadline_before() == real() == first.begun + LEASE + 10
+    with swarm.calling(first.id):
+        assert not swarm.is_due()
+        world.begin("b")
+        assert swarm.no_deadline_before() == real()
+    assert swarm.no_deadline_before() == real()
+    world.now += LEASE
+    assert swarm.is_due() and len(swarm.reap()) == 2 and not swarm.is_due()

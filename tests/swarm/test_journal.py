@@ -25,7 +25,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6])
 def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> None:
     world = World(tmp_path, batch_size=1)
     world.play("learned", 0, 1)
@@ -34,15 +34,18 @@ def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> Non
     episode = world.begin(task_set="algebra")
     call = world.call(episode, 7)
     world.close()
-    newer = {"episodes": "temperature"} if version < 4 else {}
-    dropped = []
+    newer = {"episodes": "instance_id"}
+    dropped = ["INDEX episodes_of_client", "INDEX episodes_of_instance", "TABLE checkpoints", "TABLE notes"]
+    if version < 4:
+        newer["episodes"] += " temperature"
     if version < 3:
-        newer = {"calls": "allowed", "episodes": "code_version team at_version temperature"}
+        newer = {"calls": "allowed", "episodes": "code_version team at_version temperature instance_id"}
         newer |= {"groups": "task_set code_version", "batches": "carry"}
         dropped += ["INDEX episodes_of_team", "INDEX episodes_of_code", "TABLE promises"]
     if version < 2:
         newer["calls"] += " ask fork retry_of context"
         dropped.append("TABLE undelivered")
+    newer["calls"] = f"{newer.get('calls', '')} untrained"
     with closing(sqlite3.connect(world.path)) as db, db:  # as that schema had it
         for what in dropped:
             db.execute(f"DROP {what}")
@@ -51,10 +54,12 @@ def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> Non
                 db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         if version < 5:
             db.execute("ALTER TABLE batches ADD COLUMN seed INTEGER NOT NULL DEFAULT 0")
-        db.execute("INSERT INTO meta VALUES ('model', 'small')")
+        origin = ("model", "small") if version < 6 else ("origin", '{"model.name": "small"}')
+        db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", origin)
         db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
     world.open()
     assert world.journal.origin == {"model.name": "small"}
+    assert world.journal.undigested_until() == 1
     assert world.swarm.batches_from(0) == [batch]
     assert world.swarm.groups[0].task_set == episode.task_set == "algebra"
     assert world.swarm.tree(episode.id, "").calls == (call,)
@@ -148,7 +153,7 @@ def test_an_error_inside_a_transaction_undoes_all_of_it(world: World) -> None:
         world.begin()
         raise ZeroDivisionError
     assert world.swarm.status_counts()["live"] == 0 == len(world.swarm.events())
-    assert world.begin().id == "ep000001"
+    assert world.begin().seq == 1
 
 
 def test_old_keys_are_forgotten_with_the_tokens(world: World) -> None:

@@ -237,13 +237,13 @@ def test_a_set_without_a_weight_is_refused_by_name(make_world: Make) -> None:
 
 def test_a_set_that_has_its_share_is_refused_in_words(make_world: Make) -> None:
     world = make_world(batch_size=4, task_weights={"a": 3.0, "b": 1.0})
-    world.begin("b0", task_set="b")
+    only = world.begin("b0", task_set="b")
     for number in range(3):
         world.begin(f"a{number}", task_set="a")
     with pytest.raises(Later) as full:
         world.begin("a3", task_set="a")
     assert full.value.code == "batch_full"
-    world.abort(world.swarm.episode("ep000001"))
+    world.abort(only)
     with pytest.raises(Later, match=r"'a' has its 3 of 4 groups, by job.task_weights; the rest is for 'b' \(0 of 1\)"):
         world.begin("a3", task_set="a")
     assert world.begin("a0", task_set="a").group_id == world.swarm.groups[0].id  # a group's own members may come
@@ -267,13 +267,13 @@ def test_what_is_shown_of_task_sets(make_world: Make) -> None:
     assert world.swarm.task_sets()["never"].share == 0
     world.play("a0", 0, 1, task_set="a")
     world.play("a1", 1, 1, task_set="a")
-    world.begin("b0", task_set="b")
+    first = world.begin("b0", task_set="b")
     assert world.swarm.waiting_for() == (
         "rewards of task set 'b' (0 of 1 groups): 2 of 3 groups are complete, 1 open, 1 episodes live"
     )
     one = world.swarm.task_sets()["b"]
     assert (one.weight, one.groups_open, one.groups_complete, one.reward_mean) == (1.0, 1, 0, None)
-    for episode in (world.swarm.episode("ep000005"), world.begin("b0", task_set="b")):
+    for episode in (first, world.begin("b0", task_set="b")):
         world.call(episode, 7)
         world.finish(episode, 0.25)
     batch = world.swarm.compose()

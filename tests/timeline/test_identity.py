@@ -46,6 +46,44 @@ def test_everything_else_tells_messages_apart(other: Message) -> None:
     assert answer_key(other) != answer_key(calling('{"a": 1}'))
 
 
+DEFAULTS = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "all": {"type": "boolean", "default": False},
+        "edits": {"type": "array", "items": {"properties": {"times": {"default": 1}}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "same"),
+    [
+        ('{"path": "x", "all": false}', True),
+        ('{"all": false, "path": "x"}', True),
+        ('{"path": "x", "all": true}', False),
+        ('{"path": "x", "all": 0}', False),
+        ('{"path": "x", "all": null}', False),
+        ('{"path": "x", "some": false}', False),
+    ],
+)
+def test_an_argument_that_says_the_declared_default_changes_nothing(written: str, same: bool) -> None:
+    plain = calling('{"path": "x"}')
+    assert (answer_key(calling(written), {"add": DEFAULTS}) == answer_key(plain, {"add": DEFAULTS})) is same
+    assert answer_key(calling(written)) != answer_key(plain), "without a schema there are no defaults"
+    tool = {"type": "function", "function": {"name": "add", "parameters": DEFAULTS}}
+    keys = {conversation_key(Conversation((message,), (tool,))) for message in (plain, calling(written))}
+    assert (len(keys) == 1) is same
+
+
+def test_defaults_within_lists_and_objects() -> None:
+    known = {"add": DEFAULTS}
+    bare = answer_key(calling('{"edits": [{}, {"times": 2}]}'), known)
+    assert answer_key(calling('{"edits": [{"times": 1.0}, {"times": 2}]}'), known) == bare
+    assert answer_key(calling('{"edits": [{"times": 2}, {"times": 2}]}'), known) != bare
+    assert answer_key(calling('{"times": 1}'), known) != answer_key(calling("{}"), known)
+
+
 def test_arguments_that_are_no_json_are_compared_as_text() -> None:
     assert answer_key(calling('{"a": 1')) == answer_key(calling('{"a": 1'))
     assert answer_key(calling('{"a": 1')) != answer_key(calling('{"a":1'))

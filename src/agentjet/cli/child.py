@@ -47,7 +47,7 @@ class ChildServer:
         self.log.touch(0o600)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "agentjet.cli", "serve", *arguments],
+                [sys.executable, "-P", "-m", "agentjet.cli", "serve", *arguments],
                 stdin=subprocess.PIPE,  # Never written to: it ends with this process.
                 stdout=log,
                 stderr=subprocess.STDOUT,

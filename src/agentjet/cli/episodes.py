@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 CONTEXT, SAMPLED, ORPHAN, NOTE = "cyan", "bold green", "strike red", "dim"
 
+UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
+
 app = typer.Typer(help="Look at episodes; begin and end them.", no_args_is_help=True)
 
 
@@ -135,8 +137,13 @@ def described(tree: EpisodeTree) -> list[Text]:
     facts = [tree.status, *(["eval"] if tree.mode == "eval" else []), f"task {one_line(tree.task_id)}"]
     facts += [] if tree.reward is None else [f"reward {tree.reward:g}"]
     facts += [] if tree.trained_in is None else [f"trained in batch {tree.trained_in}"]
+    facts += ["unscorable: a request was refused"] if tree.unscorable else []
     facts += [printable(tree.reason)] if tree.reason else []
     lines = [Text(f"{tree.episode_id}: {', '.join(facts)}", "bold")]
+    for what, counts in (("noted", tree.noted), ("refused", tree.refused)):
+        if counts:
+            shown = ", ".join(f"{one_line(name)} ({count})" for name, count in sorted(counts.items()))
+            lines.append(Text(f"{what}: {shown}", NOTE))
     if not tree.calls:
         gone = "a checkpoint covers them: they are not kept" if tree.num_calls else "none"
         return [*lines, Text(f"calls: {gone}", NOTE)]
@@ -167,8 +174,7 @@ def _heading(call: CallView, numbers: dict[str, int]) -> str:
     parts.append(f"policy {', '.join(map(str, versions))}" if versions else "nothing sampled")
     parts += [call.finish_reason, f"id {call.call_id}"]
     if call.orphan:
-        why = "sent again" if call.orphan == "retry" else "not delivered"
-        parts.append(f"not trained: {why}")
+        parts.append(f"not trained: {UNTRAINED.get(call.orphan, call.orphan)}")
     return "; ".join(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,9 @@ def export(
             )
         if not (source / "config.json").is_file():
             raise CheckpointError(f"{checkpoint} is not a whole checkpoint: it has no policy/config.json")
+        from agentjet.compute.embedded.digests import verified_state  # Needs the extra `server`.
+
+        verified_state(checkpoint)
         what = str(checkpoint)
     else:
         with connect(url, token, token_file) as swarm:
@@ -46,13 +50,14 @@ def export(
 
 
 def _copy(source: Path, out: Path) -> None:
-    """Copy a folder under another name first, so that `out` is whole if it is there."""
-    unfinished = out.with_name(out.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    """Copy a folder under a name that nothing else has, then rename it, so that `out` is whole if it is there."""
+    unfinished = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, unfinished)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        shutil.copytree(source, unfinished, dirs_exist_ok=True)
         unfinished.rename(out)
     except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise ConfigError(f"{out} cannot be written: {error}") from None

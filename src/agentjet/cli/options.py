@@ -37,4 +37,4 @@ def connect(url: str | None, token: str | None, token_file: Path | None, *, clie
             token = token_file.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(f"--token-file {token_file}: {error.strerror}") from None
-    return Swarm(url, token, client_id=client_id)
+    return Swarm(url, token, client_id=client_id, instance_id="")  # Each command is a process of its own.

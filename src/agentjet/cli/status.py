@@ -41,6 +41,9 @@ def described(status: StatusResponse) -> list[tuple[str, str]]:
     lines += [("code" if i == 0 else "", _code(name, code)) for i, (name, code) in enumerate(reversed(newest))]
     sets = status.task_sets.items()
     lines += [("task sets" if i == 0 else "", _task_set(name, one)) for i, (name, one) in enumerate(sets)]
+    if status.workers_hung:
+        lines.append(("workers", f"{status.workers_started} started, {status.workers_hung} killed because they hung"))
+    lines += [("unusable" if i == 0 else "", path) for i, path in enumerate(status.unusable_checkpoints)]
     metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN]
     lines += [("last step", ", ".join(metrics))] if metrics else []
     return [(name, one_line(value)) for name, value in lines]

@@ -49,9 +49,11 @@ SAVING_WAIT = 600.0
 class AsyncSwarm:
     """A client of one server. Use it from one event loop; close it, or use it as a context manager.
 
-    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN; `client_id` names this client to the server and should
-    be left alone unless several processes are one client. `lease` is the epoch of the lease under which it works: see
-    `take_lease`.
+    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN. `lease` is the epoch of the lease under which it
+    works: see `take_lease`.
+    `client_id` names this client to the server; without one each client has a random name. A process that begins with
+    the `client_id` of an earlier one takes its places over: the episodes which that one left live are aborted. Several
+    processes that are one client give the same `instance_id`, too; "" takes nothing over.
     """
 
     def __init__(
@@ -61,10 +63,11 @@ class AsyncSwarm:
         *,
         client_id: str | None = None,
         lease: int | None = None,
+        instance_id: str | None = None,
         retry: Retry | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._settings = load_settings(url, token, client_id, lease)
+        self._settings = load_settings(url, token, client_id, lease, instance_id)
         self._retry, self._transport = retry or Retry(), transport
         self._connection = Connection(self._settings, retry=self._retry, transport=transport)
 
@@ -76,6 +79,7 @@ class AsyncSwarm:
             known.token,
             client_id=known.client_id,
             lease=known.lease,
+            instance_id=known.instance_id,
             retry=self._retry,
             transport=self._transport,
         )
@@ -100,6 +104,7 @@ class AsyncSwarm:
             group=group,
             mode=mode,
             client_id=self._settings.client_id,
+            instance_id=self._settings.instance_id,
             code_version=code_version,
         )
 
@@ -164,7 +169,7 @@ class AsyncSwarm:
         check_run("train", agent, tasks, steps=steps, concurrency=concurrency)
         code = ModuleCode(agent) if reload is True else reload or None
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
-        training = Training(self._connection, self._settings.client_id, version, tasks, code)
+        training = Training(self._connection, version, tasks, code)
         try:
             return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
         except (AgentJetError, asyncio.CancelledError) as error:

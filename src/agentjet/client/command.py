@@ -70,7 +70,9 @@ class Command:
 
     `arguments` is the command line; `{task}` in it becomes the task's payload as JSON, `{task.key}` one value of it.
     `score` judges what the program did. An exit code other than 0 aborts the episode, unless `any_exit_code`: then 1 to
-    124 are judged, too. `timeout` is in seconds.
+    124 are judged, too. An episode in which the server refused a request is aborted whatever the exit code is, unless
+    `score_refused`. Each program has a HOME, XDG folders and TMPDIR of its episode, unless `shared_home`. `timeout` is
+    in seconds.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class Command:
         *,
         timeout: float | None = None,
         any_exit_code: bool = False,
+        score_refused: bool = False,
+        shared_home: bool = False,
         code_version: str = "",
     ) -> None:
         if not arguments:
@@ -87,6 +91,8 @@ class Command:
         self.arguments = tuple(arguments)
         self.timeout = timeout
         self.any_exit_code = any_exit_code
+        self.score_refused = score_refused
+        self.shared_home = shared_home
         self.code_version = code_version
         """What the server is told of the program's source."""
         # By this name Python's own tools find the function that stands behind a callable: an exception in it is shown
@@ -100,7 +106,13 @@ class Command:
     def changed(self, arguments: Sequence[str], score: Score, code_version: str) -> Command:
         """The same, of another version of its source."""
         return Command(
-            arguments, score, timeout=self.timeout, any_exit_code=self.any_exit_code, code_version=code_version
+            arguments,
+            score,
+            timeout=self.timeout,
+            any_exit_code=self.any_exit_code,
+            score_refused=self.score_refused,
+            shared_home=self.shared_home,
+            code_version=code_version,
         )
 
     def __repr__(self) -> str:
@@ -109,6 +121,8 @@ class Command:
     async def __call__(self, task: Task, episode: AsyncEpisode) -> float | Reward:
         with tempfile.TemporaryDirectory(prefix="agentjet-", ignore_cleanup_errors=True) as place:
             result = await self._run(task, episode, Path(place))
+            if not self.score_refused:
+                await _check_refusals(episode)
             self._check(result)
             reward = await in_thread(self.__wrapped__, task.payload, result)
             return await reward if inspect.isawaitable(reward) else reward
@@ -116,6 +130,7 @@ class Command:
     async def _run(self, task: Task, episode: AsyncEpisode, place: Path) -> Result:
         folder, stdout, stderr = place / "work", place / "stdout", place / "stderr"
         folder.mkdir()
+        given = environment(task, episode) | ({} if self.shared_home else own_folders(place))
         arguments = self.filled(task)
         started = time.monotonic()
         # Files, not pipes: a process that outlives the program would hold a pipe open, and nothing is read meanwhile.
@@ -124,7 +139,7 @@ class Command:
                 process = subprocess.Popen(
                     arguments,
                     cwd=folder,
-                    env=environment(task, episode),
+                    env=given,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
@@ -173,6 +188,32 @@ def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] 
         "AGENTJET_EPISODE": episode.id,
         "AGENTJET_TASK": json.dumps(task.payload),
     }
+
+
+def own_folders(place: Path) -> dict[str, str]:
+    """HOME and the folders that follow from it, made below `place`: programs keep sessions, caches and settings there,
+    which episodes must not share."""
+    home = place / "home"
+    folders = {
+        "HOME": home,
+        "XDG_CONFIG_HOME": home / ".config",
+        "XDG_DATA_HOME": home / ".local" / "share",
+        "XDG_STATE_HOME": home / ".local" / "state",
+        "XDG_CACHE_HOME": home / ".cache",
+        "TMPDIR": place / "tmp",
+    }
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+async def _check_refusals(episode: AsyncEpisode) -> None:
+    """Raises `CommandFailed` when the server refused a request of the program: many exit with 0 all the same, and the
+    reward would judge the refusal."""
+    view = await episode.heartbeat()
+    if view.unscorable:
+        refused = ", ".join(f"{name} ({count})" for name, count in view.refused.items())
+        raise CommandFailed(f"the server refused requests of the program: {refused}")
 
 
 async def _end(process: subprocess.Popen[bytes], exited: asyncio.Future[int]) -> None:

@@ -1,9 +1,13 @@
 """The way of one request: authorisation, retries, and problem bodies turned into the project's exceptions.
 
 Everything is asynchronous; the synchronous client drives this same code (see `threads.py`). Two kinds of failure
-are retried, with exponential back-off and full jitter: the server not answering (bounded by `Retry.patience`), and
-answers that mean "later" (429, 503; bounded by the caller's own patience, `Retry-After` honoured). A repeated request
-carries the same `Idempotency-Key`, so it has one effect.
+are retried, with exponential back-off and full jitter, each within a time of its own:
+
+* the server does not answer, or something else answers in its place: within `Retry.patience` since its last answer;
+* answers that mean "later" (429, 503; `Retry-After` honoured): within the caller's own patience, since the request
+  began.
+
+A repeated request carries the same `Idempotency-Key`, so it has one effect.
 """
 
 from __future__ import annotations
@@ -71,6 +75,14 @@ class Retry:
         return ceiling * (0.5 + 0.5 * self.jitter())
 
 
+class ForeignAnswer(Exception):
+    """A success that no AgentJet server sends."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        kind = response.headers.get("Content-Type") or "a body without a Content-Type"
+        super().__init__(f"answered with status {response.status_code} and {kind}, which no AgentJet server sends")
+
+
 class Connection:
     """A server, as seen by one client. Belongs to the event loop that first used it."""
 
@@ -109,7 +121,9 @@ class Connection:
         "later" are retried (default: `Retry.patience`; 0: not at all); `server_wait` is what the server was asked to
         hold the request. Raises a `RequestError` or `Unreachable`.
         """
-        retry, started, attempt = self.retry, self.retry.clock(), 0
+        retry = self.retry
+        started = answered = retry.clock()
+        num_refused = num_lost = 0
         patience = retry.patience if patience is None else patience
         headers = {"Idempotency-Key": key or uuid.uuid4().hex} if method == "POST" else {}
         payload = body.model_dump(mode="json") if body is not None else None
@@ -119,21 +133,23 @@ class Connection:
                 response = await self._http.request(
                     method, PREFIX + path, json=payload, headers=headers, timeout=retry.timeout + server_wait
                 )
-                self._answered = True
+                answer = _decoded(response) if response.is_success else None
+                self._answered, answered, num_lost = True, retry.clock(), 0
                 if response.is_success:
-                    return response.json() if response.content else None
+                    return answer
                 error = self._error(response)
                 if not isinstance(error, Later):
                     raise error
-                allowed, delay = patience, max(error.retry_after, retry.delay(attempt))
-            except httpx.TransportError as problem:
+                since, allowed, delay = started, patience, max(error.retry_after, retry.delay(num_refused))
+                num_refused += 1
+            except (httpx.TransportError, ForeignAnswer) as problem:
                 error = self._unreachable(problem)
                 allowed = retry.patience if self._answered else retry.first_patience
-                delay = retry.delay(attempt)
-            if retry.clock() - started + delay > allowed:
+                since, delay = answered, retry.delay(num_lost)
+                num_lost += 1
+            if retry.clock() - since + delay > allowed:
                 raise error
             await retry.sleep(delay)
-            attempt += 1
 
     async def events(self, after: int = 0) -> AsyncGenerator[Event]:
         """The server's events numbered above `after`, without end; a broken stream is taken up again for as long as
@@ -153,6 +169,8 @@ class Connection:
                     if not response.is_success:
                         await response.aread()
                         raise self._error(response)
+                    if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
+                        raise ForeignAnswer(response)
                     self._answered = is_open = True
                     async for event in _parse_events(response):
                         attempt, after = 0, event.seq
@@ -160,15 +178,20 @@ class Connection:
                 heard, delay = retry.clock(), retry.delay(attempt)
             except Later as error:
                 heard, delay = retry.clock(), max(error.retry_after, retry.delay(attempt))
-            except httpx.TransportError as problem:
+            except (httpx.TransportError, ForeignAnswer) as problem:
                 heard, delay = retry.clock() if is_open else heard, retry.delay(attempt)
                 if retry.clock() - heard + delay > retry.patience:
                     raise self._unreachable(problem) from problem
             await retry.sleep(delay)
             attempt += 1
 
-    def _unreachable(self, problem: httpx.TransportError) -> Unreachable:
+    def _unreachable(self, problem: Exception) -> Unreachable:
         reason = str(problem) or type(problem).__name__
+        if isinstance(problem, ForeignAnswer):
+            return Unreachable(
+                f"{self.settings.url} {reason}: a proxy or a login page answers in the server's place, or the address "
+                "is another program's. Give the right address as an argument or in AGENTJET_URL"
+            )
         if "CERTIFICATE_VERIFY_FAILED" in reason:
             return Unreachable(
                 f"{self.settings.url} shows a certificate that is not trusted here ({reason}): if it is the server's "
@@ -210,6 +233,16 @@ def _certificates() -> ssl.SSLContext:
             f"the trusted certificates cannot be read, {given}: {error}; name a file of certificates (PEM) there, or "
             "unset it"
         ) from None
+
+
+def _decoded(response: httpx.Response) -> Any:
+    """The JSON body of a success; None without a body. Raises `ForeignAnswer`."""
+    if not response.content:
+        return None
+    try:
+        return response.json()
+    except ValueError:
+        raise ForeignAnswer(response) from None
 
 
 def _problem(response: httpx.Response) -> Problem | None:

@@ -11,6 +11,12 @@ from agentjet.client.threads import LoopThread
 from agentjet.errors import AgentJetError
 
 
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """Ctrl-C during a run. `except KeyboardInterrupt` catches it; a script that does not ends with the sentence and
+    status 1, as after `sys.exit(sentence)`, instead of a traceback.
+    """
+
+
 class Closable(Protocol):
     """An asynchronous client."""
 
@@ -59,8 +65,8 @@ def driven(
 def driven_run(
     verb: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Driver[Client], P], T]:
-    """The same for one that runs agents. Ctrl-C aborts the live episodes, then raises `KeyboardInterrupt`; SIGTERM,
-    then `SystemExit`.
+    """The same for one that runs agents. Ctrl-C aborts the live episodes, then raises `Interrupted`; SIGTERM, then
+    `SystemExit`.
     """
 
     @wraps(verb)
@@ -76,7 +82,7 @@ def driven_run(
 def _told(error: BaseException) -> BaseException:
     """What ends a script, as its author should see it: the sentence, under the line of the script."""
     if isinstance(error, KeyboardInterrupt):
-        return KeyboardInterrupt(
+        return Interrupted(
             "interrupted: this client's live episodes were aborted (one that could not be ends with its lease), "
             "what was learned stays learned"
         )

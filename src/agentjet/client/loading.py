@@ -23,6 +23,7 @@ def load_function(named: str, *, option: str) -> Callable[..., Any]:
     place, colon, name = named.rpartition(":")
     if not colon or not name or not place:
         raise ConfigError(f"{option} {named}: expected FILE.py:FUNCTION, or package.module:function")
+    _search_current_folder()
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except OSError as error:
@@ -49,6 +50,7 @@ def source_of(named: str, *, option: str) -> Path:
     place = named.rpartition(":")[0]
     if place.endswith(".py"):
         return Path(place)
+    _search_current_folder()
     try:
         spec = importlib.util.find_spec(place) if place else None
     except ImportError as error:
@@ -58,6 +60,13 @@ def source_of(named: str, *, option: str) -> Path:
     if not spec.has_location:
         raise ConfigError(f"{option} {named}: {place!r} is part of Python itself, and no file of yours")
     return Path(spec.origin)
+
+
+def _search_current_folder() -> None:
+    """Search the current folder for packages too, after all that is installed: its files replace no library."""
+    folder = str(Path.cwd())
+    if not {"", folder} & set(sys.path):
+        sys.path.append(folder)
 
 
 def _from_file(file: Path) -> ModuleType:

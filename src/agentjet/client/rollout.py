@@ -25,7 +25,7 @@ from agentjet.client.episode import (
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.slots import Slot, Slots
 from agentjet.client.threads import in_thread
-from agentjet.errors import AgentJetError, Conflict, RequestError, Unreachable
+from agentjet.errors import AgentJetError, Conflict, NotFound, RequestError, Unreachable
 from agentjet.types import EpisodeStatus, Reward, Task
 
 Returned = float | Reward | Mapping[str, float]
@@ -186,8 +186,10 @@ class Runner:
         episode = begun.episode
         heart = asyncio.create_task(keep_alive(episode))
         error = where = ""
+        has_played = False
         try:
             returned = await self._while_wanted(slot.task, begun, heart)
+            has_played = True
             if episode.status == "live":
                 await self._finish(slot, episode, episode.checked(returned))
             error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
@@ -195,9 +197,9 @@ class Runner:
             if episode.status == "live":
                 await self._say_goodbye(slot, episode)
             raise
-        except Unreachable:
-            raise
         except Exception as failure:  # the boundary: whatever an agent raises is a fact about its episode
+            if has_played and isinstance(failure, Unreachable):  # The reward may have arrived: an abort is no answer.
+                raise
             error, where = abort_reason(failure), place_of(begun.agent, failure)
             if episode.status == "live":
                 with contextlib.suppress(RequestError):  # it ended meanwhile: there is nothing left to abort
@@ -317,7 +319,7 @@ async def keep_alive(episode: Attempt) -> bool:
             return False
         try:
             await episode.heartbeat()
-        except Conflict:
+        except (Conflict, NotFound):  # It ended, or its run is not served any more.
             return True
         except AgentJetError:  # The server may be away for a while: the agent finds out when it asks.
             pass

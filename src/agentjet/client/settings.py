@@ -19,6 +19,8 @@ from agentjet.errors import ConfigError
 DEFAULT_URL = "http://127.0.0.1:8400"
 URL_VARIABLE = "AGENTJET_URL"
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
+PROCESS = uuid.uuid4().hex
+"""This process, as the clients in it name it to servers. Processes forked from it are the same."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -31,6 +33,8 @@ class ClientSettings:
     client_id: str
     lease: int | None = None
     """Epoch of the lease that its requests show."""
+    instance_id: str = ""
+    """The process, for a client that has a name of its own: see `PROCESS`."""
 
     @property
     def is_loopback(self) -> bool:
@@ -43,6 +47,7 @@ def load_settings(
     token: str | None = None,
     client_id: str | None = None,
     lease: int | None = None,
+    instance_id: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientSettings:
     """Arguments first, then the environment, then the default address.
@@ -57,6 +62,7 @@ def load_settings(
         token=_checked_token(token if token is not None else environ.get(TOKEN_VARIABLE, "")),
         client_id=client_id or f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
         lease=lease,
+        instance_id=(PROCESS if client_id else "") if instance_id is None else instance_id,
     )
 
 

@@ -17,11 +17,14 @@ from agentjet.types import Mode
 
 class Swarm(Driver[AsyncSwarm]):
     """A client of one server. May be used from several threads. Its methods are those of `AsyncSwarm`; Ctrl-C in
-    `train` and `evaluate` aborts the live episodes, then raises `KeyboardInterrupt`; SIGTERM, then `SystemExit`.
+    `train` and `evaluate` aborts the live episodes, then raises a `KeyboardInterrupt`, which ends a script that does
+    not catch it with a sentence; SIGTERM, then `SystemExit`.
 
-    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN; `client_id` names this client to the server and should
-    be left alone unless several processes are one client. `lease` is the epoch of the lease under which it works: see
-    `take_lease`.
+    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN. `lease` is the epoch of the lease under which it
+    works: see `take_lease`.
+    `client_id` names this client to the server; without one each client has a random name. A process that begins with
+    the `client_id` of an earlier one takes its places over: the episodes which that one left live are aborted. Several
+    processes that are one client give the same `instance_id`, too; "" takes nothing over.
     """
 
     def __init__(
@@ -31,10 +34,12 @@ class Swarm(Driver[AsyncSwarm]):
         *,
         client_id: str | None = None,
         lease: int | None = None,
+        instance_id: str | None = None,
         retry: Retry | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(AsyncSwarm(url, token, client_id=client_id, lease=lease, retry=retry, transport=transport))
+        named = {"client_id": client_id, "instance_id": instance_id}
+        super().__init__(AsyncSwarm(url, token, **named, lease=lease, retry=retry, transport=transport))
 
     @property
     def asynchronous(self) -> AsyncSwarm:

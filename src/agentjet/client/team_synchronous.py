@@ -14,8 +14,8 @@ from agentjet.types import Mode
 
 class Team(Driver[AsyncTeam]):
     """A team: by member, the server that trains its model. May be used from several threads. Its methods are those of
-    `AsyncTeam`; Ctrl-C in `train` and `evaluate` aborts the live episodes, then raises `KeyboardInterrupt`; SIGTERM,
-    then `SystemExit`.
+    `AsyncTeam`; Ctrl-C in `train` and `evaluate` aborts the live episodes, then raises a `KeyboardInterrupt`;
+    SIGTERM, then `SystemExit`.
     """
 
     def __init__(self, swarms: Mapping[str, Swarm]) -> None:

@@ -31,7 +31,6 @@ class Training:
     """What is to be trained, and what came of it so far."""
 
     connection: Connection
-    client_id: str
     version: Version
     tasks: Sequence[Task]
     code: Code | None = None
@@ -67,7 +66,8 @@ class Training:
                         task_id=slot.task.id,
                         task_set=slot.task.task_set,
                         group=slot.group,
-                        client_id=self.client_id,
+                        client_id=self.connection.settings.client_id,
+                        instance_id=self.connection.settings.instance_id,
                         join_only=slot.spare,
                         unless_full=len(slots.task_sets) > 1,
                         code_version=code_version,

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from agentjet.config import JobConfig
+from agentjet.errors import WorkerDied
 from agentjet.timeline.forest import Forest
-from agentjet.types import ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams, TokenScore
 
 
 class Compute(Protocol):
@@ -42,18 +43,25 @@ class Compute(Protocol):
         """
         ...
 
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """The log-probability of each token but the first, given those before it. Nothing is sampled.
+
+        Raises `ComputeError` when the tokens are not of this model, `WorkerDied` when the worker ends.
+        """
+        ...
+
     async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
         """Optimise the policy on a batch; returns metrics under the field's names. See the idempotency rule above."""
         ...
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         """Write a checkpoint folder (`policy/`, `trainer.pt`, `state.json`) atomically; raises `CheckpointError`."""
         ...
 
-    async def load(self, path: Path) -> int:
-        """Restore weights and optimiser from a checkpoint folder; returns its policy version.
+    async def load(self, path: Path) -> CheckpointStamp:
+        """Verify a checkpoint folder, then restore weights and optimiser from it.
 
-        Raises `CheckpointError` when it cannot be read, `ConfigError` when it was made under other settings.
+        Raises `CheckpointError` for every damage, `ConfigError` when it was made under other settings.
         """
         ...
 
@@ -65,6 +73,9 @@ class Compute(Protocol):
         """Stop the worker and wait for it; idempotent."""
         ...
 
-    async def died(self) -> str:
-        """Wait until the worker ends without having been asked to; returns why, for the log."""
+    async def died(self) -> WorkerDied:
+        """Wait until the worker ends without having been asked to; returns why.
+
+        A worker that hangs is ended by its backend: `WorkerHung`.
+        """
         ...

@@ -10,6 +10,7 @@ from agentjet.config.schema import (
     SamplerConfig,
     ServeConfig,
     ServerConfig,
+    SideCallRule,
 )
 from agentjet.config.table import setting_names, settings_table
 
@@ -22,6 +23,7 @@ __all__ = [
     "SamplerConfig",
     "ServeConfig",
     "ServerConfig",
+    "SideCallRule",
     "load_config",
     "parse_job",
     "server_token",

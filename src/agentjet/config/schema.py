@@ -162,6 +162,47 @@ class AlgorithmConfig(Section):
         return self
 
 
+Overridable = Literal["temperature", "top_p", "top_k", "max_tokens", "seed"]
+
+
+class SamplingConfig(Section):
+    """How training episodes are sampled where agents ask for something else."""
+
+    override: tuple[Overridable, ...] = ()
+    """Settings of requests that are ignored in training episodes, and counted on the episode: `temperature` and
+    `max_tokens` become the job's, `top_p` and `top_k` truncate nothing, a `seed` is drawn for each call.
+    """
+
+
+class SideCallRule(Section):
+    """A rule for calls beside the agent's work: titles, summaries, sub-agents. A call follows the first rule that it
+    meets all conditions of. `*` in a pattern stands for any text, `?` for one character.
+    """
+
+    name: str = Field(min_length=1, max_length=64)
+    """Name of the rule: episodes count the calls that followed it."""
+    system: str = Field("", max_length=2000)
+    """Condition: pattern of the whole system prompt, such as `You are a title generator*`; empty: any."""
+    model: str = Field("", max_length=256)
+    """Condition: pattern of the model's name in the request, such as `*haiku*`; empty: any."""
+    tools: Literal["any", "none", "some"] = "any"
+    """Condition: whether the call offers tools."""
+    role: str = Field("", max_length=128)
+    """Agent role of such calls, unless the request names one; empty: as the request says."""
+    train: bool = True
+    """Whether such calls are trained with the episode's reward."""
+
+    @model_validator(mode="after")
+    def _rule_does_something(self) -> Self:
+        if not (self.system or self.model or self.tools != "any"):
+            raise ValueError("a rule without a condition meets every call: set system, model or tools")
+        if self.train and not self.role:
+            raise ValueError("the rule has no effect: set role, or train = false")
+        if (self.system + self.model).count("*") > 16:
+            raise ValueError("the patterns have more than 16 `*`")
+        return self
+
+
 class JobConfig(Section):
     """What is trained how: the part of the settings that a client may read and an admin may replace."""
 
@@ -209,6 +250,9 @@ class JobConfig(Section):
     """Newest checkpoints kept."""
     seed: Int64 = 0
     """Seed of everything random on the server."""
+    side_calls: tuple[SideCallRule, ...] = Field((), max_length=16)
+    """Rules for calls beside the agent's work: a role of their own, or no training. The first that fits holds."""
+    sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -249,6 +293,10 @@ class ServerConfig(Section):
     """
     call_timeout: float = Field(600.0, gt=0)
     """Seconds a call is held while the worker learns or restarts, before 503."""
+    worker_timeout: float = Field(120.0, gt=0)
+    """Seconds after which a worker that has something to do, sends nothing, uses no CPU time and waits for no disk is
+    killed and replaced. A worker that computes is never killed, however long it takes.
+    """
     max_body_mb: Int64 = Field(8, ge=1, le=4096)
     """Largest request body, in MiB; above, 413."""
     keep_exports: Int64 = Field(8, ge=1)

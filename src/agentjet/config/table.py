@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from agentjet.config.schema import Section, ServeConfig
+from agentjet.config.schema import Section, ServeConfig, SideCallRule
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
@@ -18,12 +20,20 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
+def rows_of(annotation: Any) -> type[Section] | None:
+    """The section that each item of a list of tables is; None for any other setting."""
+    item = get_args(annotation)[0] if get_origin(annotation) is tuple else None
+    return item if is_section(item) else None
+
+
 def sections(schema: type[Section] = ServeConfig, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
     """The sections by dotted name, outer ones first."""
     for name, field in schema.model_fields.items():
         if is_section(field.annotation):
             yield prefix + name, field.annotation
             yield from sections(field.annotation, f"{prefix}{name}.")
+        elif rows := rows_of(field.annotation):
+            yield prefix + name, rows
 
 
 def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
@@ -32,15 +42,21 @@ def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def setting_names() -> list[str]:
-    """Every setting by its dotted name, in the order of the schema."""
-    return [f"{prefix}.{name}" for prefix, section in sections() for name, _ in settings(section)]
+    """Every setting by its dotted name, in the order of the schema. Those of the items of a list have none."""
+    return [
+        f"{prefix}.{name}"
+        for prefix, section in sections()
+        if section is not SideCallRule
+        for name, _ in settings(section)
+    ]
 
 
 def settings_table() -> str:
     """Markdown: one table a section."""
     parts = []
     for prefix, section in sections():
-        lines = [f"## `[{prefix}]`", "", (section.__doc__ or "").strip(), ""]
+        head = f"[[{prefix}]]" if section is SideCallRule else f"[{prefix}]"
+        lines = [f"## `{head}`", "", cleandoc(section.__doc__ or ""), ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, field in settings(section):
             default = f"`{_toml(field.default)}`"
@@ -52,6 +68,10 @@ def settings_table() -> str:
 def _type(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+    if rows_of(field.annotation):
+        return "list of tables"
+    if get_origin(field.annotation) is tuple:
+        return f"list of {', '.join(f'`{choice}`' for choice in get_args(get_args(field.annotation)[0]))}"
     if get_origin(field.annotation) is dict:
         return "table of numbers > 0"
     bounds = [
@@ -65,8 +85,12 @@ def _type(field: FieldInfo) -> str:
 
 
 def _toml(value: object) -> str:
+    if value is PydanticUndefined:
+        return "required"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return str(list(value))
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Wake everybody who waits for something to change.
+"""Wake those who wait for something to change: everybody (`Broadcast`), or those whom it may concern (`Room`).
 
 Single-threaded (one event loop), no locks, nothing to forget on cancellation.
 """
@@ -6,7 +6,7 @@ Single-threaded (one event loop), no locks, nothing to forget on cancellation.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 
 class Broadcast:
@@ -36,3 +36,28 @@ class Broadcast:
                 return False
             await self.wait(left)
         return True
+
+
+class Room:
+    """Those who wait for a place in the batch. A wake costs each a look, so only those who may find one are woken."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, set[asyncio.Future[None]]] = {}
+
+    async def wait(self, key: Hashable, timeout: float) -> None:
+        """Until the next `wake` of everybody or of this key, or `timeout` seconds."""
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, set()).add(woken)
+        try:
+            await asyncio.wait([woken], timeout=timeout)
+        finally:
+            self._waiting[key].discard(woken)
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    def wake(self, *keys: Hashable) -> None:
+        """Those who wait with one of these keys; without a key, everybody."""
+        for key in keys or list(self._waiting):
+            for woken in self._waiting.get(key, ()):
+                if not woken.done():
+                    woken.set_result(None)

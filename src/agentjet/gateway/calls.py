@@ -17,13 +17,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentjet.compute import Compute
 from agentjet.errors import (
     ComputeError,
+    ContextOverflow,
     InvalidRequest,
     Later,
     OutOfCache,
@@ -39,7 +40,7 @@ from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import CallLimits
 from agentjet.gateway.offload import offload
 from agentjet.gateway.prompting import Prompt, num_characters, prepare
-from agentjet.gateway.requests import CallChunk, CallRequest, sampling_params, seeded
+from agentjet.gateway.requests import CallChunk, CallRequest, ScoredToken, overridden, sampling_params, seeded
 from agentjet.gateway.tracing import Tracing
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Swarm
@@ -140,6 +141,33 @@ class CallPath:
                         task.cancel()
                     await asyncio.gather(*left, return_exceptions=True)
 
+    async def run_all(
+        self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
+    ) -> AsyncGenerator[CallChunk]:
+        """The answers to several conversations, one call each: all are sampled before the first chunk comes."""
+        single = replace(request, others=())
+        sampling_params(request, self._swarm.job, self._swarm.episode(episode_id))  # Raises in a training episode.
+        requests = [single]
+        for i, conversation in enumerate(request.others, 1):
+            fingerprint = f"{request.fingerprint}/{i}"
+            requests.append(replace(single, conversation=conversation, id="", fingerprint=fingerprint))
+        streams = [self.run(episode_id, role, one, hang_up) for one in requests]
+        async with AsyncExitStack() as stack:
+            for stream in streams:
+                await stack.enter_async_context(aclosing(stream))
+            tasks = [asyncio.create_task(_ends(stream, request.choices)) for stream in streams]
+            try:
+                answers = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            for i, chunks in enumerate(answers):
+                for chunk in chunks:
+                    yield replace(chunk, index=i * request.choices + chunk.index)
+            for stream in streams:
+                await anext(stream, None)
+
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation, num_bytes: int) -> int:
         """Length of the prompt that a call with `conversation` would have just now. Nothing is sampled or recorded."""
         with self._swarm.calling(episode_id):
@@ -159,15 +187,17 @@ class CallPath:
 
     async def _order(self, episode: Episode, delivery: Delivery) -> _Order:
         """Everything that can be wrong with a request is found here, before it is held for a batch."""
-        job, role, request = self._swarm.job, delivery.role, delivery.request
+        job, role = self._swarm.job, delivery.role
+        request = overridden(delivery.request, job, episode)
         params = sampling_params(request, job, episode)
         deadline = asyncio.get_running_loop().time() + self._call_timeout
         card, renderer = await self._known_model()
-        if renderer.reasons and request.unreasoned:
+        if request.template_kwargs and not renderer.ignores(request.conversation, request.template_kwargs):
             raise InvalidRequest(
-                f"{request.unreasoned}: this model reasons before it answers, which its template cannot switch off.",
+                f"chat_template_kwargs: with {dict(request.template_kwargs)!r:.200} this model's template would write "
+                "another prompt: leave it out.",
                 code="unsupported_parameter",
-                param=request.unreasoned,
+                param="chat_template_kwargs",
             )
         tree = self._swarm.tree(episode.id, role)
         is_new_role = not tree.calls and episode.num_calls
@@ -179,14 +209,10 @@ class CallPath:
             prompt = replace(prompt, fork="role")
         room = card.context_length - len(prompt.tokens)
         if room < 1:
-            raise InvalidRequest(
-                f"This model's maximum context length is {card.context_length} tokens. However, your {request.asked} "
-                f"resulted in {len(prompt.tokens)} tokens, which leaves no room for an answer. Please shorten it.",
-                code="context_length_exceeded",
-                param=request.asked,
-            )
+            raise ContextOverflow(request.asked, len(prompt.tokens), card.context_length)
         grammar = await offload(size, renderer.grammar, request.conversation, request.constraint)
         params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
+        self._swarm.note(episode.id, noted=request.notes)
         return _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline, delivery)
 
     async def _choice(self, order: _Order, index: int) -> None:
@@ -204,7 +230,7 @@ class CallPath:
             order.params,
             explicit=order.request.seed,
             job_seed=self._swarm.job.seed,
-            episode_id=order.episode.id,
+            episode_seq=order.episode.seq,
             ordinal=order.delivery.ordinal,
             choice=index,
         )
@@ -225,6 +251,7 @@ class CallPath:
                     async for chunk in self._sampled(order, index, params, answer):
                         outbox.put_nowait(chunk)
                         sent = True
+                    scores = await self._scored(order, answer)
                 except WorkerDied as error:
                     if sent:
                         raise Later(
@@ -241,7 +268,8 @@ class CallPath:
                             status=500,
                         ) from error
                 else:
-                    outbox.put_nowait(await self._record(order, index, call_id, params, answer))
+                    recorded = await self._record(order, index, call_id, params, answer)
+                    outbox.put_nowait(replace(recorded, scores=scores))
                     return
             await asyncio.sleep(RESAMPLE_DELAY)
 
@@ -280,6 +308,25 @@ class CallPath:
         except ComputeError as error:
             raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
 
+    async def _scored(self, order: _Order, answer: Answer) -> tuple[ScoredToken, ...]:
+        """The scores of prompt and completion, where the request asks for them. Raises as `_sampled`."""
+        num_likeliest, tokens = order.request.num_likeliest, (*order.prompt.tokens, *answer.tokens)
+        if num_likeliest is None:
+            return ()
+        try:
+            scores = await self._compute.score(tokens, num_likeliest)
+        except WorkerDied:
+            raise
+        except ComputeError as error:
+            raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
+        texts = [order.renderer.token_bytes(token) for token in tokens]
+        shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
+        for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
+            likeliest = dict([*score.likeliest, (token, score.logprob)]) if num_likeliest else {}
+            named = tuple((order.renderer.token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
+            shown.append(ScoredToken(utf8.decode(errors="replace"), utf8, score.logprob, named))
+        return tuple(shown)
+
     async def _record(
         self, order: _Order, index: int, call_id: str, params: SamplingParams, answer: Answer
     ) -> CallChunk:
@@ -308,6 +355,7 @@ class CallPath:
             context=context_digest(order.prompt.tokens, completion),
             # Nobody recomputes what an eval episode was sampled from.
             allowed=pack_sets(answer.allowed) if order.episode.mode == "train" else b"",
+            untrained=order.request.untrained,
         )
         self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
         order.delivery.recorded.append(call.id)
@@ -323,3 +371,8 @@ class CallPath:
             tree = self._swarm.tree(order.episode.id, order.role)
             order.repeats = self.deliveries.repeated(order.delivery, tree)
         return order.repeats.pop() if order.repeats else None
+
+
+async def _ends(stream: AsyncGenerator[CallChunk], choices: int) -> list[CallChunk]:
+    """The last chunks of an answer that does not stream, one a choice."""
+    return [await anext(stream) for _ in range(choices)]

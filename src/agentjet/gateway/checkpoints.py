@@ -1,20 +1,27 @@
 """The checkpoint folders of a data dir: `checkpoints/step_000123/`, written by the worker, found and rotated here.
 
-The worker writes a folder atomically, so one that has its name is whole; the newest `keep` stay.
+Invariants:
+* a checkpoint takes its name once it is complete on disk and the journal has recorded its digest;
+* a checkpoint counts as good once this server has written or loaded it: only such ones push out older ones;
+* an unusable one is renamed to `unusable_000123` and kept for the operator.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentjet.errors import CheckpointError
 from agentjet.protocol import CheckpointInfo
+from agentjet.types import CheckpointStamp
 
 NAME = re.compile(r"step_(\d{6,})")
+UNUSABLE = "unusable_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,8 @@ class CheckpointStore:
     """Checkpoints under `data_dir`."""
 
     data_dir: Path
+    _good: set[int] = field(default_factory=set)
+    """Policy versions of the checkpoints that this server has written or loaded."""
 
     @property
     def folder(self) -> Path:
@@ -47,27 +56,99 @@ class CheckpointStore:
         found = self.listing()
         return found[-1].policy_version if found else None
 
-    async def write(self, policy_version: int, save: Callable[[Path], Awaitable[None]], *, keep: int) -> CheckpointInfo:
-        """Have `save` write the checkpoint, then remove all but the newest `keep`.
+    def good(self, policy_version: int) -> CheckpointInfo | None:
+        """The checkpoint of that version, if this server has written or loaded it."""
+        if policy_version not in self._good:
+            return None
+        return next((info for info in self.listing() if info.policy_version == policy_version), None)
 
-        Raises `CheckpointError`; older ones are then untouched.
+    def covers(self, keep: int) -> int | None:
+        """Policy version from which on nothing older is needed to recover: that of the oldest checkpoint.
+
+        None until there are two good ones, or `keep` if that is less: one that is damaged must not lose the run.
+        """
+        return self.listing()[0].policy_version if len(self._good) >= min(keep, 2) else None
+
+    def loaded(self, policy_version: int) -> None:
+        """The checkpoint of that version was verified and loaded: it is good."""
+        self._good.add(policy_version)
+
+    async def write(
+        self,
+        policy_version: int,
+        save: Callable[[Path], Awaitable[CheckpointStamp]],
+        record: Callable[[CheckpointStamp], Awaitable[None]],
+        *,
+        keep: int,
+    ) -> CheckpointInfo:
+        """Write the checkpoint with `save`, have the journal `record` it, then remove what `keep` good ones push out.
+
+        What stood under its name and is not known to be good is set aside. Raises `CheckpointError`; older ones are
+        then untouched.
         """
         path = self.path(policy_version)
+        unnamed = path.with_name(f".{path.name}.new")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            await save(path)
+            stamp = await save(unnamed)
+            assert stamp.policy_version == policy_version, "the worker stands where the journal does"
+            await record(stamp)
+            if path.exists():
+                self.set_aside(policy_version)
+            unnamed.rename(path)
+            _flush(self.folder)
         except OSError as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
-        for old in self.listing()[:-keep]:
-            shutil.rmtree(old.path, ignore_errors=True)
+        finally:
+            shutil.rmtree(unnamed, ignore_errors=True)
+        self._good.add(policy_version)
+        self._rotate(keep)
         return self.listing()[-1]
+
+    def _rotate(self, keep: int) -> None:
+        """Remove what is older than the newest `keep` good checkpoints, if there are as many."""
+        good = [info for info in self.listing() if info.policy_version in self._good]
+        if len(good) < keep:
+            return
+        for old in self.listing():
+            if old.policy_version < good[-keep].policy_version:
+                self._good.discard(old.policy_version)
+                shutil.rmtree(old.path, ignore_errors=True)
+
+    def set_aside(self, policy_version: int) -> Path:
+        """Rename an unusable checkpoint, which then counts no longer; returns its new path.
+
+        Raises `CheckpointError` if it cannot be renamed.
+        """
+        path = self.path(policy_version)
+        numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+        targets = (self.folder / f"{UNUSABLE}{policy_version:06d}{number}" for number in numbers)
+        target = next(target for target in targets if not target.exists())
+        try:
+            path.rename(target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} is unusable and could not be renamed ({error.strerror}): move it away"
+            ) from error
+        self._good.discard(policy_version)
+        return target
+
+    def unusable(self) -> list[Path]:
+        """Checkpoints that were set aside, until the operator removes them."""
+        return sorted(self.folder.glob(f"{UNUSABLE}*"))
 
     def sweep(self) -> None:
         """Remove what an interrupted write left behind. Only while no worker writes."""
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if path.name.lstrip(".").startswith("step_") and not NAME.fullmatch(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(".*step_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_old_exports(folder: Path, keep: int) -> None:

@@ -64,6 +64,11 @@ class Commits:
         except Later as later:
             _refuse(waiting, later)
             return
+        except BaseException as error:  # The boundary: whatever failed, those who wait are refused.
+            self._give_up(waiting, error)
+            if not isinstance(error, Exception):
+                raise
+            return
         self._under_way = waiting
         synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.sync)
         synced.add_done_callback(self._synced)
@@ -76,13 +81,18 @@ class Commits:
                 waiting.set_result(None)
                 self._swarm.announce()  # Listeners may write: that belongs to the next commit.
             else:
-                log.critical("the journal is not on disk: %s", error)
-                self._failed = error
-                _refuse(waiting, error)
+                self._give_up(waiting, error)
         finally:
             self._under_way = None
             if self._next is not None:
                 self._commit()
+
+    def _give_up(self, waiting: asyncio.Future[None], error: BaseException) -> None:
+        """Refuse those who wait, and everybody from here on: it is not known what of the journal is on disk."""
+        is_known = isinstance(error, Later)
+        log.critical("the journal is not on disk: %s", error, exc_info=None if is_known else error)
+        self._failed = error if is_known else self._swarm.distrust(error)
+        _refuse(waiting, self._failed)
 
 
 def _refuse(waiting: asyncio.Future[None], error: BaseException) -> None:

@@ -31,7 +31,8 @@ class Delivery:
     hang_up: Callable[[], None]
     """Closes the connection, whatever is still to be written to it."""
     ordinal: int
-    """How many calls of the episode came before it."""
+    """Its place among the calls of its episode, which no other call has, whether or not those before it were answered.
+    """
     outbox: Outbox = field(default_factory=asyncio.Queue)
     recorded: list[str] = field(default_factory=list)
     """The calls that it consists of, by id, as far as they are recorded."""
@@ -49,6 +50,8 @@ class Deliveries:
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         self._open: dict[str, list[Delivery]] = {}
+        self._next_ordinal: dict[str, int] = {}
+        """By live episode: no later call may have a smaller one, or it would have another call's seed."""
         self._retries = Retries()
         swarm.handing_out = self._handing_out
 
@@ -60,9 +63,12 @@ class Deliveries:
         self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
     ) -> Iterator[Delivery]:
         """Left by its end, the answer was delivered; left by an exception, a cancelled generator's too, it was not."""
-        num_calls = self._swarm.episode(episode_id).num_calls
+        episode = self._swarm.episode(episode_id)
         under_way = self._open.setdefault(episode_id, [])
-        ordinal = num_calls + sum(not other.is_sampled for other in under_way)
+        ordinal = episode.num_calls + sum(not other.is_sampled for other in under_way)
+        ordinal = max(ordinal, self._next_ordinal.get(episode_id, 0))
+        if episode.status == "live":
+            self._next_ordinal[episode_id] = ordinal + 1
         delivery = Delivery(episode_id, role, request, hang_up, ordinal)
         under_way.append(delivery)
         try:
@@ -84,6 +90,7 @@ class Deliveries:
                     Conflict(f"Episode {episode_id} ended while it was answered.", code="episode_ended_meanwhile")
                 )
         self._retries.forget(episode_id)
+        self._next_ordinal.pop(episode_id, None)
 
     def close(self) -> None:
         """Whoever has not taken an answer by now does not get it, and the journal, still open, says so."""

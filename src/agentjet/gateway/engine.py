@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from agentjet.compute import Compute
 from agentjet.config import JobConfig
-from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied
+from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied, WorkerHung
 from agentjet.gateway import log_context, states
 from agentjet.gateway.broadcast import Broadcast
 from agentjet.gateway.checkpoints import CheckpointStore
@@ -33,7 +33,7 @@ from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch, Swarm
-from agentjet.types import EngineState, ModelCard
+from agentjet.types import CheckpointStamp, EngineState, ModelCard
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -74,6 +74,8 @@ class Engine:
         """Of the card; both are there from the first time the worker was up."""
         self.num_workers = 0
         """Started so far."""
+        self.num_hung = 0
+        """Killed so far because they hung."""
         self.fatal: AgentJetError | None = None
         """What made the engine give up."""
         self._swarm = swarm
@@ -175,18 +177,23 @@ class Engine:
         checkpoint would push out the last good one.
         """
         version = self._swarm.policy_version
-        for info in self._store.listing():
-            if info.policy_version == version:
-                return info
+        if (written := self._store.good(version)) is not None:
+            return written
         try:
             self.refuse_diverged()
-            info = await self._store.write(version, self._compute.save, keep=self._swarm.job.keep_checkpoints)
+            keep = self._swarm.job.keep_checkpoints
+            info = await self._store.write(version, self._compute.save, self._record_checkpoint, keep=keep)
         except (CheckpointError, Conflict) as error:
             self._emit("checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
-        self._swarm.checkpointed(self._store.listing()[0].policy_version)
+        if (covered := self._store.covers(keep)) is not None:
+            self._swarm.checkpointed(covered)
         self._emit("checkpoint", {"ok": True, "policy_version": version, "path": info.path})
         return info
+
+    async def _record_checkpoint(self, stamp: CheckpointStamp) -> None:
+        self._swarm.record_checkpoint(stamp)
+        await self._commits.durable()
 
     def refuse_diverged(self) -> None:
         """Raises `Conflict` where the present policy has diverged: nothing written of it is of use."""
@@ -219,6 +226,7 @@ class Engine:
     async def _recover(self, error: Exception, *, lived: float) -> bool:
         """After a failure `lived` seconds after the start: whether another worker is to be started, now."""
         log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied) else error)
+        self.num_hung += isinstance(error, WorkerHung)
         self._blame(error)
         if self._stopping:
             return False
@@ -256,32 +264,56 @@ class Engine:
                 return
             await self._learn(batch)
         if not self._stopping:
+            self._timer.roll()
             self._roll()
 
     async def _load_newest(self) -> list[Batch]:
-        """Load the newest checkpoint that can be loaded, if any; returns the batches to learn from there on.
+        """Load the newest good checkpoint, if any; returns the batches to learn from there on.
 
-        Raises `ConfigError` when it was made under other settings: it is whole, so nothing else is tried.
+        Unusable ones are set aside. Raises `ConfigError` for one made under other settings: it is whole, so nothing
+        else is tried. Raises `CheckpointError` if neither a checkpoint nor the journal leads to the present version.
         """
         refused: list[str] = []
         for info in reversed(self._store.listing()):
             try:
-                version = await self._compute.load(Path(info.path))
+                stamp = await self._load(info)
             except CheckpointError as error:
-                log.error("checkpoint %s cannot be loaded: %s", info.path, error)
-                self._emit("checkpoint", {"ok": False, "policy_version": info.policy_version, "error": str(error)})
-                refused.append(str(error))
-                continue
-            return self._swarm.resume(version)
+                refused.append(self._set_aside(info, error))
+            else:
+                self._store.loaded(info.policy_version)
+                return self._swarm.resume(stamp)
         try:
-            batches = self._swarm.resume(0)
+            batches = self._swarm.resume(None)
         except CheckpointError as error:
-            raise CheckpointError("; ".join([*refused, str(error)])) from error
+            raise CheckpointError("; ".join([*refused, str(error), *self._unusable()])) from error
         if refused:
             # A load that failed may have left anything behind: version 0 takes a fresh worker.
             await self._compute.close()
             await self._start_worker()
         return batches
+
+    async def _load(self, info: CheckpointInfo) -> CheckpointStamp:
+        """Raises `CheckpointError` unless the checkpoint is whole, has its name's version, and is the journal's."""
+        stamp = await self._compute.load(Path(info.path))
+        if stamp.policy_version != info.policy_version:
+            raise CheckpointError(f"checkpoint {info.path} is damaged: it has policy version {stamp.policy_version}")
+        self._swarm.check_checkpoint(stamp)
+        if not stamp.digest:
+            log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", info.path)
+        return stamp
+
+    def _set_aside(self, info: CheckpointInfo, error: CheckpointError) -> str:
+        """Rename an unusable checkpoint; returns what happened, in words."""
+        aside = self._store.set_aside(info.policy_version)
+        log.error("checkpoint set aside as %s: %s", aside, error)
+        body = {"ok": False, "policy_version": info.policy_version, "error": str(error), "set_aside": str(aside)}
+        self._emit("checkpoint", body)
+        return f"{error} (set aside as {aside})"
+
+    def _unusable(self) -> list[str]:
+        """What lies beside the journal from earlier starts, for the message of a refusal."""
+        found = [path.name for path in self._store.unusable()]
+        return [f"Unusable checkpoints in {self._store.folder}: {', '.join(found)}."] if found else []
 
     def check_room(self, job: JobConfig) -> None:
         """Raises `ConfigError` when its completions leave no room for a prompt, as far as the model is known."""
@@ -306,7 +338,7 @@ class Engine:
             if training.done():
                 training.result()
             else:
-                raise WorkerDied(death.result())
+                raise death.result()
         finally:
             training.cancel()
             death.cancel()
@@ -326,6 +358,7 @@ class Engine:
                 await self._run_errands()
                 if not self._stopping and (swarm.pending or swarm.ready()):
                     await self._step()
+                    self._timer.roll()
             except Later as later:
                 # The journal cannot be written now, and has said so. The batch stays where it is: learning it again
                 # changes nothing.
@@ -378,12 +411,16 @@ class Engine:
             if done.done():
                 continue
             try:
-                done.set_result(await errand())
+                result = await errand()
             except WorkerDied:
                 self._errands.appendleft((errand, done))
                 raise
             except Exception as error:  # It belongs to whoever sent the errand, and is raised there.
-                done.set_exception(error)
+                if not done.done():  # Its caller may have been cancelled meanwhile.
+                    done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(result)
 
     async def _try_checkpoint(self) -> bool:
         """A checkpoint that may fail: the last good one stays, training goes on, the event and the log say so."""
@@ -396,8 +433,7 @@ class Engine:
 
     async def _last_checkpoint(self) -> None:
         """At a stop. Whatever goes wrong, the journal still has every batch since the last good checkpoint."""
-        newest = self._store.newest()
-        if self._swarm.policy_version > (newest or 0):
+        if self._swarm.policy_version:
             try:
                 await self._try_checkpoint()
             except (AgentJetError, OSError) as error:
@@ -406,7 +442,6 @@ class Engine:
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def _roll(self) -> None:
-        self._timer.roll()
         if self.state != "rolling":
             self._enter("rolling")
         self._gate.open()

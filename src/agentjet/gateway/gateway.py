@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from agentjet import __version__
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, ServeConfig, parse_job
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError
 from agentjet.gateway import inspection
-from agentjet.gateway.broadcast import Broadcast
+from agentjet.gateway.broadcast import Broadcast, Room
 from agentjet.gateway.calls import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, remove_old_exports
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.gate import Gate
-from agentjet.gateway.limits import CallLimits, too_many_episodes
+from agentjet.gateway.limits import TOO_MANY_EPISODES, CallLimits, too_many_episodes
 from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
 from agentjet.gateway.offload import LARGE, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.side_calls import directed
 from agentjet.gateway.tracing import Tracing
 from agentjet.protocol import (
     AbortRequest,
@@ -41,15 +44,18 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.swarm.admission import group_name
 from agentjet.types import Conversation, EpisodeStatus, Message
 
 log = logging.getLogger(__name__)
 
 LONGEST_NAP = 1.0
-DISK_SECONDS = 2.0
-"""Between two tries of a disk that refuses."""
 """Seconds between two looks at the clock for leases, at most."""
+DISK_SECONDS = 2.0
+"""Seconds between two tries of a disk that refuses."""
 EVENTS_PAGE = 1000
+NOT_SERVING = ("offline", "draining", "failed")
+"""States of the engine in which no episode begins."""
 
 
 class Gateway:
@@ -80,10 +86,11 @@ class Gateway:
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
         self.store = CheckpointStore(data_dir)
         # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
-        newest = self.store.newest() or 0
+        newest = self.store.newest()
         self.swarm = Swarm(self._journal, config.job, clock=clock, stopwatch=stopwatch, policy_version=newest)
         self._commits = Commits(self.swarm)
         self.changed = Broadcast()
+        self._room = Room()
         self.swarm.on_event = self._on_event
         self.last_event = self._journal.last_event()
         """Number of the newest event that is on disk."""
@@ -95,6 +102,7 @@ class Gateway:
         self.engine = Engine(
             self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed, tracing=self.tracing
         )
+        self._admits = self._admission()
         self._calls = CallPath(
             self.swarm,
             self._commits,
@@ -134,6 +142,7 @@ class Gateway:
         """
         self.closing = True
         self.changed.notify()
+        self._room.wake()
         await self.engine.stop()
 
     async def close(self) -> None:
@@ -165,7 +174,7 @@ class Gateway:
         deadline = loop.time() + request.wait
         while True:
             self.swarm.saw(request.client_id)  # Whoever polls and is refused is a client all the same.
-            if self.engine.state in ("offline", "draining", "failed"):
+            if self.engine.state in NOT_SERVING:
                 raise self.engine.refusal()
             try:
                 self._check_limit(request, idempotency_key)
@@ -176,7 +185,10 @@ class Gateway:
                 left = deadline - loop.time()
                 if later.status != 429 or left <= 0:
                     raise
-            await self.changed.wait(min(left, self.swarm.job.lease_seconds / 2))  # Who waits here is there.
+                is_limit = later.code == TOO_MANY_EPISODES
+            group = (request.client_id, group_name(request), request.task_set)
+            # A client that waits here is alive: it is seen every half lease.
+            await self._room.wait(request.client_id if is_limit else group, min(left, self.swarm.job.lease_seconds / 2))
 
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` when the client holds as many live episodes as it may. A begin that is repeated may pass."""
@@ -186,7 +198,9 @@ class Gateway:
             return
         if self.swarm.begun(request, idempotency_key) is not None:
             return
-        self.swarm.reap()
+        if self.swarm.is_due():
+            self.swarm.reap()
+        self.swarm.take_over(request)
         if self.swarm.num_undecided(request.client_id) >= most:
             raise too_many_episodes(request.client_id, most)
 
@@ -216,21 +230,30 @@ class Gateway:
         Raises, before the first chunk, every `RequestError` there is. A call already answered in part can only fail
         with `Later`, or `Conflict` when its episode ended.
         """
+        role, request = directed(self.swarm.job.side_calls, role, request)
+        if request.others:
+            return self._calls.run_all(episode_id, role, request, hang_up)
         return self._calls.run(episode_id, role, request, hang_up)
 
-    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation, *, num_bytes: int = 0) -> int:
-        """Length of the prompt that `conversation` is for the policy; nothing is recorded. Raises like `call`.
+    async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
+        """Length of the prompt that `request` is for the policy; nothing is recorded. Raises like `call`."""
+        role, request = directed(self.swarm.job.side_calls, role, request)
+        return await self._calls.count_tokens(episode_id, role, request.conversation, request.num_bytes)
 
-        `num_bytes` is the size of the request as it was sent.
-        """
-        return await self._calls.count_tokens(episode_id, role, conversation, num_bytes)
+    async def refused(self, episode_id: str, error: RequestError) -> None:
+        """Counts a refused request on its episode. A refusal of the disk leaves it uncounted."""
+        param = re.sub(r"\.\d+", "[]", error.param or "")
+        with suppress(Later, NotFound):
+            self.swarm.note(episode_id, refused=[f"{error.code}: {param}" if param else error.code])
+            await self._commits.durable()
 
     def past(self, episode_id: str, role: str, call_id: str) -> tuple[Conversation, Message] | None:
         """What a call of a live episode and role was asked, and what it answered; None when there is no such call, or
         it continued a raw prompt.
         """
-        tree = self.swarm.tree(episode_id, role)
-        exchange = tree.exchange(call_id) if tree.knows(call_id) else None
+        roles = (role,) if role else ("", *dict.fromkeys(rule.role for rule in self.swarm.job.side_calls if rule.role))
+        trees = (self.swarm.tree(episode_id, name) for name in roles)
+        exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
         return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
 
     async def episode_tree(self, episode_id: str) -> EpisodeTree:
@@ -286,6 +309,7 @@ class Gateway:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
         self.swarm.replace_job(job)
         self.changed.notify()
+        self._room.wake()
         answer = self.job()
         await self._commits.durable()
         return answer
@@ -349,6 +373,9 @@ class Gateway:
             holding=swarm.holding(),
             code_versions=inspection.code_versions(swarm),
             task_sets=inspection.task_sets(swarm),
+            workers_started=self.engine.num_workers,
+            workers_hung=self.engine.num_hung,
+            unusable_checkpoints=[str(path) for path in self.store.unusable()],
             last_event=self.last_event,
             uptime=now - self.began,
         )
@@ -378,23 +405,47 @@ class Gateway:
         _log_event(event)
         if event.kind == "episode" and event.body["status"] != "live":
             self._calls.deliveries.episode_ended(event.body["episode_id"])
+        self._make_room(event)
         self.changed.notify()
+
+    def _make_room(self, event: Event) -> None:
+        """Wake the begins that may find a place after `event`, and no others."""
+        before, self._admits = self._admits, self._admission()
+        if event.kind == "task_set" or before[1:] != self._admits[1:] or self._admits[0] > before[0]:
+            self._room.wake()
+        elif event.kind == "episode":
+            body = event.body
+            group = (body["client_id"], body["group"], body["task_set"])
+            if body["status"] in ("live", "aborted", "expired"):  # It opened its group, or left a place in it.
+                self._room.wake(group)
+            if body["status"] != "live":
+                self._room.wake(body["client_id"])
+
+    def _admission(self) -> tuple[int, bool, int, int]:
+        """What everybody's admission depends on: how many groups may be begun, and what changes the answer to all."""
+        swarm = self.swarm
+        return swarm.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
 
     async def _reap(self) -> None:
         """Reclaim what outlived its lease, when it does; while the disk refuses writes, see whether it takes one."""
         now = asyncio.get_running_loop().time
-        next_try = 0.0
+        next_try, logged = 0.0, ""
         while True:
-            deadline = self.swarm.next_deadline()
-            nap = LONGEST_NAP if deadline is None else min(LONGEST_NAP, max(0.001, deadline - self._clock()))
-            await self.changed.wait(nap)
             try:
+                deadline = self.swarm.no_deadline_before()
+                nap = LONGEST_NAP if deadline is None else min(LONGEST_NAP, max(0.001, deadline - self._clock()))
+                await self.changed.wait(nap)
                 if self.swarm.disk_refusal and now() >= next_try:
                     next_try = now() + DISK_SECONDS
                     self.swarm.try_disk()
-                if deadline is not None and deadline <= self._clock():
+                if self.swarm.is_due():
                     self.swarm.reap()
             except Later:  # The journal has said why.
+                await asyncio.sleep(LONGEST_NAP)
+            except Exception as error:  # The boundary: leases must go on ending. The same failure is logged once.
+                if repr(error) != logged:
+                    log.exception("leases could not be looked at; this is tried again every %g s", LONGEST_NAP)
+                logged = repr(error)
                 await asyncio.sleep(LONGEST_NAP)
 
 

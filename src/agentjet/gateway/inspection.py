@@ -62,6 +62,9 @@ def _facts(episode: Episode) -> dict[str, object]:
         "trained_in": episode.trained_in,
         "code_version": episode.code_version,
         "team": episode.team,
+        "noted": dict(episode.noted),
+        "refused": dict(episode.refused),
+        "unscorable": episode.unscorable,
     }
 
 

@@ -15,6 +15,7 @@ from agentjet.errors import Later
 from agentjet.swarm import Episode
 
 RETRY_AFTER_CALLS = 1.0
+TOO_MANY_EPISODES = "too_many_episodes"
 RETRY_AFTER_EPISODES = 5.0
 
 
@@ -60,5 +61,5 @@ def too_many_episodes(client_id: str, most: int) -> Later:
         f"Client {client_id!r} holds {most} live episodes, which is the most that server.max_episodes_per_client "
         "allows: finish or abort one.",
         retry_after=RETRY_AFTER_EPISODES,
-        code="too_many_episodes",
+        code=TOO_MANY_EPISODES,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from agentjet.errors import InvalidRequest
+from agentjet.errors import ContextOverflow
 from agentjet.rendering import Renderer
 from agentjet.timeline import ConversationTree, Match, forks
 from agentjet.timeline.identity import raw_key
@@ -148,7 +148,7 @@ def _tokenized(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
     if least <= renderer.context_length and len(match.suffix) > UNLIKELY * renderer.context_length:
         least = match.kept + renderer.counted_tokens(match.suffix, renderer.context_length)
     if least > renderer.context_length:
-        raise _too_long(renderer, asked, least)
+        raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
     return renderer.tokenize(match.suffix)
 
 
@@ -168,16 +168,8 @@ def _refuse_far_too_long(renderer: Renderer, conversation: Conversation) -> None
         return
     least = renderer.least_tokens(sum(len(text.strip()) for text in texts) // FORM_FACTOR)
     if least > renderer.context_length:
-        raise _too_long(renderer, "messages" if conversation.prompt is None else "prompt", least)
-
-
-def _too_long(renderer: Renderer, asked: str, least: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"This model's maximum context length is {renderer.context_length} tokens. However, your {asked} resulted "
-        f"in {least} tokens or more. Please shorten it.",
-        code="context_length_exceeded",
-        param=asked,
-    )
+        asked = "messages" if conversation.prompt is None else "prompt"
+        raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
 
 
 def _as_said(renderer: Renderer, tree: ConversationTree, encoded: bytes) -> bytes:

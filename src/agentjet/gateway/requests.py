@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentjet.config import JobConfig
 from agentjet.errors import InvalidRequest
@@ -28,9 +30,6 @@ class CallRequest:
     stop: tuple[str, ...] = ()
     constraint: Constraint = ANY_ANSWER
     choices: int = 1
-    unreasoned: str = ""
-    """What the request calls its wish for an answer without reasoning, which only a template that knows none can
-    grant; empty for no such wish."""
     stream: bool = False
     """Text is wanted as it is sampled.
 
@@ -45,6 +44,21 @@ class CallRequest:
     retry: bool = False
     """The agent's SDK says that it sends this request again, or may do so under the same `fingerprint`."""
 
+    num_likeliest: int | None = None
+    """With a number, the last chunk of each choice has the scores of the prompt's and the completion's tokens, with so
+    many of the likeliest tokens in each place. In evaluation episodes only."""
+    others: tuple[Conversation, ...] = ()
+    """Further conversations, each to be answered like the first. In evaluation episodes only."""
+    model: str = ""
+    """The name by which the agent asked for the model."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template. The request is refused unless they change nothing in the prompt."""
+    notes: tuple[str, ...] = ()
+    """Request keys that have no effect, and other deviations from the request: counted on the episode."""
+
+    untrained: str = ""
+    """Name of the rule of `job.side_calls` that excludes the call from training; empty for none."""
+
     @property
     def asked(self) -> str:
         """What the model is asked to continue, by the name that errors give it."""
@@ -58,6 +72,17 @@ class TokenLogprob:
     text: str
     utf8: bytes
     logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a prompt or a completion for people. The first one of a prompt has no log-probability."""
+
+    text: str
+    utf8: bytes
+    logprob: float | None
+    likeliest: tuple[tuple[str, float], ...] = ()
+    """The text and the log-probability of the likeliest tokens in its place, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +101,28 @@ class CallChunk:
     num_prompt_tokens: int = 0
     stop: str = ""
     """The stop string that ended the choice, on its last chunk."""
+    scores: tuple[ScoredToken, ...] = ()
+    """Of the prompt and the completion, on the last chunk, where the request asks for them."""
+
+
+def overridden(request: CallRequest, job: JobConfig, episode: Episode) -> CallRequest:
+    """`request` with the settings of `job.sampling.override` as the job has them; each change is noted.
+
+    Evaluation episodes are sampled as they ask.
+    """
+    if episode.mode != "train":
+        return request
+    changed: dict[str, Any] = {}
+    for name in job.sampling.override:
+        neutral = NOT_ASKED[name]
+        if getattr(request, name) != neutral:
+            changed[name] = neutral
+    notes = [f"{name} overridden by job.sampling.override" for name in changed]
+    return replace(request, **changed, notes=(*request.notes, *notes)) if changed else request
+
+
+NOT_ASKED: Mapping[str, Any] = {"temperature": None, "top_p": 1.0, "top_k": 0, "max_tokens": None, "seed": None}
+"""The values of a `CallRequest` that ask for nothing, for each setting that can be overridden."""
 
 
 def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> SamplingParams:
@@ -88,10 +135,18 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> S
     temperature = job.temperature if asked is None else asked
     if not 1 <= request.choices <= MAX_CHOICES:
         raise InvalidRequest(f"n = {request.choices} is outside 1 to {MAX_CHOICES}.", param="n")
+    if episode.mode == "train" and (request.num_likeliest is not None or request.others):
+        raise InvalidRequest(
+            "echo, logprobs above 0 and several prompts in one request are for evaluation: begin the episode with mode "
+            "'eval'.",
+            code="unsupported_in_training",
+            param="prompt" if request.others else "logprobs" if request.num_likeliest else "echo",
+        )
     if episode.mode == "train" and temperature == 0:
         raise InvalidRequest(
             "temperature = 0 is not possible in a training episode, because the learner could not recompute what was "
-            "sampled: use a positive one, or begin the episode with mode 'eval'.",
+            "sampled: use a positive one, begin the episode with mode 'eval', or set job.sampling.override = "
+            '["temperature"] on the server, which then uses job.temperature.',
             code="unsupported_in_training",
             param="temperature",
         )
@@ -106,13 +161,13 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> S
 
 
 def seeded(
-    params: SamplingParams, *, explicit: int | None, job_seed: int, episode_id: str, ordinal: int, choice: int
+    params: SamplingParams, *, explicit: int | None, job_seed: int, episode_seq: int, ordinal: int, choice: int
 ) -> SamplingParams:
     """`params` with the seed of one choice: the caller's own for the first, else drawn from what names the call, so
-    that a run repeats.
+    that a run repeats. Episodes are named by their number in the run, because their ids are random.
     """
     if explicit is not None and choice == 0:
         return replace(params, seed=explicit % 2**64)  # a generator takes no negative seed
-    name = f"{job_seed}/{episode_id}/{ordinal}" if explicit is None else f"explicit/{explicit}"
+    name = f"{job_seed}/ep{episode_seq:06d}/{ordinal}" if explicit is None else f"explicit/{explicit}"
     digest = hashlib.blake2b(f"{name}/{choice}".encode(), digest_size=8).digest()
     return replace(params, seed=int.from_bytes(digest, "little") >> 1)

@@ -47,6 +47,11 @@ class BeginRequest(Request):
     """Episodes with the same group are compared with each other; default: the task's id. Namespaced per client."""
     mode: Mode = "train"
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+    instance_id: Annotated[str, Field(max_length=128)] = ""
+    """The process of the client that asks. A new one takes the client's places over from the one before: the live
+    episodes that this left behind are aborted. An old one is refused from then on: 409 `client_replaced`. Empty: no
+    process is taken over.
+    """
     join_only: bool = False
     """Join an open group, never open one: for spare episodes. 409 `group_closed` when there is none with room."""
     unless_full: bool = False
@@ -127,6 +132,12 @@ class EpisodeView(Response):
     """The batch that trained it, once it was."""
     code_version: str = ""
     team: str = ""
+    noted: dict[str, int] = {}
+    """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
+    refused: dict[str, int] = {}
+    """Refused requests: `code` or `code: parameter`, with their counts."""
+    unscorable: bool = False
+    """A refusal ended a call of the agent, so the reward may judge the refusal instead of the policy."""
 
 
 class CallView(Response):
@@ -142,7 +153,7 @@ class CallView(Response):
     """Why it began a timeline of its own."""
     retry_of: str | None
     orphan: str
-    """Why it is not trained: `retry`, `undelivered`; empty when it is."""
+    """Why it is not trained: `retry`, `undelivered`, `side` (a rule of `job.side_calls`); empty when it is."""
     after: str | None
     """The call whose response `messages` follow; they are the whole conversation when it is null."""
     messages: list[dict[str, Any]]
@@ -287,6 +298,12 @@ class StatusResponse(Response):
     """The newest 20 by last use, the newest last."""
     task_sets: dict[str, TaskSetStatus] = {}
     """Those that have a weight, or groups in the present or a recent batch; empty when no task names one."""
+    workers_started: int = 0
+    """Since the server began."""
+    workers_hung: int = 0
+    """Of these, killed because they showed no sign of work for `server.worker_timeout` seconds."""
+    unusable_checkpoints: list[str] = []
+    """Folders of checkpoints that were damaged or not of this run, and so set aside."""
     last_event: int = 0
     """Number of the newest event: where to begin reading `events` to miss none from here on."""
     uptime: float

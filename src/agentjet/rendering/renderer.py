@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.grammar import Style, write_grammar
 from agentjet.rendering.parsing import MARKERS, TOOL_FORMATS, parse_answer
-from agentjet.rendering.template import ChatTemplate, Rendered, Slot
+from agentjet.rendering.template import OWN_VARIABLES, ChatTemplate, Rendered, Slot
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import Constraint, Conversation, Message, ModelCard, ToolCall
 
@@ -91,6 +92,13 @@ class Renderer:
                 except InvalidRequest:
                     continue
         return self._encode(self._template.render(conversation), {})
+
+    def ignores(self, conversation: Conversation, variables: Mapping[str, Any]) -> bool:
+        """True if `variables` for the chat template change nothing in the prompt of `conversation`."""
+        if conversation.prompt is not None or OWN_VARIABLES & set(variables):
+            return conversation.prompt is not None
+        plain = self._template.render(conversation)
+        return plain == self._template.render(conversation, variables=variables)
 
     def raw(self, prompt: str | Sequence[int]) -> bytes:
         """A raw prompt as encoded text: text with what the tokenizer puts before a text, token ids as they are.

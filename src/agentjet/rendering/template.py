@@ -28,6 +28,10 @@ _TEMPLATE_FAULTS = (
 )  # fmt: skip
 
 
+OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+"""Variables of a template that nobody else sets."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """The place of assistant message `index`'s body. `in_call` says it stands for the name of its first tool call only:
@@ -75,11 +79,12 @@ class ChatTemplate:
         slots: Collection[int] = (),
         call_slots: Collection[int] = (),
         generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """The rendered conversation; the bodies of the assistant messages in `slots` are left open, tool calls and all.
 
-        Those in `call_slots` stay messages with tool calls, which is what some templates insist on: only the first
-        call's name is open.
+        `variables` are further ones for the template, none of `OWN_VARIABLES`. Messages in `call_slots` stay messages
+        with tool calls, which is what some templates insist on: only the first call's name is open.
         Raises `InvalidRequest` when the template refuses the conversation, or ignores the tools it brings.
         """
         self._refuse_unknown(conversation, slots)
@@ -97,7 +102,12 @@ class ChatTemplate:
         tools = [guarded(dict(tool)) for tool in conversation.tools] or None
         try:
             output = self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=generation_prompt, **self._tokens
+                **(variables or {}),
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._tokens,
             )
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequest(

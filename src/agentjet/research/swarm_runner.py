@@ -216,7 +216,7 @@ class SwarmRunner:
         """
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "agentjet.research.work"],
+                [sys.executable, "-P", "-m", "agentjet.research.work"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -34,6 +34,7 @@ from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, To
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, hang_up_of, until_disconnect
 from agentjet.server.guards import EPISODE_KEY, GuardedRoute, key_in_headers, key_in_path
+from agentjet.server.problems import count_refusal
 from agentjet.server.wiring import Wired, Wiring
 
 log = logging.getLogger(__name__)
@@ -127,8 +128,9 @@ async def count_tokens(
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     role = _role_of(body.model, wired, role)
     num_bytes = len(await request.body())
-    asked = await offload(num_bytes, messages.to_conversation, body)
-    return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked, num_bytes=num_bytes))
+    conversation, _ = await offload(num_bytes, messages.to_conversation, body)
+    asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
+    return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 
 @routes.get("/v1/models", dependencies=keyed, responses=errors_of(OPENAI))
@@ -142,6 +144,12 @@ async def get_model(name: str, wired: Wired, episode_id: EpisodeId) -> Model:
     """The model of that name."""
     _role_of(name, wired, "")
     return _model(wired)
+
+
+@routes.head("/", include_in_schema=False)
+async def probe() -> Response:
+    """An agent asks whether its base URL leads anywhere, before it has a request. Needs no key."""
+    return Response()
 
 
 @routes.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
@@ -172,15 +180,16 @@ async def respond(
     past = past if len(content) < LARGE else from_thread(past)
     call = await offload(len(content), _to_call, dialect, body, past, content, request.headers, head)
     chunks = gateway.call(episode_id, role, call, hang_up=hang_up_of(request))
+    choices = call.choices * (1 + len(call.others))
     if not call.stream:
         async with aclosing(chunks):
-            answer = await until_disconnect(request, _whole(dialect, chunks, call, body, head))
+            answer = await until_disconnect(request, _whole(dialect, chunks, choices, body, head))
             if not await _handed_out(request, chunks):
                 raise ClientGone
             return Response(answer.model_dump_json(), media_type="application/json")
     # What is wrong with a request shows before the first chunk, while the status can still say so.
     first = await until_disconnect(request, _first(chunks))
-    events = dialect.to_events(_all_of(first, chunks, call.choices), body, head)
+    events = dialect.to_events(_all_of(first, chunks, choices), body, head)
     return StreamingResponse(
         _stream(request, chunks, events, dialect.errors),
         media_type="text/event-stream",
@@ -205,9 +214,9 @@ def _to_call(
 
 
 async def _whole(
-    dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], call: CallRequest, body: Asked, head: Head
+    dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], choices: int, body: Asked, head: Head
 ) -> Answer:
-    return await dialect.to_answer(_all_of(await anext(chunks), chunks, call.choices), body, head)
+    return await dialect.to_answer(_all_of(await anext(chunks), chunks, choices), body, head)
 
 
 async def _first(chunks: AsyncGenerator[CallChunk]) -> CallChunk:
@@ -247,10 +256,12 @@ async def _stream(
                 num_sent += 1
             await _handed_out(request, chunks)
         except RequestError as error:
+            await count_refusal(request, error)
             yield errors.event(error, num_sent)
         except Exception as error:  # The boundary of a stream, whose status is sent already: recorded here, once.
             log.error("a stream broke", exc_info=error)
             broken = RequestError("The server failed; its log says why.", code="internal_error", status=500)
+            await count_refusal(request, broken)
             yield errors.event(broken, num_sent)
 
 

@@ -52,10 +52,15 @@ class _GatewayCollector(Collector):
         for name, value in status.last_step.items():
             step.add_metric([printable(name)], value)
         yield step
+        yield CounterMetricFamily("agentjet_workers_started", "Workers started.", status.workers_started)
+        yield CounterMetricFamily(
+            "agentjet_workers_hung", "Workers killed because they showed no sign of work.", status.workers_hung
+        )
         for name, meaning, value in (
             ("policy_version", "Batches learned.", status.policy_version),
             ("calls_active", "Calls held, sampled, or still being read.", status.calls_active),
             ("clients", "Clients seen since the server began, the newest ones only.", len(status.clients)),
+            ("unusable_checkpoints", "Checkpoints that were set aside.", len(status.unusable_checkpoints)),
             ("journal_bytes", "Size of the journal on disk.", self._journal_bytes()),
             ("uptime_seconds", "Seconds since the server began.", status.uptime),
         ):

@@ -22,13 +22,15 @@ from starlette.responses import JSONResponse, Response
 from agentjet.errors import InvalidRequest, Later, RequestError
 from agentjet.gateway.states import IllegalInState
 from agentjet.protocol import Problem
-from agentjet.server.dialects import error_shape
+from agentjet.server.dialects import DIALECTS, error_shape
 from agentjet.server.disconnect import ClientGone
 
 _REPR = Repr()
 """Looks at the beginning of a value only: it may be as large as a body."""
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
 _REPR.maxlist = _REPR.maxdict = 40
+COUNTED = (400, 404, 413, 422, 500)
+"""Statuses that end a call for good."""
 INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
 
 
@@ -72,6 +74,23 @@ def answer(path: str, error: RequestError) -> Response:
     return JSONResponse(body, error.status, headers, media_type="application/problem+json")
 
 
+async def _refusal(request: Request, error: RequestError) -> Response:
+    """The response to `error`, counted on the episode whose key the request has."""
+    await count_refusal(request, error)
+    return answer(_path(request), error)
+
+
+async def count_refusal(request: Request, error: RequestError) -> None:
+    """Counts `error` on its episode if it ended a call: later tries, wrong keys and ended episodes do not count."""
+    inference = INFERENCE_PATH.match(_path(request))
+    is_call = inference is not None and any(inference[2] == dialect.path for dialect in DIALECTS)
+    if not is_call or request.method != "POST" or error.status not in COUNTED:
+        return
+    episode_id = getattr(request.state, "episode_id", None)  # The guard of the route has put it there.
+    if episode_id is not None:
+        await request.app.state.wiring.gateway.refused(episode_id, error)
+
+
 def _path(request: Request) -> str:
     """As it was routed: a URL is stripped of line breaks, and `/k/%0D/v1/` would be no inference route any more."""
     return str(request.scope["path"])
@@ -79,21 +98,21 @@ def _path(request: Request) -> str:
 
 async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return answer(_path(request), error)
+    return await _refusal(request, error)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     status = 400 if INFERENCE_PATH.match(_path(request)) else 422
-    return answer(_path(request), describe_validation(error, status, _known_names(request)))
+    return await _refusal(request, describe_validation(error, status, _known_names(request)))
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed"}
     what = f"{request.method} {scrubbed(_path(request))}: {error.detail}"
-    response = answer(
-        _path(request),
+    response = await _refusal(
+        request,
         RequestError(what, code=codes.get(error.status_code, "invalid_request"), status=error.status_code),
     )
     response.headers.update(error.headers or {})
@@ -105,8 +124,8 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return answer(
-        _path(request),
+    return await _refusal(
+        request,
         RequestError("The server failed to handle this request; its log says why.", code="internal_error", status=500),
     )
 

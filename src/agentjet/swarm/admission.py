@@ -107,10 +107,13 @@ def outdated(ledger: Ledger, job: JobConfig, request: BeginRequest) -> list[Grou
     """
     if job.mix_code_versions or request.mode != "train":
         return []
-    mine = [episode for episode in ledger.undecided() if episode.client_id == request.client_id]
-    running = {request.code_version} | {episode.code_version for episode in mine if episode.mode == "train"}
-    return [
+    older = [
         group
         for group in ledger.groups.values()
-        if group.state == "open" and group.client_id == request.client_id and group.code_version not in running
+        if group.code_version != request.code_version and group.state == "open" and group.client_id == request.client_id
     ]
+    if not older:
+        return []
+    mine = [episode for episode in ledger.undecided() if episode.client_id == request.client_id]
+    running = {episode.code_version for episode in mine if episode.mode == "train"}
+    return [group for group in older if group.code_version not in running]

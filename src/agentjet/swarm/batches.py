@@ -42,12 +42,17 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
     not those that were sampled (`forest/drift`, always 0 unless the journal is damaged).
     """
     rows: list[Row] = []
-    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "drift", "truncated"), 0))
+    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "side_calls", "drift", "truncated"), 0))
     num_sequences = 0
+    unnamed: list[str] = []
     for group in batch.groups:
         members = [episodes[episode_id] for episode_id in group]
         spoken = [_spoken(journal, episode, shape) for episode in members]
+        named = {role for member in members for role in member.by_role}
         for i, sequences in enumerate(spoken):
+            unnamed += [
+                f"{role!r} of {members[i].id}" for role in sequences if role in named - members[i].by_role.keys()
+            ]
             for role, (tree, calls) in sequences.items():
                 advantage = role_advantages(batch, members, role, [role in roles for roles in spoken])[i]
                 rows += [_row(tree, call, advantage, num_sequences) for call in calls]
@@ -56,6 +61,16 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
         "episode/timelines": shape.pop("timelines") / len(batch.episode_ids),
         "completion/truncated": shape.pop("truncated") / max(1, len(rows)),
     }
+    if unnamed:
+        means["reward/roles_left_out"] = float(len(unnamed))
+        log.warning(
+            "batch %d: %d roles have no reward of their own, such as %s, in groups in which other episodes name one "
+            "for the same role. They are left out, because the episode's reward may have another scale: give by_role "
+            "in every episode, or in none",
+            batch.id,
+            len(unnamed),
+            unnamed[0],
+        )
     return build_forest(rows), {**means, **{f"forest/{n}": float(c) for n, c in shape.items()}}
 
 
@@ -73,7 +88,9 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
     for call in tree.calls:
         if call.fork:
             shape[f"forks_{call.fork}"] += 1
-        if call.id in unheard:
+        if call.untrained:
+            shape["side_calls"] += 1
+        elif call.id in unheard:
             shape["orphans"] += 1
             shape["orphan_tokens"] += len(call.completion)
         elif call.context and call.context != context_digest(tree.tokens(call.id)):
@@ -87,17 +104,22 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
 
 
 def role_advantages(batch: Batch, members: Sequence[Episode], role: str, spoke: Sequence[bool]) -> list[float]:
-    """The advantages [G] of a group's members for one agent role, by the role's own reward where one was given.
+    """The advantages [G] of a group's members for one agent role.
 
-    Every finished member counts in the comparison. With `algorithm.by_role` only those do in which the role spoke
-    (Dr. MAS, github.com/langfengQ/DrMAS), each once, however often the role was called, where Dr. MAS counts calls; the
-    others have advantage 0, and so has a role that spoke in one member alone.
+    If any member names a reward for the role, those that name one are compared by it. If none does, all are compared by
+    the episode's reward. With `algorithm.by_role` only members in which the role spoke are compared (Dr. MAS,
+    github.com/langfengQ/DrMAS), each once, however often the role was called, where Dr. MAS counts calls. A member that
+    is not compared has advantage 0, and so has one that is compared with no other.
     """
     algorithm = batch.job.algorithm
+    named_G = np.asarray([role in member.by_role for member in members])
     counts_G = np.asarray(spoke) if algorithm.by_role else np.ones(len(members), bool)
+    if named_G.any():
+        counts_G &= named_G
     rewards_G = np.asarray([member.by_role.get(role, member.reward) for member in members], np.float64)
     advantages_G = np.zeros(len(members))
-    advantages_G[counts_G] = ADVANTAGES[algorithm.advantage](rewards_G[counts_G])
+    if counts_G.any():
+        advantages_G[counts_G] = ADVANTAGES[algorithm.advantage](rewards_G[counts_G])
     return [float(advantage) for advantage in advantages_G]
 
 
@@ -132,6 +154,7 @@ def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
         "episode/num_turns": num_calls / len(members),
         "completion/tokens": num_tokens / max(1, num_calls),
         "batch/episodes": float(len(members)),
+        "batch/unscorable": float(sum(episode.unscorable for episode in members)),
         "batch/sampled_tokens": float(num_tokens),
     }
     by_set: dict[str, list[float]] = {}
@@ -167,7 +190,7 @@ def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, 
         "episodes/expired": float(lost_episodes.get("expired", 0)),
         **{
             f"episodes/{how}": float(lost_episodes[how])
-            for how in ("surplus", "stale", "in_doubt", "not_needed")
+            for how in ("surplus", "stale", "in_doubt", "not_needed", "replaced")
             if how in lost_episodes
         },
     }

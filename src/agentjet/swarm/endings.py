@@ -17,6 +17,7 @@ from agentjet.swarm.records import Episode, Group
 SURPLUS = "surplus: training had enough without it"
 STALE = "stale: its tokens are older than job.max_staleness allows"
 STALLED = "stalled: its task set finished nothing for as long as an episode may last, while others waited for it"
+REPLACED = "replaced: another process of this client has taken its places over"
 IN_DOUBT = "in doubt: it was prepared, and nobody finished or aborted it in time"
 
 

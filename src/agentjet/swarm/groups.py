@@ -118,8 +118,8 @@ def _reason_to_drop(ledger: Ledger, job: JobConfig, members: Sequence[Episode]) 
 def _all_equal(members: Sequence[Episode]) -> bool:
     """Whether no role could learn from comparing these episodes."""
     roles = {role for member in members for role in member.by_role}
-    rewards = {(m.reward, *(m.by_role.get(role, m.reward) for role in sorted(roles))) for m in members}
-    return len(rewards) == 1
+    by_role = [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
+    return len({member.reward for member in members}) == 1 and all(len(rewards) == 1 for rewards in by_role)
 
 
 def drop(ledger: Ledger, group: Group, reason: str, now: float) -> None:

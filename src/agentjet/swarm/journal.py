@@ -29,7 +29,7 @@ from agentjet.swarm.rows import (
     to_json,
     unpack_ints,
 )
-from agentjet.types import Call, EpisodeStatus
+from agentjet.types import Call, CheckpointStamp, EpisodeStatus
 
 IDEMPOTENCY_SECONDS = 86_400.0
 """How long a key is remembered at least: far beyond any client's retries."""
@@ -53,6 +53,23 @@ class Journal(JournalFile):
         """Where an empty journal starts: what came before is in a checkpoint."""
         self._set_meta("base_version", str(policy_version))
         self._set_meta("durable_version", str(policy_version))
+
+    def checkpoint_digest(self, policy_version: int) -> str | None:
+        """Digest of the checkpoint of that version; None if none was recorded."""
+        row = self._db.execute("SELECT digest FROM checkpoints WHERE policy_version = ?", (policy_version,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put_checkpoint(self, stamp: CheckpointStamp) -> None:
+        """Record a checkpoint as the one of its version."""
+        self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (stamp.policy_version, stamp.digest))
+
+    def began_at(self, policy_version: int) -> bool:
+        """Whether the journal started empty beside a checkpoint of that version."""
+        return self._meta("base_version", "") == str(policy_version)
+
+    def undigested_until(self) -> int:
+        """Newest policy version whose checkpoint AgentJet 0.1 may have written, which knew no digests; -1 for none."""
+        return int(self._meta("undigested_until", "-1"))
 
     def durable_version(self) -> int:
         """Batches below it cannot be replayed: their tokens may be gone."""
@@ -87,7 +104,7 @@ class Journal(JournalFile):
             "episodes",
             (
                 *(e.seq, e.id, e.client_id, e.task_id, e.task_set, e.group, e.group_id, e.mode),
-                *(e.policy_version, e.begun, e.code_version, e.team, e.at_version, e.temperature),
+                *(e.policy_version, e.begun, e.code_version, e.team, e.at_version, e.temperature, e.instance_id),
             ),
         )
 
@@ -106,6 +123,14 @@ class Journal(JournalFile):
         e = episode
         self._insert("aborts", (e.id, e.status, e.reason, e.num_calls, e.num_tokens, e.ended, for_batch))
 
+    def put_notes(self, episode: Episode) -> None:
+        """Insert or update the counts of what was noted and refused."""
+        self._db.execute(
+            "INSERT INTO notes VALUES (?, ?, ?) ON CONFLICT (episode_id) DO UPDATE SET "
+            "noted = excluded.noted, refused = excluded.refused",
+            (episode.id, to_json(episode.noted), to_json(episode.refused)),
+        )
+
     def episode(self, episode_id: str) -> Episode | None:
         row = self._db.execute(f"{SELECT_EPISODES} WHERE e.id = ?", (episode_id,)).fetchone()
         return None if row is None else read_episode(row)
@@ -121,6 +146,23 @@ class Journal(JournalFile):
         rows = self._db.execute(query, {"team": team, "status": status, "limit": limit})
         return [read_episode(row) for row in rows]
 
+    def newest_instance(self, client_id: str) -> str:
+        """The process that began the newest episode of a client, of those that named one; else empty."""
+        row = self._db.execute(
+            "SELECT instance_id FROM episodes WHERE client_id = ? AND instance_id != '' ORDER BY seq DESC LIMIT 1",
+            (client_id,),
+        ).fetchone()
+        return "" if row is None else str(row[0])
+
+    def has_instance(self, client_id: str, instance_id: str) -> bool:
+        """True if this process of the client ever began an episode."""
+        return bool(
+            self._db.execute(
+                "SELECT 1 FROM episodes WHERE client_id = ? AND instance_id = ? AND instance_id != '' LIMIT 1",
+                (client_id, instance_id),
+            ).fetchone()
+        )
+
     def unsettled_episodes(self) -> list[Episode]:
         """Live ones, and finished training ones that are neither trained nor dropped, in the order they began."""
         rows = self._db.execute(
@@ -134,7 +176,7 @@ class Journal(JournalFile):
         rows = self._db.execute(
             "SELECT c.episode_id, substr(c.versions, 1, 4) FROM calls c LEFT JOIN batch_members m USING (episode_id) "
             "LEFT JOIN steps s USING (batch_id) LEFT JOIN aborts a USING (episode_id) "
-            "WHERE s.batch_id IS NULL AND a.episode_id IS NULL AND length(c.versions) > 0"
+            "WHERE s.batch_id IS NULL AND a.episode_id IS NULL AND length(c.versions) > 0 AND c.untrained = ''"
         )
         oldest: dict[str, int] = {}
         for episode_id, first in rows:
@@ -182,11 +224,12 @@ class Journal(JournalFile):
 
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
         """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale`,
-        `in_doubt` or `not_needed`.
+        `in_doubt`, `not_needed` or `replaced`.
         """
         rows = self._db.execute(
             "SELECT CASE WHEN reason LIKE 'surplus:%' THEN 'surplus' WHEN reason LIKE 'stale:%' THEN 'stale' "
             "WHEN reason LIKE 'in doubt:%' THEN 'in_doubt' WHEN reason LIKE 'not needed:%' THEN 'not_needed' "
+            "WHEN reason LIKE 'replaced:%' THEN 'replaced' "
             "ELSE status END AS how, COUNT(*) FROM aborts "
             "WHERE for_batch = ? GROUP BY how",
             (for_batch,),
@@ -202,7 +245,7 @@ class Journal(JournalFile):
             *(pack_ints(call.suffix), pack_ints(call.completion), pack_floats(call.logprobs), pack_ints(call.versions)),
             *(b"".join(pieces), pack_ints([len(piece) for piece in pieces])),
             *(call.temperature, call.finish_reason, to_json(asdict(call.response)), call.prompt_key, call.created),
-            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.allowed),
+            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.allowed, call.untrained),
         )
         self._insert("calls", values)
 

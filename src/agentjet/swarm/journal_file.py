@@ -36,6 +36,8 @@ class JournalFile:
         self._depth = 0
         self._lost: sqlite3.OperationalError | None = None
         self._log: LogSync | None = None
+        self._distrusted: BaseException | None = None
+        """Why nothing is written any more."""
         self.refusal = ""
         """Why the disk takes no writes now, and the way out; empty from the next write that it takes."""
         self._traced: dict[str, str | int] = {}
@@ -188,6 +190,8 @@ class JournalFile:
             self._undo(error)
             if isinstance(error, sqlite3.OperationalError):
                 raise self._refused(error) from error
+            if type(error) is sqlite3.DatabaseError:  # SQLite's word for a damaged file.
+                raise self.distrust(error) from error
             raise
         finally:
             self._depth = 0
@@ -205,10 +209,11 @@ class JournalFile:
             if self._db.in_transaction:
                 self._db.execute("COMMIT")
                 self._taken()
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise self._refused(error) from error
+            is_disk = isinstance(error, sqlite3.OperationalError)
+            raise (self._refused(error) if is_disk else self.distrust(error)) from error
 
     def sync(self) -> None:
         """Have on disk what was committed. May be called from another thread.
@@ -219,7 +224,18 @@ class JournalFile:
         try:
             self._log.wait()
         except OSError as error:
-            raise self._untrusted(error) from error
+            raise self.distrust(error) from error
+
+    def distrust(self, error: BaseException) -> Later:
+        """Refuse every further write until the file is opened again, because it is not known what of it is on disk.
+        Returns what those get who wait for a write.
+        """
+        self._distrusted = self._distrusted or error
+        return self._refusing(
+            f"The journal {self.path} is not trusted any more ({error}): check the disk. Nothing is recorded until the "
+            "server is started again.",
+            retry_after=30.0,
+        )
 
     def try_disk(self) -> None:
         """Write something of no meaning: whether the disk takes it is told by `refusal`."""
@@ -227,10 +243,10 @@ class JournalFile:
 
     def _refuse_to_build_on_sand(self) -> None:
         """Raises `Later`, and nothing is written any more, when it is not known what of the journal is on disk."""
-        if self._log is not None and self._log.failed is not None:
+        if self._distrusted is not None:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise self._untrusted(self._log.failed) from self._log.failed
+            raise self.distrust(self._distrusted) from self._distrusted
 
     def _undo(self, error: BaseException) -> None:
         """Back to before the transaction. A disk that refuses a write may take all that is uncommitted with it: then
@@ -249,19 +265,12 @@ class JournalFile:
             log.warning("the journal %s is written again", self.path)
             self.refusal = ""
 
-    def _refused(self, error: sqlite3.OperationalError) -> Later:
+    def _refused(self, error: sqlite3.DatabaseError) -> Later:
         way_out = "free some space there" if "full" in str(error) else "see to that disk"
         return self._refusing(
             f"The journal {self.path} could not be written ({error}), nothing was recorded: {way_out}, the server goes "
             "on by itself.",
             retry_after=5.0,
-        )
-
-    def _untrusted(self, error: OSError) -> Later:
-        return self._refusing(
-            f"The disk did not keep the journal {self.path} ({error}): see to that disk; nothing is recorded until the "
-            "server is started again.",
-            retry_after=30.0,
         )
 
     def _refusing(self, sentence: str, *, retry_after: float) -> Later:

@@ -16,6 +16,7 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.outlook import Outlook
 from agentjet.swarm.records import Batch
 from agentjet.timeline.forest import Forest
+from agentjet.types import CheckpointStamp
 
 
 class Learning(Outlook):
@@ -103,7 +104,8 @@ class Learning(Outlook):
                 if members & set(group.members):
                     groups.drop(self._ledger, group, "poisoned", now)
             self._ledger.emit(
-                "batch", {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": sorted(members)}
+                "batch",
+                {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": list(batch.episode_ids)},
             )
 
     def checkpointed(self, policy_version: int) -> None:
@@ -123,21 +125,53 @@ class Learning(Outlook):
         self._check_reach(policy_version)
         return self._journal.batches(policy_version)
 
-    def resume(self, policy_version: int) -> list[Batch]:
-        """A worker was restored to `policy_version`: returns the batches to replay. An empty journal starts there.
+    def record_checkpoint(self, stamp: CheckpointStamp) -> None:
+        """Record what was written as the checkpoint of its version. Call it before the checkpoint takes its name."""
+        with self._ledger.transaction():
+            self._journal.put_checkpoint(stamp)
 
-        Raises `CheckpointError` when the journal does not reach back so far, or not up to it.
+    def check_checkpoint(self, stamp: CheckpointStamp) -> None:
+        """Raises `CheckpointError` unless the checkpoint belongs to this journal.
+
+        It does if the journal recorded its digest, if the journal begins at it, or if AgentJet 0.1 wrote it.
         """
-        if policy_version != self.policy_version and self._journal.is_empty():
-            with self._ledger.transaction():
-                self._journal.set_base_version(policy_version)
-                self._ledger.policy_version = policy_version
-        if policy_version > self.policy_version:
+        version, recorded = stamp.policy_version, self._journal.checkpoint_digest(stamp.policy_version)
+        if recorded is not None and recorded != stamp.digest:
             raise CheckpointError(
-                f"The checkpoint is of policy version {policy_version}, but the journal ends at {self.policy_version}: "
+                f"The checkpoint of policy version {version} has another digest than the one in the journal."
+            )
+        if recorded is None and not self._may_adopt(stamp):
+            raise CheckpointError(
+                f"The journal did not record a checkpoint of policy version {version}: they belong to different runs."
+            )
+
+    def _may_adopt(self, stamp: CheckpointStamp) -> bool:
+        """Whether a checkpoint that the journal did not record may be loaded all the same."""
+        if self._journal.is_empty() or self._journal.began_at(stamp.policy_version):
+            return True
+        return not stamp.digest and stamp.policy_version <= self._journal.undigested_until()
+
+    def resume(self, stamp: CheckpointStamp | None) -> list[Batch]:
+        """A worker was restored to a checkpoint, or is at version 0 without one: returns the batches to replay.
+
+        An empty journal starts at the checkpoint. Raises `CheckpointError` when the journal does not reach back so
+        far, or not up to it.
+        """
+        if stamp is None:
+            return self.batches_from(0)
+        version = stamp.policy_version
+        with self._ledger.transaction():
+            if self._journal.is_empty():
+                self._journal.set_base_version(version)
+                self._ledger.policy_version = version
+            if stamp.digest and self._journal.checkpoint_digest(version) is None:
+                self._journal.put_checkpoint(stamp)
+        if version > self.policy_version:
+            raise CheckpointError(
+                f"The checkpoint is of policy version {version}, but the journal ends at {self.policy_version}: "
                 "they belong to different runs. Restore the journal that goes with it, or take a new server.data_dir."
             )
-        return self.batches_from(policy_version)
+        return self.batches_from(version)
 
     def _check_reach(self, policy_version: int) -> None:
         durable = self._journal.durable_version()

@@ -30,6 +30,8 @@ class Leases:
         self._clock = clock
         self._last_seen: dict[str, float] = {}
         self._calling: Counter[str] = Counter()
+        self.revision = 0
+        """Rises when a lease may end earlier than it looked before."""
 
     def heard_since(self) -> float:
         """Since when signs of life are heard: the start, or the last time that nobody looked for long, because the
@@ -75,6 +77,7 @@ class Leases:
             yield
         finally:
             self._calling[episode.id] -= 1
+            self.revision += 1
             if not self._calling[episode.id]:
                 del self._calling[episode.id]
             if episode.id in self._last_seen:

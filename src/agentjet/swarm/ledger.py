@@ -37,12 +37,15 @@ class Ledger:
         self.handing_out: Callable[[str], Sequence[str]] = lambda episode_id: ()
         """Which recorded calls of an episode are still on their way to its agent."""
         self._clock = clock
+        self.revision = 0
+        """Rises with every change. Not journaled."""
         self._outbox: list[Event] = []
         self._committed: list[Event] = []
         self.load()
 
     def load(self) -> None:
         """Memory anew from the journal."""
+        self.revision += 1
         journal = self.journal
         self.episodes: dict[str, Episode] = {episode.id: episode for episode in journal.unsettled_episodes()}
         self.groups: dict[int, Group] = {group.id: group for group in journal.unlearned_groups()}
@@ -74,6 +77,7 @@ class Ledger:
         committed.
         """
         outermost = not self.journal.in_transaction
+        self.revision += 1
         kept = len(self._outbox)
         try:
             with self.journal.transaction():
@@ -178,5 +182,5 @@ def _categories(episode: Episode) -> list[str]:
 
 
 def _fingerprint(request: Request) -> str:
-    """Digest of what a request asks for; `wait` is how it asks, and may shrink from one try to the next."""
-    return hashlib.sha256(request.model_dump_json(exclude={"wait"}).encode()).hexdigest()
+    """Digest of what a request asks for. `wait` and `instance_id` are how it asks and who does."""
+    return hashlib.sha256(request.model_dump_json(exclude={"wait", "instance_id"}).encode()).hexdigest()

@@ -13,7 +13,7 @@ from agentjet.swarm.admission import trained_out
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.leases import Leases
 from agentjet.swarm.ledger import Ledger
-from agentjet.swarm.mixing import Mixing
+from agentjet.swarm.mixing import Mixing, places
 from agentjet.swarm.records import Batch, Episode, Group, Tally, TaskSetShare
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.forks import orphans as find_orphans
@@ -33,6 +33,9 @@ class Outlook:
         self._ledger = Ledger(journal, clock)
         self._leases = Leases(clock, stopwatch)
         self._mixing = Mixing(self._ledger, clock)
+        self._looked_at = (-1, -1)
+        self._earliest: float | None = None
+        """No deadline is before it, as of the revisions that were `_looked_at`."""
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
@@ -40,7 +43,9 @@ class Outlook:
         """Any episode since the data dir was made. Raises `NotFound`."""
         episode = self._ledger.episodes.get(episode_id) or self._journal.episode(episode_id)
         if episode is None:
-            raise NotFound(f"There is no episode {episode_id!r} here.", code="episode_not_found")
+            raise NotFound(
+                f"There is no episode {episode_id!r} in the run that this server serves now.", code="episode_not_found"
+            )
         return episode
 
     def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
@@ -70,6 +75,21 @@ class Outlook:
         patience = [groups.patience_ends(self._ledger, self.job, g, heard_since) for g in self._ledger.groups.values()]
         others = [*patience, self._mixing.next_deadline(self.job)]
         return min([*deadlines, *(deadline for deadline in others if deadline is not None)], default=None)
+
+    def no_deadline_before(self) -> float | None:
+        """A time that `next_deadline` is not before; None if there is no deadline. It looks at every lease only when
+        something changed, or when the deadline that it found before has passed: a sign of life puts a deadline off.
+        """
+        self._leases.heard_since()
+        revision = (self._ledger.revision, self._leases.revision)
+        if revision != self._looked_at or (self._earliest is not None and self._earliest <= self._clock()):
+            self._looked_at, self._earliest = revision, self.next_deadline()
+        return self._earliest
+
+    def is_due(self) -> bool:
+        """True if `reap` has something to do now."""
+        deadline = self.no_deadline_before()
+        return deadline is not None and deadline <= self._clock()
 
     # ---- the job -------------------------------------------------------------------------------------------
 
@@ -121,6 +141,14 @@ class Outlook:
     @property
     def groups_complete(self) -> int:
         return sum(group.state == "complete" for group in self._ledger.groups.values())
+
+    @property
+    def places_left(self) -> int:
+        """Training groups that may be begun now."""
+        job = self.job
+        if trained_out(self._ledger, job) or (self.pending is not None and not job.max_staleness):
+            return 0
+        return max(0, places(self._ledger, job) - len(self._ledger.groups))
 
     # ---- the whole -----------------------------------------------------------------------------------------
 

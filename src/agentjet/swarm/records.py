@@ -5,6 +5,7 @@ Times are Unix seconds of the swarm's clock.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -12,6 +13,10 @@ from typing import Literal
 from agentjet.config import JobConfig
 from agentjet.types import EpisodeStatus, Mode
 
+RECOVERABLE = frozenset(
+    {"context_length_exceeded", "thread_unsupported_request", "previous_response_not_found", "item_not_found"}
+)
+"""Codes of refusals that are part of the protocol: the agent compacts its history, or sends all of it."""
 GroupState = Literal["open", "complete", "dropped"]
 
 
@@ -43,7 +48,7 @@ class Episode:
     """Why it was aborted or expired."""
     num_calls: int = 0
     num_tokens: int = 0
-    """Sampled tokens, over all calls."""
+    """Sampled tokens, over all calls that may train."""
     trained_in: int | None = None
     """The batch that trained it, once it was learned."""
     dropped: str = ""
@@ -54,6 +59,25 @@ class Episode:
     """The policy version that an eval episode is pinned to."""
     temperature: float | None = None
     """Of all calls of an eval episode that was begun with one."""
+    instance_id: str = ""
+    """The process of the client that began it, if the client named one."""
+    noted: Mapping[str, int] = field(default_factory=dict)
+    """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Refused requests: `code` or `code: parameter`, with their counts."""
+
+    @property
+    def unscorable(self) -> bool:
+        """True if a refusal ended a call, except for refusals that agents are known to recover from."""
+        return any(name.partition(":")[0] not in RECOVERABLE for name in self.refused)
+
+
+def new_episode_id(now: float) -> str:
+    """An id that no other episode has, in any run of any server: the time in milliseconds, then 64 random bits.
+
+    Ids sort by the time at which their episodes began. A data dir of edition 1 has ids such as `ep000001`, too.
+    """
+    return f"ep_{max(0, int(now * 1000)):011x}{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, slots=True)

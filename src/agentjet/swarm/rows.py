@@ -20,6 +20,7 @@ LEFT JOIN promises p ON p.episode_id = e.id
 LEFT JOIN groups g ON g.id = e.group_id
 LEFT JOIN batch_members m ON m.episode_id = e.id
 LEFT JOIN steps s ON s.batch_id = m.batch_id
+LEFT JOIN notes n ON n.episode_id = e.id
 """
 
 STATUS = """
@@ -36,16 +37,17 @@ SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id
     COALESCE(a.reason, ''),
     COALESCE(f.num_calls, a.num_calls, (SELECT COUNT(*) FROM calls c WHERE c.episode_id = e.id)),
     COALESCE(f.num_tokens, a.num_tokens,
-        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id), 0),
+        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id AND c.untrained = ''), 0),
     s.batch_id,
     CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
-    e.code_version, e.team, e.at_version, e.temperature
+    e.code_version, e.team, e.at_version, e.temperature, e.instance_id,
+    COALESCE(n.noted, '{{}}'), COALESCE(n.refused, '{{}}')
 {EPISODES_FROM}
 """
 
 SELECT_CALLS = """
 SELECT id, episode_id, role, parent, kept, suffix, completion, logprobs, versions, temperature, finish_reason, response,
-    prompt_key, created, pieces, piece_lengths, ask, fork, retry_of, context, allowed
+    prompt_key, created, pieces, piece_lengths, ask, fork, retry_of, context, allowed, untrained
 FROM calls
 """
 
@@ -57,7 +59,7 @@ RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
 
 def read_episode(row: Sequence[Any]) -> Episode:
     """From a row of `SELECT_EPISODES`."""
-    values = [*row[:13], json.loads(row[13]), json.loads(row[14]), *row[15:]]
+    values = [*row[:13], json.loads(row[13]), json.loads(row[14]), *row[15:-2], *map(json.loads, row[-2:])]
     return Episode(**dict(zip(_EPISODE_FIELDS, values, strict=True)))
 
 
@@ -84,6 +86,7 @@ def read_call(row: Sequence[Any]) -> RecordedCall:
         retry_of=row[18],
         context=row[19],
         allowed=row[20],
+        untrained=row[21],
     )
     pieces: list[bytes] = []
     start = 0

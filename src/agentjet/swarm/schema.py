@@ -1,14 +1,15 @@
-"""The journal's tables. Rows are only ever added, except groups (their state) and what a durable checkpoint lets go.
+"""The journal's tables. Rows are only ever added, except groups (their state), notes (their counts) and what a durable
+checkpoint lets go.
 
 Token arrays are little-endian blobs: int32 for tokens and versions, float64 for log-probabilities (bit for bit what
 was reported); `allowed` is packed by `timeline.allowed`. `pieces` are the encoded bytes of the suffix's and the
 completion's tokens, joined, with the length of each in `piece_lengths` (int32). `ask` is a JSON object, see
-`types.Ask`; `carry` is one of numbers, see `Batch.carry`.
+`types.Ask`; `carry` is one of numbers, see `Batch.carry`. `noted` and `refused` are objects of counts, see `Episode`.
 
 A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
 """
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -42,11 +43,14 @@ CREATE TABLE episodes (
     code_version TEXT NOT NULL DEFAULT '',
     team TEXT NOT NULL DEFAULT '',
     at_version INTEGER,
-    temperature REAL
+    temperature REAL,
+    instance_id TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX episodes_of_group ON episodes (group_id);
 CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
 CREATE INDEX episodes_of_code ON episodes (code_version) WHERE code_version != '';
+CREATE INDEX episodes_of_client ON episodes (client_id) WHERE instance_id != '';
+CREATE INDEX episodes_of_instance ON episodes (client_id, instance_id) WHERE instance_id != '';
 
 CREATE TABLE calls (
     seq INTEGER PRIMARY KEY,
@@ -70,11 +74,18 @@ CREATE TABLE calls (
     fork TEXT NOT NULL DEFAULT '',
     retry_of TEXT,
     context BLOB NOT NULL DEFAULT x'',
-    allowed BLOB NOT NULL DEFAULT x''
+    allowed BLOB NOT NULL DEFAULT x'',
+    untrained TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX calls_of_episode ON calls (episode_id, seq);
 
 CREATE TABLE undelivered (call_id TEXT PRIMARY KEY) WITHOUT ROWID;
+
+CREATE TABLE notes (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    noted TEXT NOT NULL,
+    refused TEXT NOT NULL
+) WITHOUT ROWID;
 
 CREATE TABLE promises (
     episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
@@ -130,6 +141,11 @@ CREATE TABLE steps (
     learned REAL NOT NULL
 );
 
+CREATE TABLE checkpoints (
+    policy_version INTEGER PRIMARY KEY,
+    digest TEXT NOT NULL
+);
+
 CREATE TABLE idempotency (
     scope TEXT NOT NULL,
     key TEXT NOT NULL,
@@ -182,6 +198,21 @@ MIGRATIONS = {
     """,
     5: """
     UPDATE meta SET key = 'origin', value = json_object('model.name', value) WHERE key = 'model';
+    """,
+    6: """
+    CREATE TABLE checkpoints (policy_version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+    INSERT INTO meta SELECT 'undigested_until', COALESCE(
+        (SELECT MAX(batch_id) + 1 FROM steps), (SELECT value FROM meta WHERE key = 'base_version'), 0
+    );
+    ALTER TABLE episodes ADD COLUMN instance_id TEXT NOT NULL DEFAULT '';
+    CREATE INDEX episodes_of_client ON episodes (client_id) WHERE instance_id != '';
+    CREATE INDEX episodes_of_instance ON episodes (client_id, instance_id) WHERE instance_id != '';
+    CREATE TABLE notes (
+        episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+        noted TEXT NOT NULL,
+        refused TEXT NOT NULL
+    ) WITHOUT ROWID;
+    ALTER TABLE calls ADD COLUMN untrained TEXT NOT NULL DEFAULT '';
     """,
 }
 """From each older version to the next."""

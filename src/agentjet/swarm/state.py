@@ -23,13 +23,16 @@ from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
 from agentjet.swarm import admission, groups, job_settings
-from agentjet.swarm.endings import STALLED, announce
+from agentjet.swarm.endings import REPLACED, STALLED, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
 from agentjet.swarm.origin import of_worker
-from agentjet.swarm.records import Episode
+from agentjet.swarm.records import Episode, new_episode_id
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import Call, EpisodeStatus, ModelCard
+from agentjet.types import MAX_NAME, Call, EpisodeStatus, ModelCard
+
+MAX_NOTES = 64
+"""Different notes, and different refusals, that are counted apart on one episode."""
 
 
 class Swarm(Learning):
@@ -42,14 +45,14 @@ class Swarm(Learning):
         *,
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = lambda: 0.0,
-        policy_version: int = 0,
+        policy_version: int | None = None,
     ) -> None:
-        """`policy_version` is where an empty journal starts, and `job` what it starts with; one with history knows its
-        own version, and what `job` was replaced by. By the `stopwatch` it is seen that nobody was listened to for a
-        while: see `leases`.
+        """`policy_version` is that of the checkpoint where an empty journal starts, and `job` what it starts with; one
+        with history knows its own version, and what `job` was replaced by. By the `stopwatch` it is seen that nobody
+        was listened to for a while: see `leases`.
         """
         with journal.transaction():
-            if policy_version and journal.is_empty():
+            if policy_version is not None and journal.is_empty():
                 journal.set_base_version(policy_version)
             self.about_job = job_settings.take_up(journal, job)
             """In words: whether the settings in force are `job`, where that is not to be expected."""
@@ -87,12 +90,15 @@ class Swarm(Learning):
         Raises `Later` (`not_rolling`, `batch_full`, `task_set_full`, `group_full`) when the present batch needs none,
         `Conflict` when it was to join a group and there is none (`group_closed`), when `job.task_weights` has no place
         for its task set (`task_set_unknown`), or none just now for one `unless_full` (`task_set_full`), or the version
-        it is pinned to is not the present one (`version_gone`).
+        it is pinned to is not the present one (`version_gone`), or another process of the client has taken its places
+        over (`client_replaced`).
         """
         known = self.begun(request, idempotency_key)
         if known is not None:
             return known
-        self.reap()
+        if self.is_due():
+            self.reap()
+        self.take_over(request)
         self._close_outdated(request)
         now = self._clock()
         if request.at_version is not None:
@@ -100,11 +106,10 @@ class Swarm(Learning):
         joined = None
         if request.mode == "train":
             joined = admission.admit(self._ledger, self._mixing, self.job, request, now)
-        seq = self._journal.next_episode_seq()
         with self.transaction():
             episode = Episode(
-                id=f"ep{seq:06d}",
-                seq=seq,
+                id=new_episode_id(now),
+                seq=self._journal.next_episode_seq(),
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
@@ -117,6 +122,7 @@ class Swarm(Learning):
                 team=request.team,
                 at_version=request.at_version,
                 temperature=request.temperature,
+                instance_id=request.instance_id,
             )
             if joined is not None:
                 groups.join(self._ledger, joined, episode)
@@ -127,6 +133,33 @@ class Swarm(Learning):
             announce(self._ledger, episode)
         self._leases.touch(episode)
         return episode
+
+    def take_over(self, request: BeginRequest) -> None:
+        """End what an earlier process of the client left behind, when a new one begins: that one was killed, and its
+        leases would hold its places. `begin` does this first.
+
+        Raises `Conflict` (`client_replaced`) for a process that was itself replaced, because two that live would end
+        each other's episodes.
+        """
+        newest = self._journal.newest_instance(request.client_id) if request.instance_id else ""
+        if newest in ("", request.instance_id):
+            return
+        if self._journal.has_instance(request.client_id, request.instance_id):
+            raise Conflict(
+                f"Another process of client {request.client_id!r} has begun episodes since and taken the places of "
+                "this one: end this process, or give the two different names (client_id) or the same instance_id.",
+                code="client_replaced",
+            )
+        now, ledger = self._clock(), self._ledger
+        for episode in [e for e in ledger.live() if e.client_id == request.client_id and e.instance_id]:
+            with self.transaction():
+                self._mixing.ended(self._endings.lose(replace(episode, status="aborted", ended=now, reason=REPLACED)))
+        for group in list(ledger.groups.values()):
+            members = [ledger.episodes[member] for member in group.members]
+            is_left = all(member.ended is not None and member.instance_id for member in members)
+            if group.client_id == request.client_id and group.state == "open" and is_left:
+                with self.transaction():
+                    groups.close(ledger, self.job, group, now)  # No client will refill it.
 
     def begun(self, request: BeginRequest, idempotency_key: str | None) -> Episode | None:
         """The episode that this very request began before, if it did. Raises `Conflict` for the key of another."""
@@ -243,14 +276,23 @@ class Swarm(Learning):
             )
         with self.transaction():
             self._journal.add_call(call, encoded_suffix, encoded_completion)
-            self._ledger.put(
-                replace(episode, num_calls=episode.num_calls + 1, num_tokens=episode.num_tokens + len(call.completion))
-            )
-            if call.versions:
+            num_tokens = episode.num_tokens + (0 if call.untrained else len(call.completion))
+            self._ledger.put(replace(episode, num_calls=episode.num_calls + 1, num_tokens=num_tokens))
+            if call.versions and not call.untrained:
                 oldest = self._ledger.oldest.get(episode.id, call.versions[0])
                 self._ledger.oldest[episode.id] = min(oldest, call.versions[0])
             tree.add(call, encoded_suffix, encoded_completion)
         self._leases.touch(episode)
+
+    def note(self, episode_id: str, *, noted: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
+        """Count what an episode's request had noted or refused. An ended episode keeps its counts unchanged."""
+        episode = self._up_to_date(episode_id)
+        if episode.ended is not None or not (noted or refused):
+            return
+        with self.transaction():
+            episode = replace(episode, noted=_counted(episode.noted, noted), refused=_counted(episode.refused, refused))
+            self._journal.put_notes(episode)
+            self._ledger.put(episode)
 
     def undelivered(self, episode_id: str, call_ids: Sequence[str]) -> None:
         """These recorded answers did not reach their agent: unless it turns out that they did, they train nothing.
@@ -346,6 +388,10 @@ class Swarm(Learning):
         """
         self._journal.sync()
 
+    def distrust(self, error: BaseException) -> Later:
+        """Record nothing more until the journal is opened again, because of `error`; returns what writers get."""
+        return self._journal.distrust(error)
+
     @property
     def disk_refusal(self) -> str:
         """Why nothing can be recorded now, and the way out; empty while everything is."""
@@ -402,6 +448,16 @@ class Swarm(Learning):
         how = f"finished with reward {episode.reward}" if episode.status == "finished" else episode.status
         reason = f" ({episode.reason})" if episode.reason else ""
         raise Conflict(f"Episode {episode_id} has ended: {how}{reason}.", code=f"episode_{episode.status}")
+
+
+def _counted(counts: Mapping[str, int], names: Sequence[str]) -> Mapping[str, int]:
+    """The counts with one more of each name. Names beyond `MAX_NOTES` are counted as `others`."""
+    counted = dict(counts)
+    for name in names:
+        key = name[:MAX_NAME]
+        key = key if key in counted or len(counted) < MAX_NOTES else "others"
+        counted[key] = counted.get(key, 0) + 1
+    return counted
 
 
 def _begin_scope(request: BeginRequest) -> str:

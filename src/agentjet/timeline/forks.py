@@ -14,7 +14,7 @@ from agentjet.timeline.identity import Identity
 from agentjet.timeline.tree import ConversationTree, Match
 from agentjet.types import Ask, Call, Conversation, Fork
 
-OrphanReason = Literal["retry", "undelivered"]
+OrphanReason = Literal["retry", "undelivered", "side"]
 
 
 def ask(conversation: Conversation, known: Mapping[int, Call], fingerprint: str = "") -> Ask:
@@ -42,7 +42,7 @@ def cause(tree: ConversationTree, asked: Identity, known: Mapping[int, Call], ma
 
 
 def orphans(calls: Sequence[Call], undelivered: Collection[str]) -> dict[str, OrphanReason]:
-    """The calls that no agent heard, and how that is known. They are counted and never trained.
+    """The calls that are counted and never trained: those that no agent heard, and side calls.
 
     Of a request and its retries the answers that were sent back are kept; when none was, the last that was delivered.
     """
@@ -53,11 +53,12 @@ def orphans(calls: Sequence[Call], undelivered: Collection[str]) -> dict[str, Or
         first[call.id] = first.get(call.retry_of, call.retry_of) if call.retry_of is not None else call.id
         tries.setdefault(first[call.id], []).append(call)
     found: dict[str, OrphanReason] = {}
+    found |= {call.id: "side" for call in calls if call.untrained}
     for same in tries.values():
         kept = {call.id for call in same if call.id in heard}
         if not kept:
             kept = {call.id for call in [call for call in same if call.id not in undelivered][-1:]}
         for call in same:
-            if call.id not in kept:
+            if call.id not in kept and call.id not in found:
                 found[call.id] = "undelivered" if call.id in undelivered else "retry"
     return found

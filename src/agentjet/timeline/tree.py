@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from agentjet.timeline.identity import Identities, Identity, answer_key, tools_key
+from agentjet.timeline.identity import Identities, Identity, Schemas, answer_key, tools_key
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message
 
 
@@ -52,6 +52,8 @@ class _Node:
     stops: array[int]
     """Ascending positions in the prompt part where a match may end: 0 and after each control token."""
     children: list[_Node] = field(default_factory=list)
+    schemas: Schemas = field(default_factory=dict)
+    """Of the tools that the call was offered."""
 
     @property
     def prompt_end(self) -> int:
@@ -208,11 +210,15 @@ class ConversationTree:
             ends=array("I", accumulate(map(len, pieces), initial=0)),
             stops=array("I", stops),
         )
+        if call.ask.after is None:
+            tools = tools_key(call.ask.tools)
+            node.schemas = self._identities.schemas(call.ask.tools, tools)
+            self._tools.add(tools)
+        elif call.ask.after in self._nodes:
+            node.schemas = self._nodes[call.ask.after].schemas
         self._nodes[call.id] = node
         (parent.children if parent else self._roots).append(node)
-        self._answers.setdefault((call.prompt_key, answer_key(call.response)), []).append(call)
-        if call.ask.after is None:
-            self._tools.add(tools_key(call.ask.tools))
+        self._answers.setdefault((call.prompt_key, answer_key(call.response, node.schemas)), []).append(call)
 
     def tokens(self, call_id: str) -> tuple[int, ...]:
         """Prompt + completion of a call, exactly as the policy saw them."""

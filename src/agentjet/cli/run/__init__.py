@@ -72,6 +72,12 @@ def run(
     code_version: Annotated[
         str | None, typer.Option(help="Name of the program's version; default: a hash of its files.")
     ] = None,
+    score_refused: Annotated[
+        bool, typer.Option("--score-refused", help="Score episodes in which the server refused a request, too.")
+    ] = False,
+    shared_home: Annotated[
+        bool, typer.Option("--shared-home", help="Leave HOME, the XDG folders and TMPDIR of the programs as they are.")
+    ] = False,
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
@@ -80,9 +86,9 @@ def run(
     """Run a program on tasks as the agent, one process an episode, and train the server's policy on its rewards.
 
     The program finds the model in OPENAI_BASE_URL and OPENAI_API_KEY (ANTHROPIC_...: likewise), its task also in
-    AGENTJET_TASK. It runs in a fresh working directory. An exit code other than 0, a signal or a time-out aborts the
-    episode; with --reward exit-code, 1 to 124 score 0 instead. Of --reward FILE.py:FUNCTION the result has stdout,
-    stderr, exit_code, seconds and folder.
+    AGENTJET_TASK. It runs in a fresh working directory, with a HOME of its episode. An exit code other than 0, a
+    signal, a time-out or a request that the server refused aborts the episode; with --reward exit-code, 1 to 124 score
+    0 instead. Of --reward FILE.py:FUNCTION the result has stdout, stderr, exit_code, seconds and folder.
     """
     from agentjet.cli.run.source import CommandSource, check_source
     from agentjet.client import AgentFailing
@@ -99,7 +105,8 @@ def run(
     tasks = read_tasks(task_file)
     program = CommandSource(tuple(command), here, check_source(source or [], here))
     with ExitStack() as stack:
-        agent, code = _agent(stack, program, tasks, reward, timeout, watch)
+        options: dict[str, Any] = {"timeout": timeout, "score_refused": score_refused, "shared_home": shared_home}
+        agent, code = _agent(stack, program, tasks, reward, options, watch)
         swarm = stack.enter_context(connect(url, token, token_file))
         stack.enter_context(signals_unwind())
         report: TrainReport | EvalReport
@@ -130,7 +137,7 @@ def run(
 
 
 def _agent(
-    stack: ExitStack, program: CommandSource, tasks: list[Task], reward: str, timeout: float, watch: bool
+    stack: ExitStack, program: CommandSource, tasks: list[Task], reward: str, options: dict[str, Any], watch: bool
 ) -> tuple[Command, Code | None]:
     """The agent, and with `watch` where newer versions of it come from. Raises `ConfigError` for whatever would fail in
     every episode."""
@@ -140,7 +147,7 @@ def _agent(
     from agentjet.client.code import ModuleCode, code_version_of
 
     scored = reward_source(reward)
-    command = Command(program.resolved(), scored.score, timeout=timeout, any_exit_code=scored.any_exit_code)
+    command = Command(program.resolved(), scored.score, any_exit_code=scored.any_exit_code, **options)
     _check_program(program, command)
     for task in tasks:
         command.filled(task)

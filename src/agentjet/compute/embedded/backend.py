@@ -15,11 +15,20 @@ from typing import Any
 import numpy as np
 
 from agentjet.compute.embedded import frames
+from agentjet.compute.embedded.watchdog import Watchdog, work_of
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied
+from agentjet.errors import (
+    CheckpointError,
+    ComputeError,
+    ConfigError,
+    OutOfCache,
+    Unfollowable,
+    WorkerDied,
+    WorkerHung,
+)
 from agentjet.timeline.allowed import unpack_sets
 from agentjet.timeline.forest import Forest
-from agentjet.types import ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams, TokenScore
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable)
@@ -42,7 +51,11 @@ class EmbeddedCompute:
         self._reader: asyncio.Task[None] | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[int, asyncio.Queue[Sampled | Exception]] = {}
-        self._died: asyncio.Future[str] | None = None
+        """Of the completions that the worker has not finished."""
+        self._died: asyncio.Future[WorkerDied] | None = None
+        self._watchdog = Watchdog(config.server.worker_timeout)
+        self._watch_task: asyncio.Task[None] | None = None
+        self._hung = False
         self._closing = False
 
     @property
@@ -53,19 +66,20 @@ class EmbeddedCompute:
     async def start(self, *, dtype: str = "") -> ModelCard:
         """See `Compute.start`."""
         await self._reap()
-        self._closing = False
+        self._closing = self._hung = False
         self._died = asyncio.get_running_loop().create_future()
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_path.touch(0o600)
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "agentjet.compute.embedded"),
+                *(sys.executable, "-P", "-m", "agentjet.compute.embedded"),  # Nothing from the current folder.
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env=PATIENT | os.environ,
             )
         self._reader = asyncio.create_task(self._read_frames(self._process))
+        self._watch_task = asyncio.create_task(self._watch(self._process))
         card = await self._ask("start", config=self._config.model_dump(mode="json"), dtype=dtype)
         card["end_tokens"] = tuple(card["end_tokens"])
         return ModelCard(**card)
@@ -96,6 +110,12 @@ class EmbeddedCompute:
                 with contextlib.suppress(WorkerDied):
                     self._send({"op": "cancel", "id": id})
 
+    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """See `Compute.score`."""
+        tokens = np.asarray(token_ids, np.int32).tobytes()
+        scores = await self._ask("score", tokens=tokens, num_likeliest=num_likeliest)
+        return [TokenScore(logprob, tuple((id, value) for id, value in likeliest)) for logprob, likeliest in scores]
+
     async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
         """See `Compute.learn`."""
         metrics: dict[str, float] = await self._ask(
@@ -103,19 +123,19 @@ class EmbeddedCompute:
         )
         return metrics
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         """See `Compute.save`."""
-        await self._ask("save", path=str(path))
+        return CheckpointStamp(**await self._ask("save", path=str(path)))
 
-    async def load(self, path: Path) -> int:
+    async def load(self, path: Path) -> CheckpointStamp:
         """See `Compute.load`."""
-        return int(await self._ask("load", path=str(path)))
+        return CheckpointStamp(**await self._ask("load", path=str(path)))
 
     async def export(self, path: Path) -> None:
         """See `Compute.export`."""
         await self._ask("export", path=str(path))
 
-    async def died(self) -> str:
+    async def died(self) -> WorkerDied:
         """See `Compute.died`."""
         if self._died is None:
             raise ComputeError("the worker was not started")
@@ -140,6 +160,9 @@ class EmbeddedCompute:
             await self._process.wait()
         if self._reader is not None:
             await self._reader
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+            await asyncio.wait([self._watch_task])
         self._process = None
 
     async def _ask(self, op: str, **arguments: Any) -> Any:
@@ -161,23 +184,46 @@ class EmbeddedCompute:
     async def _read_frames(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         while (frame := await frames.read_async(process.stdout)) is not None:
+            self._watchdog.heard()
             self._dispatch(frame)
         code = await process.wait()
-        reason = f"the worker process ended with exit code {code}; see {self._log_path}"
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(WorkerDied(reason))
+                reply.set_exception(self._end(code))
         for queue in self._streams.values():
-            queue.put_nowait(WorkerDied(reason))
+            queue.put_nowait(self._end(code))
         self._streams.clear()
         if self._died is not None and not self._died.done() and not self._closing:
-            self._died.set_result(reason)
+            self._died.set_result(self._end(code))
+
+    def _end(self, code: int) -> WorkerDied:
+        if self._hung:
+            return WorkerHung(
+                f"the worker process showed no sign of work for {self._config.server.worker_timeout:g} s "
+                f"(server.worker_timeout) and was killed; see {self._log_path}"
+            )
+        return WorkerDied(f"the worker process ended with exit code {code}; see {self._log_path}")
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the worker if it hangs."""
+        now = asyncio.get_running_loop().time
+        self._watchdog.heard()
+        while process.returncode is None:
+            looked = now()
+            await asyncio.sleep(self._watchdog.interval)
+            has_work = bool(self._replies or self._streams)
+            if self._watchdog.hangs(now() - looked, lambda: work_of(process.pid), has_work=has_work):
+                self._hung = True
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                return
 
     def _dispatch(self, frame: frames.Frame) -> None:
         if "tokens" in frame:
             version = frame["version"]
             for id, tokens, logprobs, packed, reason in frame["tokens"]:
-                if (queue := self._streams.get(id)) is not None:
+                queue = self._streams.get(id) if reason is None else self._streams.pop(id, None)
+                if queue is not None:
                     allowed = unpack_sets(packed, len(tokens)) if packed else ()
                     queue.put_nowait(Sampled(tuple(tokens), tuple(logprobs), version, reason, allowed))
             return

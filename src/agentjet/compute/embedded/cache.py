@@ -1,8 +1,7 @@
 """The sampler's key-value cache: rows in arenas of fixed capacity, reused by longest common prefix.
 
 An arena holds rows of one capacity (256, 1024, 4096, ... tokens), so that long and short sequences never pad each
-other and a
-decode step reads keys in place, without gathering. A finished row stays behind as a prefix that later
+other and a decode step reads keys in place, without gathering. A finished row stays behind as a prefix that later
 requests may continue or copy, until its room is needed. `clear` forgets every key: the weights changed.
 """
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedModel
 
 from agentjet.compute.embedded.fingerprint import model_fingerprint
-from agentjet.compute.embedded.resolve import first_line
+from agentjet.compute.embedded.resolve import why_not_loaded
 from agentjet.config import ModelConfig
 from agentjet.config.paths import cache_dir
 from agentjet.errors import ConfigError
@@ -28,9 +28,9 @@ def make_card(config: ModelConfig, folder: str, model: PreTrainedModel) -> Model
     until somebody has looked.
     """
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name = {config.name!r} has no tokenizer: {first_line(error)}") from error
+        raise ConfigError(f"model.name = {config.name!r} has no tokenizer: {why_not_loaded(error)}") from error
     template, tool_format = template_for(config.name, tokenizer.chat_template or "")
     if not template:
         raise ConfigError(

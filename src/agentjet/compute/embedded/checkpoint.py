@@ -1,5 +1,5 @@
-"""Checkpoint folders: `policy/` (Hugging Face layout), `trainer.pt` (tensors only), `state.json`. Written beside,
-then renamed.
+"""Checkpoint folders: `policy/` (Hugging Face layout), `trainer.pt` (tensors only), `state.json` with the digests of
+both. Written beside, then renamed.
 """
 
 from __future__ import annotations
@@ -13,36 +13,43 @@ from typing import Any, cast
 
 import torch
 
+from agentjet.compute.embedded.digests import seal, verified_state
 from agentjet.compute.embedded.learner import Learner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.errors import CheckpointError, ConfigError
 
-FORMAT = 1
 
-
-def save(path: Path, policy: Policy, learner: Learner, state: dict[str, Any]) -> None:
-    """Write a checkpoint; what was at `path` before is replaced only once the new one is complete on disk."""
+def save(path: Path, policy: Policy, learner: Learner, state: dict[str, Any]) -> str:
+    """Write a checkpoint; returns its digest. What was at `path` before is replaced only once the new one is complete
+    on disk.
+    """
+    digest = ""
 
     def write(folder: Path) -> None:
+        nonlocal digest
         policy.save(folder / "policy", merged=False)
         with (folder / "trainer.pt").open("wb") as file:  # Given its path, torch says of a full disk "unexpected pos".
             torch.save(learner.state(), file)
-        (folder / "state.json").write_text(json.dumps({"format": FORMAT, **_identity(policy), **state}, indent=2))
+        digest = seal(folder, {**_identity(policy), **state})
 
     write_atomically(path, write)
+    return digest
 
 
 def load(path: Path, policy: Policy, learner: Learner) -> dict[str, Any]:
     """Restore weights and optimiser; returns the saved state.
 
-    Raises `CheckpointError` when it cannot be read, `ConfigError` when it was made under other settings.
+    Raises `CheckpointError` for every damage, `ConfigError` when it was made under other settings.
     """
     try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_text())
+        state = verified_state(path)
+        state["policy_version"] = int(state["policy_version"])
         made_with = state | (_saved_adapters(path) if state["adapters"] else {})
         trainer = torch.load(path / "trainer.pt", map_location=policy.device, weights_only=True, mmap=True)
-    except (OSError, ValueError, LookupError, RuntimeError) as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+    except (CheckpointError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # The boundary: a damaged file of format 1 may make the libraries raise anything.
+        raise CheckpointError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
     for key, ours in (_identity(policy) | _adapters(policy)).items():
         if made_with.get(key, ours) != ours:
             raise ConfigError(
@@ -51,8 +58,10 @@ def load(path: Path, policy: Policy, learner: Learner) -> dict[str, Any]:
             )
     try:
         learner.restore(trainer)
-    except (LookupError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"checkpoint {path} does not fit this model: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # As above.
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {type(error).__name__}: {error}") from error
     return state
 
 

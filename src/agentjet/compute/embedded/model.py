@@ -25,6 +25,7 @@ from agentjet.compute.embedded.resolve import (
     resolve_device,
     resolve_dtype,
     resolve_model,
+    why_not_loaded,
 )
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
@@ -32,8 +33,8 @@ from agentjet.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BEGINNING = 0
-"""Seed of what is drawn while a model is loaded (adapters, weights that its files lack): every worker begins alike, or
-a replay would end elsewhere. Set after the type was found, which may take draws or not.
+"""Seed of what is drawn while a model is loaded (adapters): every worker begins alike, or a replay would end elsewhere.
+Set after the type was found, which may take draws or not.
 """
 
 
@@ -44,12 +45,12 @@ def load_policy(config: ModelConfig) -> Policy:
     device = resolve_device(config.device)
     folder = resolve_model(config.name)
     try:
-        hf_config = AutoConfig.from_pretrained(folder)
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name = {config.name!r}: {first_line(error)}") from error
+        raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
     dtype = resolve_dtype(config.dtype, device, hf_config)
     torch.manual_seed(BEGINNING)
-    model: Any = load_pretrained(folder, hf_config, dtype)
+    model: Any = load_pretrained(config.name, folder, hf_config, dtype)
     model = model.to(device).eval()
     _freeze_towers(model)
     card = make_card(config, folder, model)

@@ -111,7 +111,8 @@ class Policy:
 
     def original_weights(self) -> dict[str, Tensor]:
         """The trainable weights as they were at version 0, read again: the reference of a KL penalty."""
-        original = load_pretrained(self._folder, AutoConfig.from_pretrained(self._folder), self.dtype)
+        hf_config = AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
+        original = load_pretrained(self.card.name, self._folder, hf_config, self.dtype)
         return {name: p.detach().to(self.device) for name, p in original.named_parameters()}
 
     @contextmanager

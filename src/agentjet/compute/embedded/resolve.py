@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from agentjet.config.paths import cache_dir
 from agentjet.errors import ConfigError
 
+NUM_SHOWN = 3
+"""Missing weights that an error names."""
 BUNDLED = "smollm2-135m"
 BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -77,33 +79,44 @@ def resolve_model(name: str) -> str:
     return str(target)
 
 
-def load_pretrained(folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
+def load_pretrained(name: str, folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
     """The model of a folder or hub id: a causal language model, or a wrapper that reads images, too.
 
-    Raises `ConfigError` for a model that does not generate text token by token.
+    Raises `ConfigError` for a model that does not generate text token by token, and if the files lack weights, which
+    the library would draw at random. Tied weights and buffers are not missing.
     """
     kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
     auto = next((kind for kind in kinds if type(hf_config) in kind._model_mapping), None)
     if auto is None:
         raise ConfigError(
-            f"model.name = {folder!r} is of type {hf_config.model_type!r}, which is not a causal language model: "
+            f"model.name = {name!r} is of type {hf_config.model_type!r}, which is not a causal language model: "
             "use a chat model that transformers loads with AutoModelForCausalLM or AutoModelForImageTextToText"
         )
-    return auto.from_pretrained(folder, dtype=dtype)
+    model, loading = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
+    missing = sorted(set(loading["missing_keys"]) & {name for name, _ in model.named_parameters()})
+    if missing:
+        shown = ", ".join(missing[:NUM_SHOWN]) + (", …" if len(missing) > NUM_SHOWN else "")
+        raise ConfigError(
+            f"model.name = {name!r}: its files lack {len(missing)} of the model's weights ({shown}): "
+            "use files that hold the whole language model"
+        )
+    return model
 
 
 def _unpack_gguf(gguf: Path, target: Path) -> None:
     """Turn the quantised file into a plain bfloat16 folder. The loader's own object stays flagged as quantised and
     cannot train.
     """
-    quantised = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     config = quantised.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config._name_or_path = BUNDLED_ID
     plain = type(quantised)(config)
     plain.load_state_dict(quantised.state_dict())
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     cast(Any, plain).to(torch.bfloat16).save_pretrained(partial)
@@ -119,3 +132,13 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
 def first_line(error: BaseException) -> str:
     """What a library's error says, for a message of ours."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def why_not_loaded(error: BaseException) -> str:
+    """The reason why `transformers` cannot load a model or its tokenizer, for a message of ours."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings code of its own (auto_map), which AgentJet never runs: "
+            "use a model and a tokenizer that transformers knows"
+        )
+    return first_line(error)

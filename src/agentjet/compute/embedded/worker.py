@@ -30,6 +30,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.plain_sampler import PlainSampler
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
+from agentjet.compute.embedded.scoring import score
 from agentjet.config import JobConfig, ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.allowed import pack_sets
@@ -137,10 +138,19 @@ class Worker:
         self.fingerprints = Fingerprints(self.learner, self.sampler.policy)
         return dataclasses.asdict(self.policy.card)
 
-    def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
-        prompt = np.frombuffer(tokens, np.int32)
-        if not len(prompt) or prompt.min() < 0 or prompt.max() >= self.policy.vocabulary:
+    def _score(self, tokens: bytes, num_likeliest: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+        scores = score(self.sampler.policy, self._known(tokens), num_likeliest)
+        return [(one.logprob, one.likeliest) for one in scores]
+
+    def _known(self, tokens: bytes) -> np.ndarray:
+        """Token ids of this model. Raises `ComputeError` for any other."""
+        ids = np.frombuffer(tokens, np.int32)
+        if not len(ids) or ids.min() < 0 or ids.max() >= self.policy.vocabulary:
             raise ComputeError(f"a prompt needs token ids between 0 and {self.policy.vocabulary - 1}")
+        return ids
+
+    def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
+        prompt = self._known(tokens)
         chosen = SamplingParams(**params)
         self.sampler.submit(id, prompt, chosen)
         self._pieces[id] = _Piece(chosen.piece_tokens)
@@ -195,20 +205,21 @@ class Worker:
         give_back()
         return metrics
 
-    def _save(self, path: str) -> None:
-        checkpoint.save(
+    def _save(self, path: str) -> dict[str, Any]:
+        digest = checkpoint.save(
             Path(path),
             self.policy,
             self.learner,
             {"policy_version": self._version, "metrics": self._metrics.get(self._version - 1, {})},
         )
+        return {"policy_version": self._version, "digest": digest}
 
-    def _load(self, path: str) -> int:
+    def _load(self, path: str) -> dict[str, Any]:
         state = checkpoint.load(Path(path), self.policy, self.learner)
         self.fingerprints.look()
-        self._change_version(int(state["policy_version"]))
-        self._metrics = {self._version - 1: state["metrics"]}
-        return self._version
+        self._change_version(state["policy_version"])
+        self._metrics = {self._version - 1: state.get("metrics", {})}
+        return {"policy_version": self._version, "digest": state.get("digest", "")}
 
     def _export(self, path: str) -> None:
         checkpoint.export(Path(path), self.policy)

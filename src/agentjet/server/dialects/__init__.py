@@ -7,6 +7,7 @@ from typing import Any
 from agentjet.server.dialects import chat, completions, messages, responses
 from agentjet.server.dialects.dialect import Dialect, ErrorShape
 from agentjet.server.dialects.errors import OPENAI
+from agentjet.server.dialects.request_keys import table
 
 DIALECTS: tuple[Dialect[Any, Any], ...] = (
     chat.DIALECT,
@@ -16,10 +17,25 @@ DIALECTS: tuple[Dialect[Any, Any], ...] = (
 )
 
 
+def keys_table() -> str:
+    """Markdown: every key of every dialect, with its treatment. The end of `docs/dialects.md`."""
+    return "\n\n".join(table(f"`{dialect.path}`", dialect.keys) for dialect in DIALECTS) + "\n"
+
+
 def error_shape(path: str) -> ErrorShape:
     """How errors look on an inference path, given without an episode's key; OpenAI's way where nobody else speaks."""
     spoken = (dialect for dialect in DIALECTS if path == dialect.path or path.startswith(f"{dialect.path}/"))
     return next((dialect.errors for dialect in spoken), OPENAI)
 
 
-__all__ = ["DIALECTS", "Dialect", "ErrorShape", "chat", "completions", "error_shape", "messages", "responses"]
+__all__ = [
+    "DIALECTS",
+    "Dialect",
+    "ErrorShape",
+    "chat",
+    "completions",
+    "error_shape",
+    "keys_table",
+    "messages",
+    "responses",
+]

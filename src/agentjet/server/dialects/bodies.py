@@ -21,7 +21,7 @@ def _whole(text: str) -> str:
     return text
 
 
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
+def plain(value: dict[str, Any]) -> dict[str, Any]:
     """Raises `ValueError` for what only Python's parser takes for JSON, and for what other parsers would give up on."""
     from_json(to_json(value), allow_inf_nan=False)
     return value
@@ -29,7 +29,7 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 
 Text = Annotated[str, AfterValidator(_whole)]
 """Text in whole characters."""
-JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(plain)]
 """An object that any JSON parser reads: without NaN and half characters, nested about 200 deep at most."""
 Count = Annotated[Int64, Field(ge=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -73,21 +73,43 @@ class RequestBody(Body):
 
 
 class Part(Body):
-    """A part of a message's content. Only text can be heard; what else it may hold differs by dialect."""
+    """A part of a message's content. The policy reads text; what else a part may hold differs by dialect."""
 
     type: str
     text: str | None = None
 
 
-def text_of(content: str | Sequence[Part], kinds: Sequence[str], where: str) -> str:
-    """The text of a content, `kinds` being the types of part that hold text. Raises `InvalidRequest` for any other."""
+OMITTED = {
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
+    **dict.fromkeys(("document", "file", "input_file"), "document"),
+    **dict.fromkeys(("audio", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+"""Types of part that the policy cannot read, in any dialect, and what they are called where they stood."""
+
+
+def omission(kind: str, notes: list[str]) -> str:
+    """The text that the policy is fed in place of a part of type `kind`. Adds to `notes`."""
+    notes.append(f"{OMITTED[kind]} omitted")
+    return f"[{OMITTED[kind]} omitted: this model reads text only]"
+
+
+def text_of(content: str | Sequence[Part], kinds: Sequence[str], where: str, notes: list[str]) -> str:
+    """The text of a content, `kinds` being the types of part that hold text. Raises `InvalidRequest` for any other
+    that is not in `OMITTED`.
+    """
     if isinstance(content, str):
         return content
+    texts = []
     for i, part in enumerate(content):
-        if part.type not in kinds or part.text is None:
+        if part.type in kinds and part.text is not None:
+            texts.append(part.text)
+        elif part.type in OMITTED:
+            texts.append(omission(part.type, notes))
+        else:
             raise InvalidRequest(
                 f"{where}.{i} is of type {part.type!r}: the policy reads text only.",
                 code="unsupported_content",
                 param=f"{where}.{i}",
             )
-    return "".join(part.text or "" for part in content)
+    return "".join(texts)

@@ -7,13 +7,16 @@ the empty string, the text parts of a content list are joined, `developer` is `s
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest, TokenLogprob
 from agentjet.server.dialects.bodies import text_of
 from agentjet.server.dialects.chat_bodies import (
-    NEUTRAL,
+    BODY,
+    KEYS,
+    MESSAGE,
     AnswerBody,
     ChatBody,
     ChatCompletion,
@@ -30,15 +33,15 @@ from agentjet.server.dialects.constraints import ANY_OBJECT, checked, function_t
 from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
-from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens, refuse_unless_neutral
+from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens
 from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 
 
 def to_request(body: ChatBody) -> CallRequest:
     """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
-    refuse_unless_neutral(body, NEUTRAL)
     refuse_other_tokens(body.top_logprobs, "top_logprobs")
+    notes = BODY.judge(body)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidRequest(
             f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
@@ -46,8 +49,12 @@ def to_request(body: ChatBody) -> CallRequest:
         )
     refuse_idle_stream_options(body, body.stream_options)
     tools = () if body.tool_choice == "none" else tuple(map(_tool, body.tools or ()))
-    conversation = Conversation(tuple(_message(m, i) for i, m in enumerate(body.messages)), tools)
-    return sampled_request(body, conversation, body.max_completion_tokens or body.max_tokens, _constraint(body))
+    if any(tool.cache_control is not None for tool in body.tools or ()):
+        notes.append("tools[].cache_control")
+    conversation = Conversation(tuple(_message(m, i, notes) for i, m in enumerate(body.messages)), tools)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    request = sampled_request(body, conversation, max_tokens, _constraint(body), notes)
+    return replace(request, template_kwargs=body.chat_template_kwargs or {})
 
 
 async def to_answer(chunks: Chunks, body: ChatBody, head: Head) -> ChatCompletion:
@@ -112,13 +119,11 @@ async def to_events(chunks: Chunks, body: ChatBody, head: Head) -> AsyncGenerato
     yield DONE
 
 
-def _message(body: MessageBody, index: int) -> Message:
+def _message(body: MessageBody, index: int, notes: list[str]) -> Message:
     where = f"messages.{index}"
-    for name in ("refusal", "annotations", "audio", "function_call"):
-        if getattr(body, name):
-            raise InvalidRequest(
-                f"{where}.{name} is not supported.", code="unsupported_parameter", param=f"{where}.{name}"
-            )
+    notes += MESSAGE.judge(body, f"{where}.")
+    if isinstance(body.content, list) and any(part.cache_control is not None for part in body.content):
+        notes.append("messages[].content[].cache_control")
     if body.role != "assistant" and (body.tool_calls or body.reasoning_content):
         what = "tool_calls" if body.tool_calls else "reasoning_content"
         raise InvalidRequest(
@@ -136,7 +141,7 @@ def _message(body: MessageBody, index: int) -> Message:
         )
     return Message(
         role="system" if body.role == "developer" else body.role,
-        content=text_of(body.content or "", ("text",), f"{where}.content"),
+        content=text_of(body.content or "", ("text",), f"{where}.content", notes),
         reasoning=body.reasoning_content or "",
         tool_calls=tuple(
             ToolCall(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ()
@@ -207,6 +212,7 @@ def _finish_reason(call: Call) -> Any:
 
 DIALECT = Dialect(
     path="/v1/chat/completions",
+    keys=KEYS,
     answer=ChatCompletion,
     errors=OPENAI,
     to_request=lambda body, past: to_request(body),

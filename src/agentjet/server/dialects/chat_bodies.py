@@ -1,6 +1,6 @@
 """The body of `POST /v1/chat/completions`, every key of it.
 
-What cannot be honoured is listed here, to be refused by name.
+`KEYS` has the treatment of each.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 
 from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, Part, Text
 from agentjet.server.dialects.gathering import UsageBody
-from agentjet.server.dialects.refusals import Neutral
-from agentjet.server.dialects.sampled import SampledBody
+from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
+from agentjet.server.dialects.sampled import SAMPLED_KEYS, SampledBody
 
 
 class ContentPart(Part):
@@ -20,8 +20,11 @@ class ContentPart(Part):
 
     image_url: Any = None
     input_audio: Any = None
+    video_url: Any = None
     file: Any = None
     refusal: str | None = None
+    cache_control: Any = None
+    citations: Any = None
 
 
 class FunctionCall(Body):
@@ -73,6 +76,13 @@ class MessageBody(Body):
     """What OpenAI's SDK read in `content`, which its `stream` and `parse` send back; it says nothing else."""
     provider_specific_fields: Any = None
     """What LiteLLM notes of the answer it was given; the policy never saw it."""
+    reasoning: Any = None
+    reasoning_details: Any = None
+    reasoning_text: Any = None
+    reasoning_opaque: Any = None
+    reasoning_items: Any = None
+    thinking_blocks: Any = None
+    cache_control: Any = None
 
 
 class FunctionBody(Body):
@@ -89,6 +99,7 @@ class ToolBody(Body):
 
     type: Literal["function"]
     function: FunctionBody
+    cache_control: Any = None
 
 
 class NamedSchema(Body):
@@ -121,49 +132,98 @@ class ChatBody(SampledBody):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
 
-    # Names for the caller's own use, which ask nothing of the model.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    # Known, and honoured in their neutral form only: see `NEUTRAL`.
+    # Known, and not honoured: see `KEYS`.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    store: Any = None
+    prediction: Any = None
+    moderation: Any = None
+    reasoning_effort: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+    enable_thinking: Any = None
+    thinking_budget: Any = None
+    include_reasoning: Any = None
+    verbosity: Any = None
+    cache_control: Any = None
+    usage: Any = None
+    web_search_options: Any = None
+    chat_template_kwargs: JsonObject | None = None
+    min_p: Finite | None = None
+    repetition_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
     presence_penalty: Finite | None = None
     logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
-    service_tier: str | None = None
-    store: bool | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
 
 
-NEUTRAL: Neutral = {
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "audio": (),
-    "function_call": (),
-    "functions": (),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
+HINT = "the policy alone decides whether and how much it reasons"
+KEYS: RequestKeys = {
+    **SAMPLED_KEYS,
+    "messages": honoured("text, also in parts; tool calls and their results; `reasoning_content`"),
+    "max_tokens": honoured(),
+    "max_completion_tokens": honoured("the same as `max_tokens`"),
+    "logprobs": honoured("every sampled token, control tokens included"),
+    "top_logprobs": refused("the sampler reports the token that it sampled, not the others", 0),
+    "tools": honoured("of type `function`, also `strict`"),
+    "tool_choice": honoured(),
+    "parallel_tool_calls": honoured(),
+    "response_format": honoured("[constraints.md](constraints.md)"),
+    "chat_template_kwargs": noted("refused where this model's template would write another prompt with it", {}),
+    "user": noted(),
+    "metadata": noted(),
+    "safety_identifier": noted(),
+    "prompt_cache_key": noted("prefixes are kept anyway"),
+    "prompt_cache_options": noted("prefixes are kept anyway"),
+    "prompt_cache_retention": noted("prefixes are kept anyway"),
+    "cache_control": noted("prefixes are kept anyway"),
+    "service_tier": noted("there is one tier"),
+    "store": noted("answers cannot be fetched again", False),
+    "prediction": noted("a hint for speed"),
+    "moderation": noted(),
+    "usage": noted("answers always have it"),
+    "reasoning_effort": noted(HINT),
+    "reasoning": noted(HINT),
+    "thinking": noted(HINT),
+    "enable_thinking": noted(HINT),
+    "thinking_budget": noted(HINT),
+    "include_reasoning": noted("answers have `reasoning_content`", True),
+    "verbosity": noted("the prompt says how long the answer is to be"),
+    "web_search_options": noted("a provider would run the search; the policy is not offered it"),
+    "frequency_penalty": refused("it would change the distribution", 0.0),
+    "presence_penalty": refused("it would change the distribution", 0.0),
+    "repetition_penalty": refused("it would change the distribution", 1.0),
+    "logit_bias": refused("it would change the distribution", {}),
+    "min_p": refused("it would change the distribution", 0.0),
+    "modalities": refused("the policy writes text only", ["text"]),
+    "audio": refused("the policy writes text only"),
+    "function_call": refused("use `tool_choice`", "auto"),
+    "functions": refused("use `tools`", []),
+    "messages[].refusal": refused("the policy refuses in plain text"),
+    "messages[].annotations": refused("", []),
+    "messages[].audio": refused("the policy reads text only"),
+    "messages[].function_call": refused("use `tool_calls`"),
+    "messages[].parsed": honoured("repeats `content`"),
+    "messages[].provider_specific_fields": noted("the policy never saw it", {}),
+    "messages[].reasoning": noted("`reasoning_content` has the text", ""),
+    "messages[].reasoning_details": noted("`reasoning_content` has the text", []),
+    "messages[].reasoning_text": noted("`reasoning_content` has the text", ""),
+    "messages[].reasoning_opaque": noted("`reasoning_content` has the text", ""),
+    "messages[].reasoning_items": noted("`reasoning_content` has the text", []),
+    "messages[].thinking_blocks": noted("`reasoning_content` has the text", []),
+    "messages[].cache_control": noted("prefixes are kept anyway"),
+    "messages[].content[].cache_control": noted("prefixes are kept anyway"),
+    "tools[].cache_control": noted("prefixes are kept anyway"),
 }
+BODY, MESSAGE = KeyRules(KEYS), KeyRules(KEYS, "messages[].")
 
 
 class TokenLogprobBody(BaseModel):

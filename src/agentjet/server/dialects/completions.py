@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.requests import CallRequest, TokenLogprob
+from agentjet.gateway.requests import CallRequest, ScoredToken, TokenLogprob
 from agentjet.server.dialects.completions_bodies import (
-    NEUTRAL,
+    BODY,
+    KEYS,
+    MAX_PROMPTS,
     Completion,
     CompletionBody,
     CompletionChoice,
@@ -21,42 +24,66 @@ from agentjet.server.dialects.completions_bodies import (
 from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
-from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens, refuse_unless_neutral
+from agentjet.server.dialects.refusals import refuse_idle_stream_options
+from agentjet.server.dialects.request_keys import refuse_value
 from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Conversation
 
 
 def to_request(body: CompletionBody) -> CallRequest:
     """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
-    if body.best_of is None or body.best_of != body.n:  # The best n of n are all of them.
-        refuse_unless_neutral(body, NEUTRAL)
-    else:
-        refuse_unless_neutral(body, {name: values for name, values in NEUTRAL.items() if name != "best_of"})
-    refuse_other_tokens(body.logprobs, "logprobs")
+    notes = BODY.judge(body)
+    if body.best_of != body.n:  # The best n of n are all of them.
+        refuse_value(body.best_of, (1,), "best_of")
     refuse_idle_stream_options(body, body.stream_options)
-    return sampled_request(body, Conversation((), prompt=_prompt(body.prompt)), body.max_tokens)
+    scored = bool(body.echo or body.logprobs)
+    first, *others = _prompts(body.prompt)
+    if len(others) >= MAX_PROMPTS:
+        raise InvalidRequest(
+            f"prompt holds {len(others) + 1} prompts; a request may have {MAX_PROMPTS}: send several requests.",
+            param="prompt",
+        )
+    if body.stream and (scored or others):
+        raise InvalidRequest(
+            "echo, logprobs above 0 and several prompts are answered whole: leave out stream.",
+            code="unsupported_parameter",
+            param="stream",
+        )
+    request = sampled_request(body, Conversation((), prompt=first), body.max_tokens, notes=notes)
+    return replace(
+        request,
+        others=tuple(Conversation((), prompt=prompt) for prompt in others),
+        num_likeliest=(body.logprobs or 0) if scored else None,
+    )
 
 
 async def to_answer(chunks: Chunks, body: CompletionBody, head: Head) -> Completion:
     """The whole answer, once every choice has ended."""
-    gathered = await gather(chunks)
-    choices = [
-        CompletionChoice(
-            text=call.response.content,
-            index=index,
-            logprobs=_Offsets().of(gathered.tokens[index]) if body.logprobs is not None else None,
-            finish_reason=_finish_reason(call),
-        )
-        for index, call in sorted(gathered.calls.items())
-    ]
+    choices = body.n or 1
+    gathered = await gather(chunks, choices)
     return Completion(
         id=f"cmpl-{head.id}",
         created=head.created,
         model=head.model,
-        choices=choices,
+        choices=[_choice(body, gathered, index, call) for index, call in sorted(gathered.calls.items())],
         usage=gathered.usage,
         system_fingerprint=fingerprint_of(gathered.calls[0]),
     )
+
+
+def _choice(body: CompletionBody, gathered: Gathered, index: int, call: Call) -> CompletionChoice:
+    scores, prompt = gathered.scores[index], _prompts(body.prompt)[index // (body.n or 1)]
+    asked = scores[: gathered.prompt_tokens[index]]
+    text = call.response.content
+    if body.echo:
+        shown = prompt if isinstance(prompt, str) else b"".join(t.utf8 for t in asked).decode(errors="replace")
+        text = shown + text
+    logprobs = None
+    if scores and body.logprobs is not None:
+        logprobs = _Offsets().scored(scores if body.echo else scores[len(asked) :], bool(body.logprobs))
+    elif body.logprobs is not None:
+        logprobs = _Offsets().of(gathered.tokens[index])
+    return CompletionChoice(text=text, index=index, logprobs=logprobs, finish_reason=_finish_reason(call))
 
 
 async def to_events(chunks: Chunks, body: CompletionBody, head: Head) -> AsyncGenerator[Event]:
@@ -97,31 +124,36 @@ class _Offsets:
 
     def of(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
         """The logprobs of the next tokens."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.utf8))
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            text_offset=offsets,
+            text_offset=[self._next(token.utf8) for token in tokens],
         )
 
+    def scored(self, tokens: Sequence[ScoredToken], with_likeliest: bool) -> CompletionLogprobs:
+        """The same of tokens at temperature 1, with the likeliest ones in each place."""
+        likeliest = [dict(sorted(token.likeliest, key=lambda one: one[1])) or None for token in tokens]
+        return CompletionLogprobs(
+            tokens=[token.text for token in tokens],
+            token_logprobs=[token.logprob for token in tokens],
+            text_offset=[self._next(token.utf8) for token in tokens],
+            top_logprobs=likeliest if with_likeliest else None,
+        )
 
-def _prompt(given: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:
-    """The prompt, or the only one of a list."""
+    def _next(self, utf8: bytes) -> int:
+        """Where the next token begins."""
+        at = self._offset
+        self._offset += len(self._decoder.decode(utf8))
+        return at
+
+
+def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | tuple[int, ...]]:
+    """The prompts of a request: one, or the items of a list."""
     if isinstance(given, str):
-        return given
-    first = given[0]
-    if len(given) > 1 and not isinstance(first, int):
-        raise InvalidRequest(
-            f"prompt holds {len(given)} prompts, and a call of an episode is about one: ask for each by itself.",
-            code="unsupported_parameter",
-            param="prompt",
-        )
-    if isinstance(first, str):
-        return first
-    return tuple(first) if isinstance(first, list) else tuple(given)  # type: ignore[arg-type]
+        return [given]
+    if isinstance(given[0], int):
+        return [tuple(given)]
+    return [one if isinstance(one, str) else tuple(one) for one in given]
 
 
 def _finish_reason(call: Call) -> Any:
@@ -131,6 +163,7 @@ def _finish_reason(call: Call) -> Any:
 
 DIALECT = Dialect(
     path="/v1/completions",
+    keys=KEYS,
     answer=Completion,
     errors=OPENAI,
     to_request=lambda body, past: to_request(body),

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from agentjet.errors import InvalidRequest, NotFound, RequestError
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.dialects.bodies import RequestBody
+from agentjet.server.dialects.request_keys import RequestKeys
 from agentjet.types import Conversation, Message
 
 POLICY_ALIAS = "policy"
@@ -65,6 +66,8 @@ class Dialect(Generic[Asked, Answer]):
     """
 
     path: str
+    keys: RequestKeys
+    """The treatment of every key of a request."""
     answer: type[Answer]
     errors: ErrorShape
     to_request: Callable[[Asked, Past], CallRequest]

@@ -12,13 +12,16 @@ from typing import Any
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest
+from agentjet.server.dialects.bodies import OMITTED, omission
 from agentjet.server.dialects.constraints import checked, function_tool
 from agentjet.server.dialects.dialect import Dialect
 from agentjet.server.dialects.messages_answers import to_answer, to_events
 from agentjet.server.dialects.messages_bodies import (
     ALLOWED,
     BLOCKS,
-    NEUTRAL,
+    BODY,
+    KEYS,
+    PROVIDER_TOOLS,
     TOOL,
     Block,
     CountBody,
@@ -32,7 +35,7 @@ from agentjet.server.dialects.messages_bodies import (
 )
 from agentjet.server.dialects.messages_errors import ANTHROPIC
 from agentjet.server.dialects.messages_inputs import to_arguments
-from agentjet.server.dialects.refusals import refuse_unless_neutral, refuse_value
+from agentjet.server.dialects.request_keys import refuse_value
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 
@@ -44,8 +47,9 @@ def to_request(body: MessagesBody) -> CallRequest:
             code="thread_unsupported_request",
             param="thread",
         )
+    conversation, notes = to_conversation(body)
     return CallRequest(
-        conversation=to_conversation(body),
+        conversation=conversation,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
@@ -53,16 +57,19 @@ def to_request(body: MessagesBody) -> CallRequest:
         stop=tuple(body.stop_sequences or ()),
         constraint=_constraint(body),
         stream=bool(body.stream),
-        unreasoned="thinking" if body.thinking is not None and body.thinking.type == "disabled" else "",
+        model=body.model,
+        notes=notes,
     )
 
 
-def to_conversation(body: CountBody) -> Conversation:
-    """What the model reads of a request. Raises `InvalidRequest` like `to_request`."""
-    _refuse_what_is_not_honoured(body)
-    messages = [Message("system", system)] if (system := _text(body.system or "", "system")) else []
+def to_conversation(body: CountBody) -> tuple[Conversation, tuple[str, ...]]:
+    """What the model reads of a request, and what is noted of it. Raises `InvalidRequest` like `to_request`."""
+    notes = BODY.judge(body)
+    _refuse_edits(body.context_management)
+    system = _text(body.system or "", "system", notes)
+    messages = [Message("system", system)] if system else []
     for i, turn in enumerate(body.messages):
-        messages += _turn(turn, f"messages.{i}")
+        messages += _turn(turn, f"messages.{i}", notes)
     if body.messages[-1].role == "assistant":
         where = f"messages.{len(body.messages) - 1}"
         raise InvalidRequest(
@@ -71,25 +78,32 @@ def to_conversation(body: CountBody) -> Conversation:
             code="unsupported_parameter",
             param=where,
         )
-    return Conversation(tuple(messages), tuple(_tool(tool, f"tools.{i}") for i, tool in enumerate(_offered(body))))
+    tools = tuple(_tool(tool, i, notes) for i, tool in _offered(body, notes))
+    return Conversation(tuple(messages), tools), tuple(dict.fromkeys(notes))
 
 
-def _refuse_what_is_not_honoured(body: CountBody) -> None:
-    refuse_unless_neutral(body, NEUTRAL)
-    if body.output_config is not None:
-        refuse_value(body.output_config.effort, (), "output_config.effort")
-    if body.thinking is not None and body.thinking.type in ("enabled", "between_tools"):
-        raise InvalidRequest(
-            f"thinking = {body.thinking.type!r} is not supported: use 'adaptive', since the policy alone decides when "
-            "and how much it thinks.",
-            code="unsupported_parameter",
-            param="thinking",
-        )
+def _refuse_edits(context_management: Any) -> None:
+    """Raises `InvalidRequest` for an edit of the history that the provider would make, unless it is about thinking:
+    the template decides about that.
+    """
+    edits = context_management.get("edits", []) if isinstance(context_management, dict) else context_management or []
+    for i, edit in enumerate(edits if isinstance(edits, list) else [edits]):
+        kind = edit.get("type") if isinstance(edit, dict) else edit
+        if not str(kind).startswith("clear_thinking_"):
+            where = f"context_management.edits.{i}"
+            raise InvalidRequest(
+                f"{where} is of type {str(kind)[:80]!r}: the server edits no history, edit it before you send it.",
+                code="unsupported_parameter",
+                param=where,
+            )
 
 
-def _check_keys(part: Open, keys: Keys, where: str) -> None:
+def _check_keys(part: Open, keys: Keys, where: str, notes: list[str]) -> None:
     """Raises `InvalidRequest` for a key that is missing, unknown, or asks for what cannot be had."""
-    given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type", "cache_control"}
+    given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
+    for name in given & {"cache_control", *keys.noted}:
+        notes.append(f"tools[].{name}" if keys is TOOL else f"messages[].content[].{name}")
+    given -= {"cache_control", *keys.noted}
     for name in keys.required:
         if name not in given:
             raise InvalidRequest(f"{where}.{name} is missing.", code="invalid_value", param=f"{where}.{name}")
@@ -98,18 +112,20 @@ def _check_keys(part: Open, keys: Keys, where: str) -> None:
         if name in keys.neutral:
             refuse_value(getattr(part, name), keys.neutral[name], place)
             continue
-        near = get_close_matches(name, [*keys.required, *keys.optional, *keys.neutral, "cache_control"], n=1)
+        near = get_close_matches(
+            name, [*keys.required, *keys.optional, *keys.neutral, *keys.noted, "cache_control"], n=1
+        )
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise InvalidRequest(f"{place!r} is not a key this server knows{hint}", code="unknown_parameter", param=place)
 
 
-def _turn(turn: TurnBody, where: str) -> list[Message]:
+def _turn(turn: TurnBody, where: str, notes: list[str]) -> list[Message]:
     """The messages that a turn is: a user's may hold results of tools, each a message, and text around them."""
     if isinstance(turn.content, str):
         return [Message(turn.role, turn.content)]
-    blocks = turn.content
+    blocks = [_readable(block, notes) for block in turn.content]
     for i, block in enumerate(blocks):
-        _check_block(block, f"{where}.content.{i}", ALLOWED[turn.role], f"{turn.role} message")
+        _check_block(block, f"{where}.content.{i}", ALLOWED[turn.role], f"{turn.role} message", notes)
     if turn.role == "assistant":
         return [_answer(blocks)]
     if not blocks:
@@ -120,7 +136,7 @@ def _turn(turn: TurnBody, where: str) -> list[Message]:
     after_text = False
     for i, block in enumerate(blocks):
         if block.type == "tool_result":
-            messages.append(_result(block, f"{where}.content.{i}"))
+            messages.append(_result(block, f"{where}.content.{i}", notes))
         elif after_text:
             messages[-1] = Message(turn.role, messages[-1].content + (block.text or ""))
         else:
@@ -129,11 +145,16 @@ def _turn(turn: TurnBody, where: str) -> list[Message]:
     return messages
 
 
-def _check_block(block: Block, where: str, allowed: Sequence[str], parent: str) -> None:
+def _readable(block: Block, notes: list[str]) -> Block:
+    """The block, or the text that stands for one that the policy cannot read."""
+    return Block(type="text", text=omission(block.type, notes)) if block.type in OMITTED else block
+
+
+def _check_block(block: Block, where: str, allowed: Sequence[str], parent: str, notes: list[str]) -> None:
     if block.type in allowed:
-        _check_keys(block, BLOCKS[block.type], where)
+        _check_keys(block, BLOCKS[block.type], where, notes)
         return
-    why = f"does not belong into a {parent}" if block.type in BLOCKS else "cannot be heard: the policy reads text only"
+    why = f"does not belong into a {parent}" if block.type in BLOCKS else "cannot be read: the policy reads text only"
     raise InvalidRequest(f"{where} is of type {block.type!r}, which {why}.", code="unsupported_content", param=where)
 
 
@@ -150,36 +171,47 @@ def _answer(blocks: Sequence[Block]) -> Message:
     )
 
 
-def _result(block: Block, where: str) -> Message:
+def _result(block: Block, where: str, notes: list[str]) -> Message:
     """What a tool said. Templates have no place for `is_error`: it is put into words, unless the tool did so."""
-    text = _text(block.content or "", f"{where}.content")
+    text = _text(block.content or "", f"{where}.content", notes)
     if block.is_error and not text.lower().startswith("error"):
         text = f"Error: {text}"
     return Message("tool", text, tool_call_id=block.tool_use_id or "")
 
 
-def _text(content: str | list[Block], where: str) -> str:
+def _text(content: str | list[Block], where: str, notes: list[str]) -> str:
     if isinstance(content, str):
         return content
-    for i, block in enumerate(content):
-        _check_block(block, f"{where}.{i}", ("text",), where.rpartition(".")[2])
-    return "".join(block.text or "" for block in content)
+    blocks = [_readable(block, notes) for block in content]
+    for i, block in enumerate(blocks):
+        _check_block(block, f"{where}.{i}", ("text",), where.rpartition(".")[2], notes)
+    return "".join(block.text or "" for block in blocks)
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: Tool, index: int, notes: list[str]) -> dict[str, Any]:
+    where = f"tools.{index}"
     if tool.type not in (None, "custom"):
         raise InvalidRequest(
-            f"{where} is of type {tool.type!r}: Anthropic's own tools are not known here, define one with an "
+            f"{where} is of type {tool.type!r}: the policy does not know Anthropic's own tools, define one with an "
             "input_schema.",
             code="unsupported_parameter",
             param=where,
         )
-    _check_keys(tool, TOOL, where)
+    _check_keys(tool, TOOL, where, notes)
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
-def _offered(body: CountBody) -> Sequence[Tool]:
-    return () if body.tool_choice is not None and body.tool_choice.type == "none" else body.tools or ()
+def _offered(body: CountBody, notes: list[str]) -> list[tuple[int, Tool]]:
+    """The tools that the policy is offered, by their places in the request."""
+    if body.tool_choice is not None and body.tool_choice.type == "none":
+        return []
+    offered = []
+    for i, tool in enumerate(body.tools or ()):
+        if (tool.type or "").startswith(PROVIDER_TOOLS):
+            notes.append(f"tool {tool.type} dropped")
+        else:
+            offered.append((i, tool))
+    return offered
 
 
 def _constraint(body: MessagesBody) -> Constraint:
@@ -190,7 +222,7 @@ def _constraint(body: MessagesBody) -> Constraint:
             "tool_choice: a choice of type 'tool', and only such a one, names a tool.", param="tool_choice.name"
         )
     wanted = body.output_config.format if body.output_config is not None else None
-    tools = _offered(body)
+    tools = [tool for _, tool in _offered(body, [])]
     constraint = Constraint(
         schema=wanted.schema_ if wanted is not None else None,
         schema_param="output_config.format",
@@ -204,6 +236,7 @@ def _constraint(body: MessagesBody) -> Constraint:
 
 DIALECT = Dialect(
     path="/v1/messages",
+    keys=KEYS,
     answer=MessageAnswer,
     errors=ANTHROPIC,
     to_request=lambda body, past: to_request(body),

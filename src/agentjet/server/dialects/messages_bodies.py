@@ -1,10 +1,11 @@
 """The body of `POST /v1/messages`, every key of it, and what comes back.
 
-What cannot be honoured is listed here, to be refused by name.
+`KEYS` has the treatment of each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.bodies import Body, Count, Finite, FirstError, JsonObject, RequestBody, StopStrings, Text
-from agentjet.server.dialects.refusals import Neutral
+from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
 
 
 class Open(FirstError):
@@ -51,12 +52,13 @@ class Tool(Open):
 class Keys:
     """The keys of one type. Of a `neutral` one only the values given, and null, are accepted: they ask for nothing.
 
-    `cache_control` is accepted everywhere: it asks nothing of the model.
+    `noted` keys have no effect; `cache_control` is noted everywhere.
     """
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    neutral: Neutral = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    noted: tuple[str, ...] = ()
 
 
 BLOCKS: dict[str, Keys] = {
@@ -69,15 +71,14 @@ BLOCKS: dict[str, Keys] = {
 
 TOOL = Keys(
     required=("name", "input_schema"),
-    optional=("description", "eager_input_streaming", "strict"),
-    neutral={
-        "defer_loading": (False,),
-        "input_examples": ([],),
-        "allowed_callers": (["direct"],),
-    },
+    optional=("description", "strict"),
+    neutral={"allowed_callers": (["direct"],)},
+    noted=("eager_input_streaming", "input_examples", "defer_loading"),
 )
-"""Of a tool that the agent runs itself. `eager_input_streaming` says how its input is cut into events, which it is
-not."""
+"""Of a tool that the agent runs itself."""
+
+PROVIDER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "computer_", "mcp_toolset", "tool_search_tool_")
+"""How the types of tools begin that run at the provider, or work on pictures: the policy is not offered them."""
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     "user": ("text", "tool_result"),
@@ -106,8 +107,8 @@ class Thinking(Body):
     """Whether the model reasons before it answers."""
 
     type: Literal["adaptive", "disabled", "enabled", "between_tools"]
-    budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
+    budget_tokens: Any = None
+    display: Any = None
 
 
 class OutputFormat(Body):
@@ -121,7 +122,8 @@ class OutputConfig(Body):
     """The form of the answer."""
 
     format: OutputFormat | None = None
-    effort: str | None = None
+    effort: Any = None
+    task_budget: Any = None
 
 
 class CountBody(Body):
@@ -134,13 +136,12 @@ class CountBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None
-    """Asks nothing of the model: what was heard before is kept anyway."""
+    cache_control: Any = None
 
-    # Known, and honoured in their neutral form only: see `NEUTRAL`.
+    # Known, and not honoured: see `KEYS`.
     context_management: Any = None
     mcp_servers: Any = None
-    speed: str | None = None
+    speed: Any = None
 
 
 class MessagesBody(CountBody, RequestBody):
@@ -151,26 +152,54 @@ class MessagesBody(CountBody, RequestBody):
     temperature: Annotated[Temperature, Field(le=1)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Int64, Field(ge=0)] | None = None
-    metadata: dict[str, Any] | None = None
-    """For the caller's own use."""
+    metadata: Any = None
+    betas: Any = None
     thread: dict[str, Any] | None = None
     """Asks the server to hold the history. It is refused in the way upon which the SDK sends the history itself."""
 
-    service_tier: str | None = None
+    service_tier: Any = None
     container: Any = None
     diagnostics: Any = None
     inference_geo: Any = None
 
 
-NEUTRAL: Neutral = {
-    "context_management": ({"edits": []},),
-    "mcp_servers": ([],),
-    "speed": ("standard",),
-    "service_tier": ("auto", "standard_only"),
-    "container": (),
-    "diagnostics": (),
-    "inference_geo": (),
+HINT = "the policy alone decides whether and how much it reasons"
+KEYS: RequestKeys = {
+    "model": honoured("and the role, after `@`"),
+    "messages": honoured("text, `tool_use`, `tool_result`, `thinking`; the last message is the user's"),
+    "system": honoured("text or text blocks"),
+    "tools": honoured("with an `input_schema`, also `strict`"),
+    "tool_choice": honoured("also `disable_parallel_tool_use`"),
+    "output_config.format": honoured("[constraints.md](constraints.md)"),
+    "max_tokens": honoured(),
+    "stop_sequences": honoured("up to 16 of up to 1,000 characters"),
+    "temperature": honoured("0, or from 0.01 to 1; 0 is refused in training"),
+    "top_p": honoured(),
+    "top_k": honoured(),
+    "stream": honoured(),
+    "thinking": noted(HINT),
+    "output_config.effort": noted(HINT),
+    "output_config.task_budget": noted(HINT),
+    "context_management": noted("edits of thinking; other edits are refused: the agent edits its history itself"),
+    "cache_control": noted("prefixes are kept anyway"),
+    "metadata": noted(),
+    "betas": noted("so is the header `anthropic-beta`"),
+    "service_tier": noted("there is one tier"),
+    "speed": noted("there is one speed", "standard"),
+    "inference_geo": noted(),
+    "diagnostics": noted(),
+    "mcp_servers": noted("a provider would run their tools; the policy is not offered them", []),
+    "container": refused("no code is executed here"),
+    "thread": refused("the server holds no history"),
+    "tools[].cache_control": noted("prefixes are kept anyway"),
+    "tools[].eager_input_streaming": noted("tool uses are streamed whole"),
+    "tools[].input_examples": noted("the chat template has no place for them", []),
+    "tools[].defer_loading": noted("every tool is offered at once"),
+    "tools[].allowed_callers": refused("the policy calls tools itself", ["direct"]),
+    "messages[].content[].cache_control": noted("prefixes are kept anyway"),
+    "messages[].content[].citations": refused("the policy cites nothing", []),
 }
+BODY = KeyRules(KEYS)
 
 
 class TextBlock(BaseModel):

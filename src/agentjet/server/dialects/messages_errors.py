@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from agentjet.errors import RequestError
+from agentjet.errors import ContextOverflow, RequestError
 from agentjet.server.dialects.dialect import ErrorShape, sse
 
 TYPES = {
@@ -47,6 +47,10 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
     kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     is_named = error.param is None or error.param in error.message
     message = error.message if is_named else f"{error.param}: {error.message}"
+    if isinstance(error, ContextOverflow):  # Claude Code reads both numbers to compact its history.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.maximum - 1} maximum"
+    elif error.code == ContextOverflow.code:
+        message = f"prompt is too long: {error.message}"
     message = message.replace(".function.parameters", ".input_schema")  # What the grammar calls it in any dialect.
     details = AnthropicErrorDetails(error_code=error.code)
     return AnthropicError(error=AnthropicErrorBody(type=kind, message=message, details=details)).model_dump()

@@ -1,36 +1,11 @@
-"""What is known but not honoured, in any dialect: refused by name, unless it asks for nothing."""
+"""What two keys together ask that is not honoured, in any dialect: refused by name."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from pydantic import BaseModel
 
 from agentjet.errors import InvalidRequest
 from agentjet.server.dialects.bodies import RequestBody
-
-Neutral = Mapping[str, tuple[Any, ...]]
-"""The values of a key that ask for nothing; null always does. Any other value is refused."""
-
-
-def refuse_unless_neutral(body: BaseModel, neutral: Neutral) -> None:
-    """Raises `InvalidRequest` naming the first key of `neutral` that asks for something, and the way out. Keys that the
-    body has not are passed over.
-    """
-    for name, values in neutral.items():
-        refuse_value(getattr(body, name, None), values, name)
-
-
-def refuse_value(value: Any, neutral: tuple[Any, ...], where: str) -> None:
-    """The same for one value, which stands at `where`."""
-    if value is None or value in neutral:
-        return
-    either = " or ".join(map(_shown, neutral))
-    way_out = f"leave it out or use {either}" if neutral else "leave it out"
-    raise InvalidRequest(
-        f"{where} = {_shown(value)} is not supported: {way_out}.", code="unsupported_parameter", param=where
-    )
 
 
 def refuse_other_tokens(num_likeliest: int | None, where: str) -> None:
@@ -48,8 +23,3 @@ def refuse_idle_stream_options(body: RequestBody, options: BaseModel | None) -> 
     """Raises `InvalidRequest` for options of a stream that is not asked for."""
     if options is not None and not body.stream:
         raise InvalidRequest("stream_options need stream = true.", param="stream_options")
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

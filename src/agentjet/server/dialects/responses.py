@@ -7,19 +7,20 @@ sent back: its conversation is taken from what was recorded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentjet.errors import InvalidRequest, NotFound, RequestError
 from agentjet.gateway.requests import CallRequest
-from agentjet.server.dialects.constraints import ANY_OBJECT, checked, function_tool, named_function
+from agentjet.server.dialects.constraints import ANY_OBJECT, checked, named_function
 from agentjet.server.dialects.dialect import Dialect, ErrorShape, Past, sse
 from agentjet.server.dialects.errors import OpenAIError, openai_error
-from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens, refuse_unless_neutral
+from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens
 from agentjet.server.dialects.responses_answers import to_answer, to_events
-from agentjet.server.dialects.responses_bodies import NEUTRAL, Format, FunctionTool, ResponsesBody
+from agentjet.server.dialects.responses_bodies import BODY, INCLUDED, KEYS, Format, ResponsesBody
 from agentjet.server.dialects.responses_items import to_messages
 from agentjet.server.dialects.responses_shapes import ResponseAnswer
+from agentjet.server.dialects.responses_tools import Offered, called, offered
 from agentjet.types import Constraint, Conversation, Message
 
 PARAMS = {"messages": "input"}
@@ -28,24 +29,26 @@ PARAMS = {"messages": "input"}
 
 def to_request(body: ResponsesBody, past: Past) -> CallRequest:
     """The canonical request. Raises `RequestError` naming the first thing that cannot be honoured."""
-    refuse_unless_neutral(body, NEUTRAL)
     refuse_other_tokens(body.top_logprobs, "top_logprobs")
     refuse_idle_stream_options(body, body.stream_options)
+    notes = BODY.judge(body)
+    notes += [f"include: {name}" for name in body.include or () if name not in INCLUDED]
     instructions = (Message("system", body.instructions),) if body.instructions else ()
-    said = [Message("user", body.input)] if isinstance(body.input, str) else to_messages(body.input, past)
-    offered = [_tool(tool, i) for i, tool in enumerate(body.tools or ())]
+    said = [Message("user", body.input)] if isinstance(body.input, str) else to_messages(body.input, past, notes)
+    tools = [] if body.tool_choice == "none" else offered(body.tools or (), notes)
     return CallRequest(
         conversation=Conversation(
             (*instructions, *_continued(body.previous_response_id, past), *said),
-            () if body.tool_choice == "none" else tuple(offered),
+            tuple(tool.definition for tool in tools),
             instructed=bool(instructions),
         ),
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
-        constraint=_constraint(body),
+        constraint=_constraint(body, tools),
         stream=bool(body.stream),
-        unreasoned="reasoning.effort" if body.reasoning is not None and body.reasoning.effort is not None else "",
+        model=body.model,
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -64,32 +67,18 @@ def _continued(response_id: str | None, past: Past) -> tuple[Message, ...]:
     return (*asked.messages[1 if asked.instructed else 0 :], answer)
 
 
-def _tool(tool: FunctionTool, index: int) -> dict[str, Any]:
-    where = f"tools.{index}"
-    if tool.type != "function":
-        raise InvalidRequest(
-            f"{where} is of type {tool.type!r}: no tools are run here, define a function and run it yourself.",
-            code="unsupported_parameter",
-            param=where,
-        )
-    if tool.name is None:
-        raise InvalidRequest(f"{where}.name is missing.", code="invalid_value", param=f"{where}.name")
-    return function_tool(tool.name, tool.description, tool.parameters)
-
-
-def _constraint(body: ResponsesBody) -> Constraint:
+def _constraint(body: ResponsesBody, tools: Sequence[Offered]) -> Constraint:
     """What `text.format`, `tool_choice`, `parallel_tool_calls` and strict tools ask of the answer."""
-    tools = [] if body.tool_choice == "none" else body.tools or []
     choice = body.tool_choice
     constraint = Constraint(
         schema=_schema(body.text.format if body.text else None),
         schema_param="text.format",
         calls="required" if choice == "required" or isinstance(choice, dict) else "auto",
         function=_named(choice) if isinstance(choice, dict) else "",
-        strict=frozenset(tool.name or "" for tool in tools if tool.strict),
+        strict=frozenset(tool.called for tool in tools if tool.strict),
         parallel=body.parallel_tool_calls is not False,
     )
-    return checked(constraint, [tool.name or "" for tool in tools])
+    return checked(constraint, [tool.called for tool in tools])
 
 
 def _schema(given: Format | None) -> Mapping[str, Any] | None:
@@ -103,7 +92,10 @@ def _schema(given: Format | None) -> Mapping[str, Any] | None:
 
 
 def _named(choice: Mapping[str, Any]) -> str:
-    return named_function(choice, choice, "{'type': 'function', 'name': ...}")
+    if choice.get("type") == "custom":
+        choice = {**choice, "type": "function"}
+    name = named_function(choice, choice, "{'type': 'function' or 'custom', 'name': ...}")
+    return called(choice.get("namespace"), name)
 
 
 def _error(error: RequestError) -> dict[str, Any]:
@@ -122,6 +114,7 @@ def _error_event(error: RequestError, num_sent: int) -> str:
 
 DIALECT = Dialect(
     path="/v1/responses",
+    keys=KEYS,
     answer=ResponseAnswer,
     errors=ErrorShape(model=OpenAIError, body=_error, event=_error_event),
     to_request=to_request,

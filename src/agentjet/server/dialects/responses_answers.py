@@ -15,6 +15,7 @@ from agentjet.server.dialects.responses_shapes import (
     Incomplete,
     LogprobShape,
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
@@ -23,6 +24,8 @@ from agentjet.server.dialects.responses_shapes import (
     ResponseAnswer,
     ResponseUsage,
 )
+from agentjet.server.dialects.responses_tools import Offered, offered, to_input
+from agentjet.types import ToolCall
 
 
 async def to_answer(chunks: Chunks, body: ResponsesBody, head: Head) -> ResponseAnswer:
@@ -87,7 +90,7 @@ class _Items:
         for index, item in enumerate(output):
             if index < self._index:
                 continue
-            if isinstance(item, OutputCall):
+            if isinstance(item, OutputCall | OutputCustomCall):
                 yield from self._call(item)
             else:
                 yield from self._to(item.type)
@@ -121,13 +124,16 @@ class _Items:
         yield "output_item.done", {"output_index": self._index, "item": item.model_dump()}
         self._open = ""
 
-    def _call(self, item: OutputCall) -> Iterator[Payload]:
+    def _call(self, item: OutputCall | OutputCustomCall) -> Iterator[Payload]:
         self._index += 1
         at = {"item_id": item.id, "output_index": self._index}
-        empty = item.model_copy(update={"arguments": "", "status": "in_progress"})
+        key = "arguments" if isinstance(item, OutputCall) else "input"
+        kind = "function_call_arguments" if isinstance(item, OutputCall) else "custom_tool_call_input"
+        text = getattr(item, key)
+        empty = item.model_copy(update={key: "", "status": "in_progress"})
         yield "output_item.added", {"output_index": self._index, "item": empty.model_dump()}
-        yield "function_call_arguments.delta", {**at, "delta": item.arguments}
-        yield "function_call_arguments.done", {**at, "name": item.name, "arguments": item.arguments}
+        yield f"{kind}.delta", {**at, "delta": text}
+        yield f"{kind}.done", {**at, "name": item.name, key: text}
         yield "output_item.done", {"output_index": self._index, "item": item.model_dump()}
 
     @property
@@ -151,14 +157,9 @@ def _ended(gathered: Gathered, body: ResponsesBody, head: Head) -> ResponseAnswe
         output.append(_reasoning(body, head, said.reasoning, "completed"))
     if said.content or not said.tool_calls:  # An answer that says nothing is an empty message: agents look for one.
         output.append(_message(head, said.content, "completed", _logprobs(body, gathered.tokens[0])))
+    tools = {tool.called: tool for tool in offered(body.tools or (), [])}
     output += [
-        OutputCall(
-            id=f"{item_id('fc', head.id)}_{i}",
-            call_id=tool_call.id,
-            name=tool_call.name,
-            arguments=tool_call.arguments,
-            status="completed",
-        )
+        _tool_call(f"{head.id}_{i}", tool_call, tools.get(tool_call.name))
         for i, tool_call in enumerate(said.tool_calls)
     ]
     output[-1].status = status
@@ -174,6 +175,15 @@ def _ended(gathered: Gathered, body: ResponsesBody, head: Head) -> ResponseAnswe
             ),
         }
     )
+
+
+def _tool_call(number: str, call: ToolCall, tool: Offered | None) -> OutputCall | OutputCustomCall:
+    """A call as an item. One of a tool that was not offered is a function call."""
+    name, namespace = (tool.name, tool.namespace or None) if tool is not None else (call.name, None)
+    common: dict[str, Any] = {"call_id": call.id, "name": name, "namespace": namespace, "status": "completed"}
+    if tool is not None and tool.is_custom:
+        return OutputCustomCall(id=item_id("ctc", number), input=to_input(call.arguments), **common)
+    return OutputCall(id=item_id("fc", number), arguments=call.arguments, **common)
 
 
 def _reasoning(body: ResponsesBody, head: Head, text: str, status: Status) -> OutputReasoning:
@@ -209,17 +219,17 @@ def _response(body: ResponsesBody, head: Head, status: Status, output: list[Outp
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
-        reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        reasoning={"effort": None, "summary": None},
         store=body.store is not False,
         temperature=body.temperature,
         text={"format": shape.model_dump(by_alias=True, exclude_none=True) if shape else {"type": "text"}},
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
         tools=[_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
         top_p=body.top_p,
-        user=body.user,
+        user=body.user if isinstance(body.user, str) else None,
     )
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """With the keys that SDKs count on."""
-    return {"parameters": None, "strict": False, **tool}
+    return {"parameters": None, "strict": False, **tool} if tool["type"] == "function" else tool

@@ -1,17 +1,17 @@
 """The body of `POST /v1/responses`, every key of it.
 
-What cannot be honoured is listed here, to be refused by name.
+`KEYS` has the treatment of each.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from agentjet.protocol import Temperature
-from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, Part, RequestBody, Text
-from agentjet.server.dialects.refusals import Neutral
+from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, Part, RequestBody, Text, plain
+from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -40,7 +40,8 @@ class MessageItem(Body):
     content: str | list[ItemPart]
     id: str | None = None
     status: Status | None = None
-    phase: str | None = None
+    phase: Any = None
+    metadata: Any = None
 
 
 class FunctionCallItem(Body):
@@ -52,21 +53,37 @@ class FunctionCallItem(Body):
     arguments: str
     id: str | None = None
     status: Status | None = None
-    namespace: None = None
+    namespace: Text | None = None
     caller: Any = None
+    metadata: Any = None
+
+
+class CustomCallItem(Body):
+    """A call of a custom tool; `input` is text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: Text
+    id: str | None = None
+    status: Status | None = None
+    namespace: Text | None = None
+    caller: Any = None
+    metadata: Any = None
 
 
 class FunctionOutputItem(Body):
-    """What a function returned."""
+    """What a function or a custom tool returned."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: str | list[ItemPart]
     id: str | None = None
     name: str | None = None
     status: Status | None = None
-    namespace: None = None
+    namespace: Text | None = None
     caller: Any = None
+    metadata: Any = None
 
 
 class ReasoningItem(Body):
@@ -99,27 +116,35 @@ def _kind(item: Any) -> str | None:
 Item = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
     | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+    | Annotated[FunctionOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[ItemReference, Tag("<item_reference>")],
     Discriminator(
         _kind,
         custom_error_type="unsupported_item",
-        custom_error_message="Input should be an item of type message, function_call, function_call_output, reasoning "
-        "or item_reference",
+        custom_error_message="Input should be an item of type message, function_call, function_call_output, "
+        "custom_tool_call, custom_tool_call_output, reasoning or item_reference",
     ),
 ]
 
 
-class FunctionTool(Body):
-    """A tool definition; `parameters` is a JSON schema. Tools that a provider runs are not known here."""
+class ResponsesTool(BaseModel):
+    """A tool definition: a function, whose `parameters` is a JSON schema, or one that is not offered."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     type: Text
     name: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_json(cls, given: Any) -> Any:
+        return plain(given) if isinstance(given, dict) else given  # The answer repeats it.
 
 
 class Format(Body):
@@ -138,17 +163,17 @@ class TextConfig(Body):
     """How the answer's text is to be."""
 
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Any = None
 
 
 class ReasoningConfig(Body):
-    """How the model is to reason. The policy alone decides that; `none` is what a model without reasoning does."""
+    """How the model is to reason. The policy alone decides that."""
 
-    effort: Literal["none"] | None = None
-    summary: None = None
-    generate_summary: None = None
-    context: Literal["auto"] | None = None
-    mode: None = None
+    effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
 
 
 class StreamShape(Body):
@@ -165,12 +190,12 @@ class ResponsesBody(RequestBody):
     """The system message of this request alone: one that continues it does not inherit it."""
     previous_response_id: Text | None = None
     """An earlier answer of this episode and role, whose conversation is continued."""
-    tools: list[FunctionTool] | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    include: list[Text] | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[Temperature, Field(le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
@@ -180,38 +205,81 @@ class ResponsesBody(RequestBody):
     """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""
     stream_options: StreamShape | None = None
 
-    # Names for the caller's own use, which ask nothing of the model.
+    # Known, and not honoured: see `KEYS`.
     user: Text | None = None
     metadata: dict[Text, Text] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    # Known, and honoured in their neutral form only: see `NEUTRAL`.
+    client_metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    moderation: Any = None
+    access_programs: Any = None
     background: bool | None = None
     truncation: str | None = None
-    service_tier: str | None = None
-    access_programs: Any = None
     context_management: Any = None
     conversation: Any = None
     image: Any = None
     max_tool_calls: int | None = None
-    moderation: Any = None
     prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
 
 
-NEUTRAL: Neutral = {
-    "background": (False,),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
-    "access_programs": (),
-    "context_management": (),
-    "conversation": (),
-    "image": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "prompt": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+HINT = "the policy alone decides whether and how much it reasons"
+INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+"""What can be included in an answer. Anything else is of tools that a provider runs, and noted."""
+KEYS: RequestKeys = {
+    "model": honoured("and the role, after `@`"),
+    "input": honoured(
+        "text, or items: messages, `function_call`, `custom_tool_call` and their outputs, `reasoning`, `item_reference`"
+    ),
+    "instructions": honoured("of this request alone"),
+    "previous_response_id": honoured("an earlier answer of this episode and role"),
+    "tools": honoured("of type `function` (also `strict`), `custom` and `namespace`"),
+    "tool_choice": honoured(),
+    "parallel_tool_calls": honoured(),
+    "text.format": honoured("[constraints.md](constraints.md)"),
+    "include": honoured("`reasoning.encrypted_content`, `message.output_text.logprobs`; others are noted"),
+    "max_output_tokens": honoured(),
+    "temperature": honoured("0, or from 0.01 to 2; 0 is refused in training"),
+    "top_p": honoured(),
+    "stream": honoured(),
+    "stream_options": honoured("`include_obfuscation: false`"),
+    "store": honoured("either way, an episode remembers its answers as long as it lives"),
+    "text.verbosity": noted("the prompt says how long the answer is to be"),
+    "reasoning.effort": noted(HINT),
+    "reasoning.summary": noted("answers have the reasoning itself"),
+    "reasoning.generate_summary": noted("answers have the reasoning itself"),
+    "reasoning.context": noted("[`job.history`](timelines.md#jobhistory) decides", "auto"),
+    "reasoning.mode": noted(HINT),
+    "user": noted(),
+    "metadata": noted("the answer repeats it"),
+    "client_metadata": noted(),
+    "safety_identifier": noted(),
+    "prompt_cache_key": noted("prefixes are kept anyway"),
+    "prompt_cache_options": noted("prefixes are kept anyway"),
+    "prompt_cache_retention": noted("prefixes are kept anyway"),
+    "service_tier": noted("there is one tier"),
+    "moderation": noted(),
+    "access_programs": noted(),
+    "tools[].defer_loading": noted("every tool is offered at once", False),
+    "tools[].output_schema": noted("the chat template has no place for it"),
+    "tools[].annotations": noted("the chat template has no place for it"),
+    "tools[].async": noted("the agent decides when it runs a tool", False),
+    "tools[].allowed_callers": refused("the policy calls tools itself", ["direct"]),
+    "top_logprobs": refused("the sampler reports the token that it sampled, not the others", 0),
+    "background": refused("ask with `stream`", False),
+    "truncation": refused("the server edits no history", "disabled"),
+    "context_management": refused("the server edits no history", []),
+    "conversation": refused("use `previous_response_id`, or send the conversation"),
+    "image": refused("the policy reads text only"),
+    "max_tool_calls": refused("the agent runs the tools"),
+    "prompt": refused("the server keeps no prompts"),
 }
+BODY = KeyRules(KEYS)
+
+PROVIDER_TOOLS = (
+    "web_search", "file_search", "code_interpreter", "computer", "mcp", "image_generation", "tool_search",
+    "programmatic_tool_calling",
+)  # fmt: skip
+"""How the types of tools begin that run at the provider, or work on pictures: the policy is not offered them."""

@@ -1,8 +1,8 @@
 """The items of a Responses request as messages: what a model said in one answer comes back in several items.
 
-Reasoning, text and function calls of one answer, in this order, are one assistant message again. Ids name the call they
-come from (`rs_<call>`, `msg_<call>`, `fc_<call>_<number>`), so that two answers in a row stay two, and references to
-items can be followed.
+Reasoning, text and tool calls of one answer, in this order, are one assistant message again. Ids name the call they
+come from (`rs_<call>`, `msg_<call>`, `fc_<call>_<number>`, `ctc_<call>_<number>`), so that two answers in a row stay
+two, and references to items can be followed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from agentjet.errors import InvalidRequest, NotFound
 from agentjet.server.dialects.bodies import text_of
 from agentjet.server.dialects.dialect import Past
 from agentjet.server.dialects.responses_bodies import (
+    CustomCallItem,
     FunctionCallItem,
     FunctionOutputItem,
     Item,
@@ -24,9 +25,12 @@ from agentjet.server.dialects.responses_bodies import (
     MessageItem,
     ReasoningItem,
 )
+from agentjet.server.dialects.responses_tools import called, to_arguments
 from agentjet.types import Message, ToolCall
 
-_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_([0-9]{1,4}))?")
+CallItem = FunctionCallItem | CustomCallItem
+
+_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{32})(?:_([0-9]{1,4}))?")
 _CALL_ID = re.compile(r"call_([0-9a-f]{12})_[0-9]+")
 
 
@@ -40,19 +44,22 @@ def seal(reasoning: str) -> str:
     return base64.b64encode(reasoning.encode(errors="surrogatepass")).decode()
 
 
-def to_messages(items: Sequence[Item], past: Past) -> list[Message]:
-    """The messages that items are. Raises `InvalidRequest` or `NotFound` naming the item."""
+def to_messages(items: Sequence[Item], past: Past, notes: list[str]) -> list[Message]:
+    """The messages that items are. Adds to `notes` what is not read.
+
+    Raises `InvalidRequest` or `NotFound` naming the item.
+    """
     messages: list[Message] = []
     last = _Spoken(Message("assistant"), "")
     for i, item in enumerate(items):
         where = f"input.{i}"
         if isinstance(item, FunctionOutputItem):
-            messages.append(Message("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id))
+            messages.append(Message("tool", _text(item.output, f"{where}.output", notes), tool_call_id=item.call_id))
         elif isinstance(item, MessageItem) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            messages.append(Message(role, _text(item.content, f"{where}.content")))
+            messages.append(Message(role, _text(item.content, f"{where}.content", notes)))
         else:
-            spoken = _spoken(item, where, past)
+            spoken = _spoken(item, where, past, notes)
             at = _place(messages, last, spoken)
             if at is None:
                 messages.append(spoken.message)
@@ -62,8 +69,8 @@ def to_messages(items: Sequence[Item], past: Past) -> list[Message]:
     return messages
 
 
-def _text(content: str | Sequence[ItemPart], where: str) -> str:
-    return text_of(content, ("input_text", "output_text"), where)
+def _text(content: str | Sequence[ItemPart], where: str, notes: list[str]) -> str:
+    return text_of(content, ("input_text", "output_text"), where, notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +88,27 @@ class _Spoken:
         return 0 if self.message.reasoning else 1
 
 
-def _spoken(item: MessageItem | FunctionCallItem | ReasoningItem | ItemReference, where: str, past: Past) -> _Spoken:
+def _spoken(
+    item: MessageItem | CallItem | ReasoningItem | ItemReference, where: str, past: Past, notes: list[str]
+) -> _Spoken:
     origin = _origin(item)
     if isinstance(item, ItemReference):
         return _Spoken(_recalled(item.id, where, past), origin)
     if isinstance(item, FunctionCallItem):
-        return _Spoken(Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, item.arguments),)), origin)
+        call = ToolCall(item.call_id, called(item.namespace, item.name), item.arguments)
+        return _Spoken(Message("assistant", tool_calls=(call,)), origin)
+    if isinstance(item, CustomCallItem):
+        call = ToolCall(item.call_id, called(item.namespace, item.name), to_arguments(item.input))
+        return _Spoken(Message("assistant", tool_calls=(call,)), origin)
     if isinstance(item, ReasoningItem):
         return _Spoken(Message("assistant", reasoning=_reasoning(item, where)), origin)
-    return _Spoken(Message("assistant", _text(item.content, f"{where}.content")), origin)
+    return _Spoken(Message("assistant", _text(item.content, f"{where}.content", notes)), origin)
 
 
-def _origin(item: MessageItem | FunctionCallItem | ReasoningItem | ItemReference) -> str:
+def _origin(item: MessageItem | CallItem | ReasoningItem | ItemReference) -> str:
     """The first digits of the id of the call that an item is of; empty where it cannot be told."""
     found = _ID.fullmatch(item.id or "")
-    if found is None and isinstance(item, FunctionCallItem):
+    if found is None and isinstance(item, CallItem):
         found = _CALL_ID.fullmatch(item.call_id)
     return found[1][:12] if found else ""
 
@@ -154,7 +167,7 @@ def _recalled(id_: str, where: str, past: Past) -> Message:
         if id_.startswith("msg_"):
             return Message("assistant", answer.content)
         calls = answer.tool_calls[int(found[2]) : int(found[2]) + 1] if found[2] else ()
-        if id_.startswith("fc_") and calls:
+        if id_.startswith(("fc_", "ctc_")) and calls:
             return Message("assistant", tool_calls=calls)
     raise NotFound(
         f"Item {id_!r} is not of this episode and role: send the item itself.",

@@ -64,9 +64,22 @@ class OutputCall(BaseModel):
     name: str
     arguments: str
     status: Status
+    namespace: str | None = None
 
 
-OutputItem = OutputReasoning | OutputMessage | OutputCall
+class OutputCustomCall(BaseModel):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Status
+    namespace: str | None = None
+
+
+OutputItem = OutputReasoning | OutputMessage | OutputCall | OutputCustomCall
 
 
 class InputDetails(BaseModel):

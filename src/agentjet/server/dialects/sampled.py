@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from agentjet.gateway.requests import CallRequest
 from agentjet.protocol import Int64, Temperature
 from agentjet.server.dialects.bodies import Body, Finite, RequestBody, StopString, StopStrings
+from agentjet.server.dialects.request_keys import RequestKeys, honoured
 from agentjet.types import ANY_ANSWER, Constraint, Conversation
 
 
@@ -20,7 +22,7 @@ class StreamOptions(Body):
 
 
 class SampledBody(RequestBody):
-    """The keys for it, but for the length of the answer."""
+    """The keys for it, without the length of the answer."""
 
     temperature: Annotated[Temperature, Field(le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
@@ -32,8 +34,26 @@ class SampledBody(RequestBody):
     stream_options: StreamOptions | None = None
 
 
+SAMPLED_KEYS: RequestKeys = {
+    "model": honoured("and the role, after `@`"),
+    "temperature": honoured("0, or from 0.01 to 2; 0 is refused in training"),
+    "top_p": honoured(),
+    "top_k": honoured("an extension; 0 and -1 truncate nothing"),
+    "seed": honoured("a whole number of 64 bits"),
+    "stop": honoured("up to 16 of up to 1,000 characters"),
+    "n": honoured("up to 64"),
+    "stream": honoured(),
+    "stream_options": honoured("`include_usage`"),
+}
+"""Of both dialects."""
+
+
 def sampled_request(
-    body: SampledBody, conversation: Conversation, max_tokens: int | None, constraint: Constraint = ANY_ANSWER
+    body: SampledBody,
+    conversation: Conversation,
+    max_tokens: int | None,
+    constraint: Constraint = ANY_ANSWER,
+    notes: Sequence[str] = (),
 ) -> CallRequest:
     """The canonical request that a body is."""
     return CallRequest(
@@ -47,4 +67,6 @@ def sampled_request(
         constraint=constraint,
         choices=body.n or 1,
         stream=bool(body.stream),
+        model=body.model,
+        notes=tuple(dict.fromkeys(notes)),
     )

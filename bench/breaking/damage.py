@@ -1,0 +1,195 @@
+"""Kinds of damage that a disk, a copy, or an operator does to the checkpoints of a data dir.
+
+Each function gets the folder `checkpoints/` of a server that has stopped, with two checkpoints or more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentjet.compute.embedded.digests import STATE, seal
+from bench.breaking.victims import ROOT, environment
+
+WEIGHTS = "policy/model.safetensors"
+CONFIG = "policy/config.json"
+TRAINER = "trainer.pt"
+Damage = Callable[[Path], None]
+
+
+def ordered(checkpoints: Path) -> list[Path]:
+    """The checkpoint folders, oldest first."""
+    return sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
+
+
+def _newest(checkpoints: Path) -> Path:
+    return ordered(checkpoints)[-1]
+
+
+def _flip(file: str, place: float, checkpoints: Path) -> None:
+    """Flip one bit; `place` is a fraction of the file's length."""
+    path = _newest(checkpoints) / file
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 0x04
+    path.write_bytes(content)
+
+
+def _truncate(file: str, checkpoints: Path) -> None:
+    path = _newest(checkpoints) / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _zero(file: str, checkpoints: Path) -> None:
+    """As a file system leaves a file that was never flushed: as long as it was, without its content."""
+    path = _newest(checkpoints) / file
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _empty(file: str, checkpoints: Path) -> None:
+    (_newest(checkpoints) / file).write_bytes(b"")
+
+
+def _delete(file: str, checkpoints: Path) -> None:
+    (_newest(checkpoints) / file).unlink()
+
+
+def _edit(checkpoints: Path, **changes: object) -> None:
+    """Change the state and leave its digest; a value of None takes the key away."""
+    path = _newest(checkpoints) / STATE
+    state = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in state.items() if value is not None}))
+
+
+def _off_by(versions: int, checkpoints: Path) -> None:
+    _edit(
+        checkpoints, policy_version=json.loads((_newest(checkpoints) / STATE).read_text())["policy_version"] + versions
+    )
+
+
+def _sealed_again(folder: Path, policy_version: int) -> None:
+    """Give a checkpoint another version with digests that agree: only the journal can tell."""
+    state = json.loads((folder / STATE).read_text())
+    (folder / STATE).unlink()
+    seal(folder, {**_bare(state), "policy_version": policy_version})
+
+
+def _bare(state: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in state.items() if key not in ("format", "files", "digest")}
+
+
+def _older_one_renamed(checkpoints: Path) -> None:
+    older, newest = ordered(checkpoints)[-2:]
+    shutil.rmtree(newest)
+    shutil.copytree(older, newest)
+
+
+def _of_another_run(checkpoints: Path) -> None:
+    newest = _newest(checkpoints)
+    _older_one_renamed(checkpoints)
+    _sealed_again(newest, int(newest.name.removeprefix("step_")))
+
+
+def _of_the_future(checkpoints: Path) -> None:
+    newest = _newest(checkpoints)
+    version = int(newest.name.removeprefix("step_")) + 5
+    shutil.copytree(newest, newest.with_name(f"step_{version:06d}"))
+    _sealed_again(newest.with_name(f"step_{version:06d}"), version)
+
+
+def _without_digests(checkpoints: Path) -> None:
+    """As AgentJet 0.1 wrote it, but of another run."""
+    _of_another_run(checkpoints)
+    path = _newest(checkpoints) / STATE
+    path.write_text(json.dumps({**_bare(json.loads(path.read_text())), "format": 1}))
+
+
+def _without_files(checkpoints: Path) -> None:
+    newest = _newest(checkpoints)
+    shutil.rmtree(newest)
+    newest.mkdir()
+
+
+def _half_written(checkpoints: Path) -> None:
+    """What a crash leaves beside the newest one, under the names of a write and under that of a checkpoint."""
+    newest = _newest(checkpoints)
+    later = f"step_{int(newest.name.removeprefix('step_')) + 1:06d}"
+    for name in (f".{later}.new", f"..{later}.new.partial", later):
+        shutil.copytree(newest / "policy", checkpoints / name / "policy")
+
+
+def _every(damage: Damage, checkpoints: Path) -> None:
+    """The same to every checkpoint, oldest first."""
+    aside = checkpoints.with_name("aside")
+    aside.mkdir()
+    for path in ordered(checkpoints):
+        path.rename(aside / path.name)
+    for path in ordered(aside):
+        path.rename(checkpoints / path.name)
+        damage(checkpoints)
+    aside.rmdir()
+
+
+def _gone(checkpoints: Path) -> None:
+    shutil.rmtree(_newest(checkpoints))
+
+
+NEWEST: dict[str, Damage] = {
+    "a bit of the weights": partial(_flip, WEIGHTS, 0.7),
+    "a bit of the weights' header": partial(_flip, WEIGHTS, 0.001),
+    "a bit of the model's config": partial(_flip, CONFIG, 0.5),
+    "a bit of the optimiser's tensors": partial(_flip, TRAINER, 0.5),
+    "a bit of the optimiser's pickle": partial(_flip, TRAINER, 0.0005),
+    "a bit of the optimiser's index": partial(_flip, TRAINER, 0.9995),
+    "a bit of the state": partial(_flip, STATE, 0.1),
+    "a bit of the state's digest": partial(_flip, STATE, 0.99),
+    "weights cut": partial(_truncate, WEIGHTS),
+    "optimiser cut": partial(_truncate, TRAINER),
+    "state cut": partial(_truncate, STATE),
+    "weights zeroed": partial(_zero, WEIGHTS),
+    "optimiser zeroed": partial(_zero, TRAINER),
+    "state zeroed": partial(_zero, STATE),
+    "optimiser empty": partial(_empty, TRAINER),
+    "weights gone": partial(_delete, WEIGHTS),
+    "optimiser gone": partial(_delete, TRAINER),
+    "state gone": partial(_delete, STATE),
+    "version too low": partial(_off_by, -1),
+    "version too high": partial(_off_by, 1),
+    "state without a version": partial(_edit, policy_version=None),
+    "state without digests": partial(_edit, files=None, digest=None),
+    "another format": partial(_edit, format=9),
+    "an older one under its name": _older_one_renamed,
+    "one of another run": _of_another_run,
+    "one of another run, of version 0.1": _without_digests,
+    "one of another run with a later version": _of_the_future,
+    "folder empty": _without_files,
+    "folder gone": _gone,
+    "later ones half written": _half_written,
+}
+"""Done to the newest checkpoint: the one before must lead to the same weights."""
+ALL: dict[str, Damage] = {
+    "a bit of every optimiser": partial(_every, partial(_flip, TRAINER, 0.5)),
+    "every state gone": partial(_every, partial(_delete, STATE)),
+    "every folder gone": partial(_every, _gone),
+}
+"""Done to every checkpoint: the start must be refused, or the journal lead to the same weights."""
+
+
+async def verdicts(settings: Path, exported: Path, number: int | None) -> list[dict[str, Any]]:
+    """Run `bench.breaking.recovery`, in a process of its own so that this one never loads torch."""
+    few = [] if number is None else [str(number)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.breaking.recovery", str(settings), str(exported), *few),
+        cwd=ROOT,
+        env=environment(),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, f"bench.breaking.recovery ended with exit code {process.returncode}"
+    judged: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return judged

@@ -1,0 +1,176 @@
+"""Start after damage: does a data dir with damaged checkpoints come back to the same weights?
+
+`python -m bench.breaking.recovery SETTINGS EXPORT [NUMBER]` damages copies of the data dir of a server that stopped, in
+every way or in `NUMBER` of each list, and starts twice on each. EXPORT is the policy that the server ended with. The
+last line is JSON. Gateway and engine are the real ones; the worker is a real one in this process, without sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentjet.compute.embedded.worker import Worker
+from agentjet.config import JobConfig, ServeConfig
+from agentjet.errors import AgentJetError, ComputeError, WorkerDied
+from agentjet.gateway import Gateway
+from agentjet.timeline.forest import Forest
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
+from bench.breaking.damage import ALL, NEWEST, Damage, ordered
+from bench.breaking.reference import WEIGHTS
+
+SECONDS = 60.0
+"""For a start to come to an end of either kind."""
+MAX_STARTS = 2
+"""Workers that one recovery may take."""
+
+
+class LocalWorker:
+    """A `Compute` whose worker is an object in this process, which loads its model once. It does not sample."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._worker = Worker(io.BytesIO())
+        self._card = ModelCard(**self._worker._start(config.model_dump(mode="json"), ""))
+        self._first = copy.deepcopy(self._worker.learner.state())
+        self.num_starts = 0
+
+    async def start(self, *, dtype: str = "") -> ModelCard:
+        self.num_starts += 1
+        self._worker.learner.restore(copy.deepcopy(self._first))
+        self._worker._metrics = {}
+        self._worker._change_version(0)
+        return self._card
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+        raise ComputeError("this worker does not sample")
+        yield
+
+    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+        return self._done("_learn", batch_id, forest.to_wire(), job.model_dump(mode="json"))
+
+    async def save(self, path: Path) -> CheckpointStamp:
+        return CheckpointStamp(**self._done("_save", str(path)))
+
+    async def load(self, path: Path) -> CheckpointStamp:
+        return CheckpointStamp(**self._done("_load", str(path)))
+
+    async def export(self, path: Path) -> None:
+        self._done("_export", str(path))
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    async def died(self) -> WorkerDied:
+        return await asyncio.Future()
+
+    def _done(self, verb: str, *arguments: Any) -> Any:
+        """As the real one's loop, which makes a `ComputeError` of what is not ours."""
+        try:
+            return getattr(self._worker, verb)(*arguments)
+        except AgentJetError:
+            raise
+        except Exception as error:
+            raise ComputeError(f"{verb} failed: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start on a data dir, come to an end."""
+
+    end: str
+    """`recovered`, `refused` or `stuck`."""
+    policy_version: int = -1
+    weights: bytes = b""
+    why: str = ""
+
+
+async def start(config: ServeConfig, compute: LocalWorker) -> Start:
+    """Start a gateway, have it write a checkpoint, stop it."""
+    compute.num_starts = 0
+    gateway = Gateway(config, compute)
+    try:
+        await gateway.start()
+        await asyncio.wait_for(gateway.ready(), SECONDS)
+        if compute.num_starts > MAX_STARTS:
+            return Start("stuck", why=f"{compute.num_starts} workers")
+        await gateway.checkpoint()
+        exported = config.server.data_dir / "exported"
+        await compute.export(exported)
+        return Start("recovered", gateway.swarm.policy_version, (exported / WEIGHTS).read_bytes())
+    except TimeoutError:
+        return Start("stuck", why=gateway.status().waiting_for)
+    except AgentJetError as error:
+        return Start("stuck" if compute.num_starts > MAX_STARTS else "refused", why=f"{type(error).__name__}: {error}")
+    finally:
+        await gateway.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a kind of damage came to."""
+
+    kind: str
+    end: str
+    silent: bool
+    """Another policy than the undisturbed one was served, or an end that a second start does not repeat."""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """A server that has stopped, before anything is damaged."""
+
+    config: ServeConfig
+    policy_version: int
+    weights: bytes
+
+
+async def judge(kind: str, damage: Damage, undisturbed: Undisturbed, compute: LocalWorker) -> Verdict:
+    """Damage a copy of the data dir, then start on it twice. The second start takes what the first one left."""
+    config = undisturbed.config
+    with tempfile.TemporaryDirectory() as made:
+        copied = Path(made) / "data"
+        shutil.copytree(config.server.data_dir, copied, ignore=shutil.ignore_patterns("exports", "*.lock", "logs"))
+        damage(copied / "checkpoints")
+        server = config.server.model_copy(update={"data_dir": copied})
+        starts = [await start(config.model_copy(update={"server": server}), compute) for _ in range(2)]
+    first, second = starts
+    expected = (undisturbed.policy_version, undisturbed.weights)
+    silent = any(one.end == "recovered" and (one.policy_version, one.weights) != expected for one in starts)
+    end = first.end if first.end == second.end else "stuck"
+    return Verdict(kind, end, silent, first.why or second.why)
+
+
+async def judge_all(undisturbed: Undisturbed, number: int | None = None) -> list[Verdict]:
+    """Every kind of damage, or the first `number` of each list."""
+    compute = LocalWorker(undisturbed.config)
+    without = await judge("none", lambda checkpoints: None, undisturbed, compute)
+    assert (without.end, without.silent) == ("recovered", False), without
+    kinds = [*list(NEWEST.items())[:number], *list(ALL.items())[:number]]
+    return [await judge(kind, damage, undisturbed, compute) for kind, damage in kinds]
+
+
+def main() -> int:
+    import torch
+
+    settings, exported = map(Path, sys.argv[1:3])
+    number = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    config = ServeConfig.model_validate_json(settings.read_text())
+    version = int(ordered(config.server.data_dir / "checkpoints")[-1].name.removeprefix("step_"))
+    undisturbed = Undisturbed(config, version, (exported / WEIGHTS).read_bytes())
+    print(json.dumps([asdict(verdict) for verdict in asyncio.run(judge_all(undisturbed, number))]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

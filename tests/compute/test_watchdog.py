@@ -1,0 +1,72 @@
+"""The watchdog, on time that the test passes.
+
+Pinned here:
+1. only a worker that has something to do hangs, and only after the timeout without any sign of work;
+2. a frame, CPU time (its children's included) and waiting for a disk are signs of work;
+3. a gateway that was stopped itself does not take that time for silence.
+The same on a process that was stopped: `test_worker.py`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from agentjet.compute.embedded.watchdog import Watchdog, Work, work_of
+
+TIMEOUT = 100.0
+SILENT = Work(7.0)
+
+
+def looks_until_it_hangs(
+    dog: Watchdog, *, work: Work | None = SILENT, has_work: bool = True, most: int = 50
+) -> int | None:
+    """Number of the look that finds it hanging, in looks that come on time."""
+    looks = range(1, most + 1)
+    return next((look for look in looks if dog.hangs(dog.interval, lambda: work, has_work=has_work)), None)
+
+
+def test_silence_of_a_worker_with_something_to_do() -> None:
+    dog = Watchdog(TIMEOUT)
+    assert not dog.hangs(dog.interval, lambda: SILENT, has_work=True), "it used CPU time to get there"
+    assert looks_until_it_hangs(dog) == TIMEOUT / dog.interval
+
+
+def test_an_idle_worker_may_be_silent_for_ever() -> None:
+    dog = Watchdog(TIMEOUT)
+    assert looks_until_it_hangs(dog, has_work=False) is None
+    assert looks_until_it_hangs(dog, work=None) is None, "a process that ended does not hang"
+
+
+@pytest.mark.parametrize("sign", ["frame", "cpu", "disk", "idle"])
+def test_a_sign_of_work_begins_the_time_anew(sign: str) -> None:
+    dog = Watchdog(TIMEOUT)
+    looks_until_it_hangs(dog, most=9)
+    if sign == "frame":
+        dog.heard()
+    elif sign == "cpu":
+        assert not dog.hangs(dog.interval, lambda: Work(7.05), has_work=True)
+        assert not dog.hangs(dog.interval, lambda: SILENT, has_work=True), "less, because a child ended"
+    elif sign == "disk":
+        assert not dog.hangs(dog.interval, lambda: Work(7.0, waits_for_disk=True), has_work=True)
+    else:
+        dog.hangs(dog.interval, lambda: SILENT, has_work=False)
+    assert looks_until_it_hangs(dog, most=9) is None
+
+
+def test_the_time_in_which_the_gateway_was_stopped_does_not_count() -> None:
+    dog = Watchdog(TIMEOUT)
+    dog.hangs(dog.interval, lambda: SILENT, has_work=True)
+    assert not dog.hangs(3600.0, lambda: SILENT, has_work=True)
+    dog.heard()  # What was sent in that hour is read now.
+    assert looks_until_it_hangs(dog, most=9) is None
+
+
+def test_work_of_a_process() -> None:
+    before = work_of(os.getpid())
+    assert before is not None
+    sum(i * i for i in range(2_000_000))
+    after = work_of(os.getpid())
+    assert after is not None and after.cpu_seconds > before.cpu_seconds
+    assert work_of(2**22 + 1) is None

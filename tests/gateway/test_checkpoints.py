@@ -1,0 +1,216 @@
+"""Which checkpoints count, on a scripted worker. Damage of real files: `tests/compute/test_checkpoint.py`.
+
+Pinned here:
+1. an unusable checkpoint is set aside under another name, counted and shown, and the next older good one is taken;
+2. without a good one the journal is replayed from version 0 if it reaches there, else the start is refused, every time;
+3. a checkpoint that the journal did not record never counts, unless the journal begins at it or AgentJet 0.1 wrote it;
+4. only checkpoints that this server wrote or loaded are returned as written, push out older ones, or let calls go;
+5. a write that is interrupted leaves no checkpoint that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import CheckpointError, Later
+from agentjet.types import CheckpointStamp
+from tests.fakes import Running, ScriptedCompute, running
+
+pytestmark = pytest.mark.anyio
+
+
+def versions(run: Running) -> list[int]:
+    return [info.policy_version for info in run.gateway.store.listing()]
+
+
+def folder(data_dir: Path, version: int) -> Path:
+    return data_dir / "checkpoints" / f"step_{version:06d}"
+
+
+def unreadable(data_dir: Path) -> None:
+    (folder(data_dir, 3) / "state.json").write_text("{")
+
+
+def changed(data_dir: Path) -> None:
+    """Readable, and with the right version: only the journal knows better."""
+    (folder(data_dir, 3) / "state.json").write_text(json.dumps({"version": 3, "weights": "others"}))
+
+
+def too_old(data_dir: Path) -> None:
+    shutil.rmtree(folder(data_dir, 3))
+    shutil.copytree(folder(data_dir, 2), folder(data_dir, 3))
+
+
+def of_the_future(data_dir: Path) -> None:
+    folder(data_dir, 3).rename(folder(data_dir, 7))
+    (folder(data_dir, 7) / "state.json").write_text(json.dumps({"version": 7, "weights": "others"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (unreadable, "unusable_000003"),
+        (changed, "unusable_000003"),
+        (too_old, "unusable_000003"),
+        (of_the_future, "unusable_000007"),
+    ],
+)
+async def test_an_unusable_checkpoint_is_set_aside_and_the_one_before_is_taken(
+    tmp_path: Path, damage: Callable[[Path], None], name: str
+) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        for _ in range(3):
+            await run.batch()
+        weights = run.compute.weights
+    damage(tmp_path / "d")
+    async with running(tmp_path / "d") as run:
+        assert (run.compute.learned, run.compute.weights) == ([2], weights)
+        assert versions(run) == [2]
+        assert run.gateway.status().unusable_checkpoints == [str(tmp_path / "d" / "checkpoints" / name)]
+        [event] = [event.body for event in run.gateway.swarm.events() if event.body.get("set_aside")]
+        assert not event["ok"] and event["set_aside"].endswith(name)
+        info = await run.gateway.checkpoint()
+        assert (info.policy_version, versions(run)) == (3, [2, 3]), "it is written again"
+    async with running(tmp_path / "d") as run:
+        assert (run.compute.learned, run.compute.weights) == ([], weights)
+
+
+async def test_without_a_good_one_and_without_the_calls_every_start_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        for _ in range(3):
+            await run.batch()
+    for version in (2, 3):
+        (folder(tmp_path / "d", version) / "state.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"batches before 2 were pruned.*unusable_000003"):
+            async with running(tmp_path / "d"):
+                pass
+
+
+async def test_an_empty_journal_beside_damaged_checkpoints_does_not_begin_at_zero(tmp_path: Path) -> None:
+    async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
+        await run.batch()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "a" / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    (folder(tmp_path / "d", 1) / "state.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="the checkpoint of version 1 covers them"):
+            async with running(tmp_path / "d"):
+                pass
+
+
+async def test_one_damaged_checkpoint_does_not_lose_the_run(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        await run.batch()
+        weights = run.compute.weights
+        assert versions(run) == [1]
+    (folder(tmp_path / "d", 1) / "state.json").write_text("{")
+    async with running(tmp_path / "d") as run:
+        assert (run.compute.learned, run.compute.weights) == ([0], weights)
+
+
+async def test_a_checkpoint_of_another_run_is_set_aside(tmp_path: Path) -> None:
+    async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
+        await run.batch(top_p=0.9)
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        weights = run.compute.weights
+    shutil.rmtree(tmp_path / "d" / "checkpoints")
+    (tmp_path / "a" / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    async with running(tmp_path / "d") as run:
+        assert run.compute.weights == weights and len(run.gateway.store.unusable()) == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_checkpoint_without_a_digest_counts_where_agentjet_0_1_may_have_written_it(
+    tmp_path: Path, known: bool
+) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        swarm = run.gateway.swarm
+        if known:
+            swarm._journal._set_meta("undigested_until", "1")
+        for version, counts in ((1, known), (2, False)):
+            stamp = CheckpointStamp(version, "")
+            if counts:
+                swarm.check_checkpoint(stamp)
+            else:
+                with pytest.raises(CheckpointError, match="did not record a checkpoint of policy version"):
+                    swarm.check_checkpoint(stamp)
+        swarm.record_checkpoint(CheckpointStamp(1, "d1"))
+        with pytest.raises(CheckpointError, match="has another digest"):
+            swarm.check_checkpoint(CheckpointStamp(1, ""))
+
+
+async def test_only_what_this_server_wrote_or_loaded_counts(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 2}) as run:
+        for _ in range(3):
+            await run.batch()
+    async with running(tmp_path / "d", job={"keep_checkpoints": 2}) as run:
+        await run.batch()
+        # Whoever puts a folder there does not make it a checkpoint of this run.
+        shutil.copytree(folder(tmp_path / "d", 3), folder(tmp_path / "d", 4))
+        info = await run.gateway.checkpoint()
+        assert json.loads((Path(info.path) / "state.json").read_text())["version"] == 4
+        assert versions(run) == [3, 4]
+        assert [path.name for path in run.gateway.store.unusable()] == ["unusable_000004"]
+        assert run.gateway.swarm._journal.durable_version() == 3
+
+
+async def test_an_older_one_that_was_not_verified_is_kept_until_enough_good_ones_are_there(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 3}) as run:
+        for _ in range(3):
+            await run.batch()
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 3}) as run:
+        await run.batch()
+        assert versions(run) == [1, 2, 3, 4], "only 3 and 4 are known to be good"
+        await run.batch()
+        assert versions(run) == [3, 4, 5]
+
+
+async def test_a_write_that_the_journal_did_not_record_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+
+        def refuses(stamp: CheckpointStamp) -> None:
+            raise Later("the disk is full", retry_after=1.0, status=503)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(run.gateway.swarm, "record_checkpoint", refuses)
+            with pytest.raises(Later):
+                await run.gateway.checkpoint()
+        assert list((tmp_path / "d" / "checkpoints").iterdir()) == []
+        assert (await run.gateway.checkpoint()).policy_version == 1
+
+
+async def test_the_sweep_takes_what_was_not_finished_and_nothing_else(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "d" / "checkpoints"
+    for name in (".step_000001.new", "..step_000001.new.partial", ".step_000001.partial", "step_000001.bak", "notes"):
+        (checkpoints / name).mkdir(parents=True)
+    async with running(tmp_path / "d"):
+        assert {path.name for path in checkpoints.iterdir()} == {"step_000001.bak", "notes"}
+
+
+async def test_a_checkpoint_that_cannot_be_renamed_stops_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        await run.batch()
+    (folder(tmp_path / "d", 1) / "state.json").write_text("{")
+
+    def refuses(self: Path, target: Path) -> Path:
+        raise PermissionError(13, "Permission denied")
+
+    def prepare(compute: ScriptedCompute) -> None:
+        monkeypatch.setattr(Path, "rename", refuses)
+
+    with pytest.raises(CheckpointError, match=r"could not be renamed .*: move it away"):
+        async with running(tmp_path / "d", prepare=prepare):
+            pass

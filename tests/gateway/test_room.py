@@ -1,0 +1,137 @@
+"""Begins that wait for room. Pinned here, by counting, how much work they cause:
+
+1. what makes no room wakes nobody: calls, heartbeats, rewards of groups that go on, episodes that join another's group;
+2. room wakes each of them once, and the leases are looked at once for all;
+3. a place in a group wakes those who wait for that group only, an end those who wait for their client's limit;
+4. whoever waits is woken by new settings, and refused when the engine stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import Later
+from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
+from agentjet.swarm import Episode
+from tests.fakes import Running, running
+
+pytestmark = pytest.mark.anyio
+WAITING = 20
+
+
+class Counted:
+    """How often a swarm is asked for an episode, and looks at every lease."""
+
+    def __init__(self, run: Running) -> None:
+        self.run = run
+        self.begins = self.looks = 0
+        swarm = run.gateway.swarm
+        self._begin, self._next_deadline = swarm.begin, swarm.next_deadline
+        swarm.begin = self.begin  # type: ignore[method-assign]
+        swarm.next_deadline = self.next_deadline  # type: ignore[method-assign]
+
+    def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
+        self.begins += 1
+        return self._begin(request, idempotency_key=idempotency_key)
+
+    def next_deadline(self) -> float | None:
+        self.looks += 1
+        return self._next_deadline()
+
+    async def settled(self) -> tuple[int, int]:
+        """Begins and looks since the last time, once the events of what was done are out."""
+        for _ in range(3):  # What was begun of it is on disk, and so are its own events.
+            await self.run.gateway.durable()
+            for _ in range(10):
+                await asyncio.sleep(0)
+        counts = self.begins, self.looks
+        self.begins = self.looks = 0
+        return counts
+
+
+def asking(group: str, client_id: str = "c", wait: float = 60.0) -> BeginRequest:
+    return BeginRequest(task_id="t", group=group, client_id=client_id, wait=wait)
+
+
+async def test_only_room_wakes_those_who_wait_for_it(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 2, "group_size": 3, "lease_seconds": 1000}) as run:
+        gateway = run.gateway
+        held = [await gateway.begin(asking(group)) for group in "aab"]
+        counted = Counted(run)
+        waiting = [asyncio.create_task(gateway.begin(asking(f"w{i}"))) for i in range(WAITING)]
+        begins, looks = await counted.settled()
+        assert begins == WAITING and looks <= 2
+        await run.say(held[0].id)
+        await gateway.heartbeat(held[1].id)
+        await gateway.finish(held[0].id, FinishRequest(reward=1.0))
+        await gateway.begin(asking("b"))
+        assert (await counted.settled())[0] == 1, "the one that joined the group"
+        await gateway.abort(held[1].id, AbortRequest())  # Group a keeps its finished member, and its place.
+        assert (await counted.settled())[0] == 0
+        for episode in gateway.swarm.recent_episodes(10, status="live"):
+            await gateway.abort(episode.id, AbortRequest())
+        begins, looks = await counted.settled()
+        assert sum(task.done() for task in waiting) == 1
+        assert begins == WAITING and looks <= 4, "each once, and nobody again because of the one that found a place"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert not gateway._room._waiting
+
+
+async def test_a_place_in_a_group_wakes_its_own(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 1, "group_size": 2, "lease_seconds": 1000}) as run:
+        gateway = run.gateway
+        held = [await gateway.begin(asking("a")) for _ in range(2)]
+        counted = Counted(run)
+        others = [asyncio.create_task(gateway.begin(asking(f"w{i}"))) for i in range(WAITING)]
+        own = asyncio.create_task(gateway.begin(asking("a")))
+        await counted.settled()
+        await gateway.abort(held[0].id, AbortRequest())
+        assert (await counted.settled())[0] == 1 and own.done()
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_members_of_a_group_that_waited_for_its_first_join_it(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 1, "group_size": 3, "lease_seconds": 1000}) as run:
+        gateway = run.gateway
+        held = await gateway.begin(asking("a"))
+        waiting = [asyncio.create_task(gateway.begin(asking("b"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        await gateway.abort(held.id, AbortRequest())
+        async with asyncio.timeout(5):
+            assert {(await task).group for task in waiting} == {"b"}
+
+
+async def test_an_end_wakes_those_at_their_clients_limit(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 9}, server={"max_episodes_per_client": 2}) as run:
+        gateway = run.gateway
+        held = [await gateway.begin(asking(group)) for group in "ab"]
+        await run.say(held[0].id)
+        waiting = asyncio.create_task(gateway.begin(asking("c")))
+        await asyncio.sleep(0)
+        await gateway.finish(held[0].id, FinishRequest(reward=1.0))
+        async with asyncio.timeout(5):
+            assert (await waiting).group == "c"
+
+
+async def test_settings_wake_everybody_and_a_stop_refuses_them(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 1, "lease_seconds": 1000}) as run:
+        gateway = run.gateway
+        await gateway.begin(asking("a"))
+        waiting = [asyncio.create_task(gateway.begin(asking(group))) for group in "bc"]
+        await asyncio.sleep(0)
+        job = gateway.job()
+        async with asyncio.timeout(10):
+            await gateway.replace_job(job.model_copy(update={"job": {**job.job, "batch_size": 2}}))
+            done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            assert len(done) == 1
+            await gateway.stop_engine()
+            with pytest.raises(Later) as refused:
+                await next(iter(pending))
+        assert refused.value.code == "engine_stopped"

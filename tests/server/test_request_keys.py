@@ -1,0 +1,211 @@
+"""Request keys: honoured, noted, refused.
+
+Pinned here:
+1. the table of each dialect names every key that its bodies know, and `docs/dialects.md` ends with these tables;
+2. noted keys are accepted, counted on the episode, and shown; neutral values are not counted;
+3. tools of a provider are dropped, and what the policy cannot read is replaced by a note in its place;
+4. `job.sampling.override` replaces what an agent asks for in training episodes, and in these only;
+5. variables of the chat template are noted where they change nothing, else refused;
+6. refusals are counted on the episode, and survive a restart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from agentjet.cli.episodes import described
+from agentjet.protocol import EpisodeTree
+from agentjet.server.dialects import DIALECTS, keys_table
+from agentjet.server.dialects.chat_bodies import ChatBody, MessageBody, ToolBody
+from agentjet.server.dialects.completions_bodies import CompletionBody
+from agentjet.server.dialects.messages_bodies import MessagesBody
+from agentjet.server.dialects.responses_bodies import ResponsesBody
+from tests.server.asking import HELLO, TOOLS, ask
+from tests.server.serving import Served, serving
+from tests.tiny import make_card
+
+pytestmark = pytest.mark.anyio
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/messages": MessagesBody,
+    "/v1/responses": ResponsesBody,
+}
+
+
+def test_every_key_has_a_treatment() -> None:
+    for dialect in DIALECTS:
+        known = set(BODIES[dialect.path].model_fields)
+        rows = {name.split(".")[0].removesuffix("[]") for name in dialect.keys}
+        assert rows == known, dialect.path
+    chat = next(dialect.keys for dialect in DIALECTS if dialect.path == "/v1/chat/completions")
+    own = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
+    of_messages = {name.removeprefix("messages[].") for name in chat if name.startswith("messages[].")}
+    assert set(MessageBody.model_fields) - own == {name for name in of_messages if "[]" not in name}
+    assert set(ToolBody.model_fields) - {"type", "function"} == {"cache_control"}
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "dialects.md").read_text(encoding="utf-8")
+    assert page.endswith(keys_table()), "run `make docs`"
+
+
+async def view(served: Served, episode: dict[str, Any]) -> EpisodeTree:
+    response = await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")
+    return EpisodeTree.model_validate(response.json())
+
+
+async def test_notes_of_chat_completions(tmp_path: Path) -> None:
+    extra = {
+        "reasoning_effort": "none", "thinking": {"type": "enabled"}, "verbosity": "low", "min_p": 0, "store": False,
+        "metadata": {"a": "b"}, "service_tier": "priority", "chat_template_kwargs": {"enable_thinking": True},
+        "prediction": None, "usage": {"include": True},
+    }  # fmt: skip
+    marked = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+    messages: list[Any] = [
+        {"role": "user", "content": [marked, {"type": "image_url", "image_url": {"url": "data:,"}}]},
+        {"role": "assistant", "content": "x", "reasoning": "y", "reasoning_details": [{}], "thinking_blocks": []},
+        *HELLO,
+    ]
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        client = served.openai(episode)
+        for _ in range(2):
+            await client.chat.completions.create(model="policy", messages=messages, extra_body=extra)
+        shown = await view(served, episode)
+        assert shown.noted == dict.fromkeys(
+            ("reasoning_effort", "thinking", "verbosity", "metadata", "service_tier", "chat_template_kwargs", "usage",
+             "messages[].content[].cache_control", "messages[].reasoning", "messages[].reasoning_details",
+             "image omitted"),
+            2,
+        )  # fmt: skip
+        assert shown.calls[0].messages[0]["content"] == "hello[image omitted: this model reads text only]"
+        assert not shown.refused and not shown.unscorable
+        assert "reasoning_effort (2)" in str(described(shown)[1])
+
+
+async def test_notes_of_messages(tmp_path: Path) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+    body: Any = {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]},
+        ],
+        "tools": [{**TOOLS[0], "defer_loading": True}, {"type": "web_search_20250305", "name": "w", "max_uses": 3}],
+        "extra_body": {
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "high"}, "thinking": {"type": "disabled"}, "betas": ["x"], "speed": "standard",
+            "mcp_servers": [{"type": "url"}],
+        },
+    }  # fmt: skip
+    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    async with serving(tmp_path / "d", card=card) as served:
+        episode = await served.begin()
+        await ask(served.anthropic(episode), **body)
+        shown = await view(served, episode)
+        assert shown.noted == dict.fromkeys(
+            ("context_management", "output_config.effort", "thinking", "betas", "mcp_servers", "image omitted",
+             "tools[].defer_loading", "tool web_search_20250305 dropped"),
+            1,
+        )  # fmt: skip
+        assert shown.calls[0].messages[-1]["content"] == "[image omitted: this model reads text only]"
+        assert [tool["function"]["name"] for tool in shown.calls[0].tools] == ["add"]
+        assert (await served.http.head("/")).status_code == 200
+
+
+async def test_notes_of_responses(tmp_path: Path) -> None:
+    image = {"type": "input_image", "image_url": "data:,"}
+    body: Any = {
+        "input": [{"role": "user", "content": [image]}],
+        "tools": [{"type": "web_search", "external_web_access": True}],
+        "reasoning": {"effort": "high", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "include": ["web_search_call.results"],
+        "extra_body": {"client_metadata": {"a": "b"}},
+    }
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        await served.openai(episode).responses.create(model="policy", **body)
+        shown = await view(served, episode)
+        assert shown.noted == dict.fromkeys(
+            ("reasoning.effort", "reasoning.summary", "text.verbosity", "client_metadata", "image omitted",
+             "tool web_search dropped", "include: web_search_call.results"),
+            1,
+        )  # fmt: skip
+
+
+async def test_the_job_overrides_what_agents_ask_for_in_training(tmp_path: Path) -> None:
+    asked: Any = {"temperature": 0, "top_p": 0.5, "seed": 7, "max_tokens": 3}
+    job = {"temperature": 0.7, "sampling": {"override": ["temperature", "top_p", "seed"]}}
+    async with serving(tmp_path / "d", job=job) as served:
+        trained, evaluated = await served.begin(), await served.begin(mode="eval")
+        for episode in (trained, evaluated):
+            await served.openai(episode).chat.completions.create(model="policy", messages=HELLO, **asked)
+        first, second = (one.params for one in served.run.compute.asked)
+        assert (first.temperature, first.top_p, first.max_tokens) == (0.7, 1.0, 3) and first.seed != 7
+        assert (second.temperature, second.top_p, second.max_tokens, second.seed) == (0, 0.5, 3, 7)
+        noted = (await view(served, trained)).noted
+        assert noted == {f"{name} overridden by job.sampling.override": 1 for name in ("temperature", "top_p", "seed")}
+        assert (await view(served, evaluated)).noted == {}
+
+
+async def test_without_the_override_a_refusal_names_it(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        client = served.openai(await served.begin())
+        with pytest.raises(openai.BadRequestError, match=r'job\.sampling\.override = \["temperature"\]'):
+            await client.chat.completions.create(model="policy", messages=HELLO, temperature=0)
+
+
+async def test_template_variables_that_change_the_prompt_are_refused(tmp_path: Path) -> None:
+    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    async with serving(tmp_path / "d", card=card) as served:
+        client = served.openai(await served.begin())
+        for variables, honest in (({"enable_thinking": True}, True), ({"enable_thinking": False}, False)):
+            request = client.chat.completions.create(
+                model="policy", messages=HELLO, extra_body={"chat_template_kwargs": variables}
+            )
+            if honest:
+                await request
+                continue
+            with pytest.raises(openai.BadRequestError, match="another prompt") as refusal:
+                await request
+            assert refusal.value.param == "chat_template_kwargs"
+
+
+async def test_refusals_are_counted_on_the_episode(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        refused, sound = await served.begin(), await served.begin()
+        client = served.openai(refused)
+        bodies: list[Any] = [{"temperature": 0}, {"temprature": 1}, {"messages": [{"role": "x"}]}, {"model": "gpt-4"}]
+        for body in [*bodies, *bodies[:1]]:
+            with pytest.raises(openai.APIStatusError):
+                await client.chat.completions.create(model="policy", messages=HELLO, extra_body=body)
+        path = f"/k/{refused['api_key']}/v1/messages"
+        assert (await served.http.post(path, content="{")).status_code == 400
+        # These end no call: an overflow, which agents compact; a probe; another's key; a later try.
+        with pytest.raises(openai.BadRequestError):
+            await served.openai(sound).chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "x" * 5000}]
+            )
+        assert (await served.http.get(f"/k/{sound['api_key']}/v1/telemetry")).status_code == 404
+        shown = await view(served, refused)
+        assert shown.refused == {
+            "unsupported_in_training: temperature": 2,
+            "unknown_parameter: temprature": 1,
+            "invalid_value: messages[].role": 1,
+            "model_not_found: model": 1,
+            "not_json": 1,
+        }
+        assert shown.unscorable and "unscorable" in str(described(shown)[0])
+        overflowed = await view(served, sound)
+        assert overflowed.refused == {"context_length_exceeded: messages": 1} and not overflowed.unscorable
+        await served.http.post(f"/swarm/v1/episodes/{refused['episode_id']}/finish", json={"reward": 0})
+    async with serving(tmp_path / "d") as served:
+        again = await view(served, refused)
+        assert (again.status, again.refused, again.unscorable) == ("finished", shown.refused, True)
