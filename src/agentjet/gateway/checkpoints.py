@@ -179,3 +179,11 @@ def _flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_old_exports(folder: Path, keep: int) -> None:
+    """Remove all exports but the newest `keep`. Folders with another name are the user's."""
+    versions = {path: NAME.fullmatch(path.name.removesuffix("-adapter")) for path in folder.iterdir() if path.is_dir()}
+    exports = {path: int(found[0].removeprefix("step_")) for path, found in versions.items() if found}
+    for path in sorted(exports, key=exports.__getitem__)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)

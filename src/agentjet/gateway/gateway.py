@@ -22,12 +22,13 @@ from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFou
 from agentjet.gateway import inspection
 from agentjet.gateway.broadcast import Broadcast, Room
 from agentjet.gateway.calls import CallPath
-from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.checkpoints import CheckpointStore, remove_old_exports
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import TOO_MANY_EPISODES, CallLimits, too_many_episodes
 from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
+from agentjet.gateway.offload import LARGE, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.gateway.side_calls import directed
 from agentjet.gateway.tracing import Tracing
@@ -37,6 +38,7 @@ from agentjet.protocol import (
     BeginRequest,
     CheckpointInfo,
     EpisodeTree,
+    EpisodeView,
     Event,
     FinishRequest,
     JobBody,
@@ -44,7 +46,7 @@ from agentjet.protocol import (
 )
 from agentjet.swarm import Episode, Journal, Swarm
 from agentjet.swarm.admission import group_name
-from agentjet.types import Conversation, Message
+from agentjet.types import Conversation, EpisodeStatus, Message
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +240,7 @@ class Gateway:
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Length of the prompt that `request` is for the policy; nothing is recorded. Raises like `call`."""
         role, request = directed(self.swarm.job.side_calls, role, request)
-        return await self._calls.count_tokens(episode_id, role, request.conversation)
+        return await self._calls.count_tokens(episode_id, role, request.conversation, request.num_bytes)
 
     async def refused(self, episode_id: str, error: RequestError) -> None:
         """Counts a refused request on its episode. A refusal of the disk leaves it uncounted."""
@@ -256,9 +258,38 @@ class Gateway:
         exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
         return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
 
-    def episode_tree(self, episode_id: str) -> EpisodeTree:
-        """An episode opened up. Raises `NotFound`."""
-        return inspection.tree(self.swarm, self.engine.renderer, episode_id)
+    async def episode_tree(self, episode_id: str) -> EpisodeTree:
+        """An episode opened up, as it is on disk. Raises `NotFound`, or `Later`."""
+        episode = self.swarm.episode(episode_id)
+        await self.durable()
+
+        def read() -> EpisodeTree:
+            with self._journal.reading() as journal:
+                return inspection.tree(journal, episode, self.engine.renderer)
+
+        return await offload(LARGE, read)
+
+    async def recent_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+    ) -> list[EpisodeView]:
+        """The newest episodes, newest first, as they are on disk: all, those of a team, those of a status, those begun
+        `before` an episode.
+
+        A status may have to look through all there are. Raises `Later`, and `NotFound` if there is no such `before`.
+        """
+        await self.durable()
+        if before:
+            self.swarm.episode(before)
+        if status in ("live", "prepared"):  # Held in memory.
+            found = self.swarm.recent_episodes(limit, team=team, status=status, before=before)
+            return list(map(inspection.view, found))
+
+        def read() -> list[EpisodeView]:
+            with self._journal.reading() as journal:
+                found = journal.recent_episodes(limit, team=team, status=status, before=before)
+                return list(map(inspection.view, found))
+
+        return await offload(LARGE, read)
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
@@ -301,7 +332,7 @@ class Gateway:
 
     async def export(self, *, adapter: bool = False) -> CheckpointInfo:
         """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir, or its adapter
-        alone as a PEFT folder.
+        alone as a PEFT folder, and remove all but the newest `server.keep_exports`.
 
         Raises `InvalidRequest` for the adapter of a policy without one, `Conflict` for a policy that has diverged.
         """
@@ -322,6 +353,7 @@ class Gateway:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 await self._compute.export(path, adapter=adapter)
+                await asyncio.to_thread(remove_old_exports, path.parent, self.config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
         return await self.engine.between_batches("export", errand)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 
 from agentjet.errors import NotFound
@@ -21,9 +20,7 @@ from agentjet.protocol import (
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, Swarm
-from agentjet.swarm.batches import find_orphans, load_trees
-from agentjet.timeline import ConversationTree
-from agentjet.timeline.forks import OrphanReason
+from agentjet.timeline.forks import orphans
 from agentjet.types import Call, Message
 
 SHOWN_CHARACTERS = 200
@@ -81,9 +78,16 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-def tree(swarm: Swarm, renderer: Renderer | None, episode_id: str) -> EpisodeTree:
-    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer."""
-    return _tree(swarm.episode(episode_id), swarm.trees(episode_id), swarm.orphans(episode_id), renderer)
+def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> EpisodeTree:
+    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer.
+
+    Needs time for long episodes: for a thread, with a journal of its own.
+    """
+    calls = [call for call, _, _ in journal.calls(episode.id)]
+    unheard = orphans(calls, journal.undelivered(episode.id))
+    roles = list(dict.fromkeys(call.role for call in calls))
+    calls.sort(key=lambda call: roles.index(call.role))
+    return EpisodeTree(**_facts(episode), calls=[_call(call, unheard.get(call.id, ""), renderer) for call in calls])
 
 
 def recorded_tree(journal: Journal, episode_id: str) -> EpisodeTree:
@@ -91,18 +95,7 @@ def recorded_tree(journal: Journal, episode_id: str) -> EpisodeTree:
     episode = journal.episode(episode_id)
     if episode is None:
         raise NotFound(f"There is no episode {episode_id!r} in {journal.path}.", code="episode_not_found")
-    trees = load_trees(journal, episode_id)
-    return _tree(episode, trees, find_orphans(journal, episode_id, trees), None)
-
-
-def _tree(
-    episode: Episode,
-    trees: Mapping[str, ConversationTree],
-    unheard: Mapping[str, OrphanReason],
-    renderer: Renderer | None,
-) -> EpisodeTree:
-    calls = [_call(call, unheard.get(call.id, ""), renderer) for tree in trees.values() for call in tree.calls]
-    return EpisodeTree(**_facts(episode), calls=calls)
+    return tree(journal, episode, None)
 
 
 def _facts(episode: Episode) -> dict[str, object]:

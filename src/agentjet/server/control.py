@@ -30,16 +30,17 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.server.disconnect import until_disconnect
-from agentjet.server.wiring import (
-    IdempotencyKey,
-    Wired,
-    require_admin,
-    require_client,
-    require_episode,
-    require_episode_reader,
-    require_lease,
-    require_viewer,
+from agentjet.server.guards import (
+    ADMIN,
+    BEARER,
+    CLIENT,
+    EPISODE,
+    EPISODE_READER,
+    EPISODE_SCORER,
+    VIEWER,
+    GuardedRoute,
 )
+from agentjet.server.wiring import IdempotencyKey, Wired, require_lease
 from agentjet.types import EpisodeStatus
 
 Stored = TypeVar("Stored")
@@ -55,14 +56,26 @@ def problems_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {**_PROBLEM, **({"headers": _RETRY_AFTER} if status in later else {})} for status in statuses}
 
 
-router = APIRouter(prefix=PREFIX, tags=["control"], responses=problems_of(400, 401, 403, 413, 422, 500))
-viewer = [Depends(require_viewer)]
-client = [Depends(require_client)]
-admin = [Depends(require_admin)]
+def control_router(tag: str) -> APIRouter:
+    """A router of control routes: each of them names who may use it."""
+    return APIRouter(
+        prefix=PREFIX,
+        tags=[tag],
+        route_class=GuardedRoute,
+        dependencies=[Depends(BEARER)],
+        responses=problems_of(400, 401, 403, 413, 422, 500),
+    )
+
+
+router = control_router("control")
+viewer = [Depends(VIEWER)]
+client = [Depends(CLIENT)]
+admin = [Depends(ADMIN)]
 leased = [Depends(require_lease)]
 """What nobody but the holder of a lease may do while there is one."""
-of_episode = [Depends(require_episode)]
-of_episode_reader = [Depends(require_episode_reader)]
+of_episode = [Depends(EPISODE)]
+of_episode_reader = [Depends(EPISODE_READER)]
+of_episode_scorer = [Depends(EPISODE_SCORER)]
 
 
 @router.post("/episodes", dependencies=client + leased, responses=problems_of(409, 429, 503))
@@ -76,7 +89,7 @@ async def begin_episode(
     return BeginResponse(
         episode_id=episode.id,
         base_url=f"{request.base_url}v1",
-        api_key=wired.keys.sign(episode.id, episode.begun + job.max_episode_seconds),
+        api_key=wired.keys.sign(episode.id, episode.begun),
         model=gateway.model_name,
         policy_version=episode.policy_version,
         lease_seconds=job.lease_seconds,
@@ -93,17 +106,14 @@ async def list_episodes(
     before: Annotated[str, Query(max_length=256)] = "",
 ) -> EpisodeList:
     """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode."""
-    found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status, before=before)
-    await wired.gateway.durable()
-    return EpisodeList(episodes=[view(episode) for episode in found])
+    found = await wired.gateway.recent_episodes(limit, team=team, status=status, before=before)
+    return EpisodeList(episodes=found)
 
 
 @router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=problems_of(404, 503))
 async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
     """An episode with every call: messages, tokens, who wrote them, log-probabilities and versions."""
-    found = wired.gateway.episode_tree(episode_id)
-    await wired.gateway.durable()
-    return found
+    return await wired.gateway.episode_tree(episode_id)
 
 
 @router.post("/episodes/{episode_id}/heartbeat", dependencies=of_episode, responses=problems_of(404, 409, 503))
@@ -112,7 +122,7 @@ async def heartbeat(episode_id: str, wired: Wired) -> EpisodeView:
     return view(await wired.gateway.heartbeat(episode_id))
 
 
-@router.post("/episodes/{episode_id}/prepare", dependencies=of_episode, responses=problems_of(404, 409, 503))
+@router.post("/episodes/{episode_id}/prepare", dependencies=of_episode_scorer, responses=problems_of(404, 409, 503))
 async def prepare_episode(
     episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:
@@ -120,7 +130,7 @@ async def prepare_episode(
     return view(await wired.gateway.prepare(episode_id, body, idempotency_key=idempotency_key))
 
 
-@router.post("/episodes/{episode_id}/finish", dependencies=of_episode, responses=problems_of(404, 409, 503))
+@router.post("/episodes/{episode_id}/finish", dependencies=of_episode_scorer, responses=problems_of(404, 409, 503))
 async def finish_episode(
     episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:

@@ -10,7 +10,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,6 +109,12 @@ class JournalFile:
                 "dir once, or use the AgentJet that wrote it"
             )
         return journal
+
+    @contextmanager
+    def reading(self) -> Iterator[Self]:
+        """The same journal on a connection that only reads, for work in another thread. It sees what is committed."""
+        with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            yield type(self)(self.path, connection, -1)
 
     def close(self) -> None:
         """Close the file and let others have it; idempotent."""

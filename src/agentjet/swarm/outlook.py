@@ -18,6 +18,7 @@ from agentjet.swarm.mixing import Mixing, places
 from agentjet.swarm.origin import BRANCHED_FROM
 from agentjet.swarm.records import Batch, Episode, Group, Tally, TaskSetShare
 from agentjet.timeline.forks import OrphanReason
+from agentjet.timeline.forks import orphans as find_orphans
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call, EpisodeStatus
 
@@ -77,7 +78,8 @@ class Outlook:
 
     def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
         """The episode's calls that nobody heard, and how that is known."""
-        return batches.find_orphans(self._journal, episode_id, self.trees(episode_id))
+        calls = [call for call, _, _ in self._journal.calls(episode_id)]
+        return find_orphans(calls, self._journal.undelivered(episode_id))
 
     def next_deadline(self) -> float | None:
         """When `reap` next has something to do, as things stand."""
