@@ -30,6 +30,10 @@ Check = Callable[[Wiring, str, Request], None]
 """Gets the bearer token, empty when there is none. Raises `Unauthorized` or `Forbidden`."""
 
 
+CHECKED = "agentjet.checked"
+"""Key of a request's scope: its guards were asked before its body."""
+
+
 class Guard:
     """One rule. It stands among a route's dependencies."""
 
@@ -40,8 +44,10 @@ class Guard:
         """Raises `Unauthorized` or `Forbidden`."""
         self._check(wiring_of(request), bearer_of(request), request)
 
-    async def __call__(self) -> None:
-        """`GuardedRoute` has asked it already."""
+    async def __call__(self, request: Request) -> None:
+        """Checks a route that is not a `GuardedRoute`, whose body was read before."""
+        if CHECKED not in request.scope:
+            self.check(request)
 
 
 def bearer_of(request: Request) -> str:
@@ -143,6 +149,7 @@ class GuardedRoute(APIRoute):
         async def guarded(request: Request) -> Response:
             for guard in guards:
                 guard.check(request)
+            request.scope[CHECKED] = True
             return await handle(request if model is None else await _read(request, model))
 
         return guarded

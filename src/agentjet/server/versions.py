@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 
-from agentjet.protocol import PREFIX, CheckpointInfo, EvaluationRequest, EvaluationView, TagRequest
-from agentjet.server.control import client, problems_of, stored, viewer
+from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, TagRequest
+from agentjet.server.control import client, control_router, problems_of, stored, viewer
 from agentjet.server.wiring import IdempotencyKey, Wired
 
 TagName = Annotated[str, Path(max_length=256)]
 
-router = APIRouter(prefix=PREFIX, tags=["versions"], responses=problems_of(400, 401, 403, 413, 422, 500))
+router = control_router("versions")
 
 
 @router.post("/evaluations", dependencies=client, responses=problems_of(409, 503))
