@@ -115,8 +115,9 @@ async def play(exercise: Exercise, argv: list[str], folder: Path) -> Evidence:
             policy.turns[:] = [OTHER_TURN]
             client = served.openai(other)
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "And you?"}])
-            for each, reward, of_role in ((episode, REWARD, ROLE_REWARD), (other, OTHER_REWARD, OTHER_REWARD)):
-                await _finish(served, each, reward, {exercise.role: of_role} if exercise.role else {})
+            roles = [exercise.role] if exercise.role else []
+            await _finish(served, episode, REWARD, dict.fromkeys(roles, ROLE_REWARD))
+            await _finish(served, other, OTHER_REWARD, dict.fromkeys(roles, OTHER_REWARD))
             await served.run.until(lambda: bool(policy.learned))
             [forest] = policy.learned
     left = {

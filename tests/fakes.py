@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from agentjet.compute.embedded.digests import seal, verified_state
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.errors import CheckpointError, OutOfCache, WorkerDied
+from agentjet.errors import OutOfCache, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline import Forest
@@ -177,20 +177,21 @@ class ScriptedCompute:
         if self.fail_save:
             raise self.fail_save.pop(0)
         path.mkdir()
-        (path / "state.json").write_text(json.dumps({"version": self.version, "weights": self.weights}))
-        return _stamp(path)
+        return CheckpointStamp(
+            self.version, seal(path, {"policy_version": self.version, "weights": self.weights, "metrics": {}})
+        )
 
     async def load(self, path: Path) -> CheckpointStamp:
         await self._while_alive(asyncio.sleep(0))
-        stamp = _stamp(path)
-        self.version, self.weights = stamp.policy_version, json.loads((path / "state.json").read_text())["weights"]
-        return stamp
+        state = verified_state(path)
+        self.version, self.weights = state["policy_version"], state["weights"]
+        return CheckpointStamp(self.version, state["digest"])
 
-    async def export(self, path: Path) -> None:
+    async def export(self, path: Path, *, adapter: bool = False) -> None:
         await self._while_alive(asyncio.sleep(0))
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-        (path / "model.txt").write_text(self.weights)
+        (path / ("adapter.txt" if adapter else "model.txt")).write_text(self.weights)
 
     async def close(self) -> None:
         self._stop("stopped")
@@ -220,15 +221,6 @@ class ScriptedCompute:
         if not waiting.done():
             waiting.cancel()
             raise WorkerDied(self._end.result())
-
-
-def _stamp(path: Path) -> CheckpointStamp:
-    """Raises `CheckpointError` for a state that is not JSON; other damage only changes the digest."""
-    try:
-        text = (path / "state.json").read_bytes()
-        return CheckpointStamp(json.loads(text)["version"], hashlib.sha256(text).hexdigest())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def _allowed(piece: tuple[int, ...], params: SamplingParams) -> tuple[bytes, ...]:

@@ -143,7 +143,7 @@ NEWEST: dict[str, Damage] = {
     "a bit of the weights": partial(_flip, WEIGHTS, 0.7),
     "a bit of the weights' header": partial(_flip, WEIGHTS, 0.001),
     "a bit of the model's config": partial(_flip, CONFIG, 0.5),
-    "a bit of the optimiser's tensors": partial(_flip, TRAINER, 0.5),
+    "a bit of the optimiser's tensors": partial(_flip, TRAINER, 0.2),
     "a bit of the optimiser's pickle": partial(_flip, TRAINER, 0.0005),
     "a bit of the optimiser's index": partial(_flip, TRAINER, 0.9995),
     "a bit of the state": partial(_flip, STATE, 0.1),

@@ -14,8 +14,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from agentjet.config import JobConfig
+from agentjet.errors import WorkerDied
 from agentjet.timeline import Forest
-from agentjet.types import ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
 
 MODEL = "scripted"
 ANSWER = "Look at row 42 next"
@@ -80,19 +81,19 @@ class ScriptedCompute:
     async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
         raise AssertionError("the bench fills no batch")
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path) -> CheckpointStamp:
         raise AssertionError("nothing was learned, so nothing is saved")
 
-    async def load(self, path: Path) -> int:
+    async def load(self, path: Path) -> CheckpointStamp:
         raise AssertionError("a fresh data dir has no checkpoints")
 
-    async def export(self, path: Path) -> None:
+    async def export(self, path: Path, *, adapter: bool = False) -> None:
         raise AssertionError("nobody asks for an export")
 
     async def close(self) -> None:
         return
 
-    async def died(self) -> str:
+    async def died(self) -> WorkerDied:
         """Never."""
-        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        never: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         return await never

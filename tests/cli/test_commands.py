@@ -21,7 +21,15 @@ from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
 from agentjet.client import Estimate, Swarm
 from agentjet.compute.embedded.digests import seal
-from agentjet.errors import AgentJetError, CheckpointError, ConfigError, NotFound, Unauthorized, Unreachable
+from agentjet.errors import (
+    AgentJetError,
+    CheckpointError,
+    ConfigError,
+    InvalidRequest,
+    NotFound,
+    Unauthorized,
+    Unreachable,
+)
 from agentjet.protocol import EpisodeTree
 from tests.cli.conftest import TOO_HARD
 from tests.server.serving import TOKEN, Served
@@ -69,15 +77,17 @@ def test_no_server_is_a_sentence_and_exit_code_2() -> None:
 
 
 def test_checkpoints_and_export(served: Served, tmp_path: Path) -> None:
-    assert "none yet" in run("checkpoints", *at(served))
-    assert "step_000000" in run("checkpoints", "--create", *at(served))
-    [saved] = json.loads(run("checkpoints", "--json", *at(served)))
+    assert "none yet" in run("checkpoints", "list", *at(served))
+    assert "step_000000" in run("checkpoints", "create", *at(served))
+    [saved] = json.loads(run("checkpoints", "list", "--json", *at(served)))
     assert saved["policy_version"] == 0
     out = tmp_path / "it is exported"
     assert f"agentjet eval '{out}'" in run("export", str(out), *at(served)), "to be copied into a shell"
     assert (out / "model.txt").is_file()
     with pytest.raises(ConfigError, match="exists"):
         run("export", str(out), *at(served))
+    with pytest.raises(InvalidRequest, match=r"model\.lora\.rank = 0: .*no adapter"):
+        run("export", str(tmp_path / "adapter"), "--adapter", *at(served))
 
 
 def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
@@ -98,8 +108,14 @@ def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"damaged: policy/config\.json: it has 3 bytes instead of 2"):
         run("export", str(tmp_path / "another"), "--checkpoint", str(policy.parent))
     (policy / "config.json").rename(policy / "adapter_config.json")
-    with pytest.raises(AgentJetError, match="LoRA"):
+    with pytest.raises(AgentJetError, match=r"LoRA adapter.* --adapter"):
         run("export", str(tmp_path / "other"), "--checkpoint", str(policy.parent))
+    seal(policy.parent, {})
+    assert "PeftModel" in run("export", str(tmp_path / "other"), "--adapter", "--checkpoint", str(policy.parent))
+    assert (tmp_path / "other" / "adapter_config.json").is_file()
+    (policy / "adapter_config.json").rename(policy / "config.json")
+    with pytest.raises(AgentJetError, match=r"model\.lora\.rank = 0.*without --adapter"):
+        run("export", str(tmp_path / "third"), "--adapter", "--checkpoint", str(policy.parent))
 
 
 def test_export_into_what_is_no_folder(tmp_path: Path) -> None:

@@ -22,26 +22,26 @@ def token(*arguments: str, data_dir: Path) -> str:
 @pytest.mark.parametrize("role", ["client", "admin", "viewer"])
 def test_shown_and_replaced_while_a_server_runs(role: str, tmp_path: Path) -> None:
     running = Keys.open(tmp_path)
-    key = running.sign("ep1", 2e10)
+    key = running.sign("ep1", 0.0)
     before = token("show", role, data_dir=tmp_path).strip()
     assert running.control(before) == role
     said = token("rotate", role, data_dir=tmp_path)
     after = token("show", role, data_dir=tmp_path).strip()
     assert f"agentjet token show {role} --data-dir {tmp_path}" in said
     assert after != before and before not in said and after not in said
-    assert running.control(after) == role and running.episode(key) == "ep1"
+    assert running.control(after) == role and running.episode(key, 2e10) == "ep1"
     with pytest.raises(Unauthorized):
         running.control(before)
 
 
 def test_rotating_the_keys_voids_them_and_no_token(tmp_path: Path) -> None:
     running = Keys.open(tmp_path)
-    key = running.sign("ep1", 2e10)
+    key = running.sign("ep1", 0.0)
     held = token("show", "client", data_dir=tmp_path).strip()
     assert "void" in token("rotate", "keys", data_dir=tmp_path)
     assert running.control(held) == "client"
     with pytest.raises(Unauthorized):
-        running.episode(key)
+        running.episode(key, 2e10)
 
 
 def test_the_secret_of_the_keys_is_shown_to_nobody(tmp_path: Path) -> None:

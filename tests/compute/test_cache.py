@@ -2,7 +2,8 @@
 
 1. idle rows never keep a request waiting, and a row takes no more blocks than its tokens need;
 2. requests that wait for room start in order of arrival, and cost nothing while they wait;
-3. blocks read in place, gathered or merged give the same attention, with whatever was stored in them before.
+3. no block has two owners, and what a row has reserved is there when it grows, whatever happened before;
+4. blocks read in place, gathered or merged give the same attention, with whatever was stored in them before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from agentjet.compute.embedded import parts
-from agentjet.compute.embedded.cache import BLOCK, Cache
+from agentjet.compute.embedded.cache import BLOCK, Cache, Row
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import Sampler
 from agentjet.types import SamplingParams
@@ -83,6 +84,40 @@ def test_idle_rows_go_one_by_one_the_longest_unused_first() -> None:
     cache.extend(new, 200)
     found = [cache._longest_prefix(prompt)[1] for prompt in prompts]
     assert found == [100, 0, 0, 100]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_block_has_one_owner_and_reservations_hold(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cache = make_cache(num_blocks=24)
+    active: list[Row] = []
+    for step in range(400):
+        action = rng.integers(6)
+        if action < 2:
+            prompt = tokens(int(rng.integers(3)), int(rng.integers(1, 900)))
+            prompt[int(rng.integers(len(prompt))) :] = step
+            row = cache.acquire(prompt, len(prompt) + int(rng.integers(1, 300)))
+        elif action == 2 and active:
+            row = cache.branch(active[int(rng.integers(len(active)))])
+        else:
+            row = None
+        if row is not None:
+            active.append(row)
+        if action == 3 and active:
+            grown = active[int(rng.integers(len(active)))]
+            grown.length = grown.filled = int(rng.integers(grown.filled, grown.capacity + 1))
+            cache.extend(grown, grown.length)
+        if action == 4 and active:
+            cache.release(active.pop(int(rng.integers(len(active)))))
+        if action == 5 and step % 50 == 0:
+            cache.clear()
+        owned = [block for row in (*cache._idle, *cache._active) for block in row.blocks]
+        assert sorted([*owned, *cache._free]) == list(range(24))
+        assert all(row.filled <= len(row.blocks) * BLOCK for row in active)
+        reserved = sum(-(-row.capacity // BLOCK) for row in active)
+        assert set(cache._active) == set(active) and cache._reserved == reserved <= 24
+    for row in active:
+        cache.extend(row, row.capacity)
 
 
 def test_a_prefix_gives_way_where_it_and_its_continuation_do_not_both_fit(policy: Policy) -> None:

@@ -229,6 +229,26 @@ def test_a_checkpoint_of_other_adapters_is_refused(
     assert checkpoint.load(tmp_path / "step_000000", same, Learner(same))["policy_version"] == 0
 
 
+def test_an_exported_adapter_is_what_peft_loads(tiny_folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy = make_policy(tiny_folder, rank=4)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.normal_(std=0.1)
+    checkpoint.export(tmp_path / "adapter", policy, adapter=True)
+    checkpoint.export(tmp_path / "model", policy)
+    ids = torch.from_numpy(tokens(3, 20)).long()[None]
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(tiny_folder)
+        before = base(input_ids=ids).logits
+        adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(input_ids=ids).logits
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(input_ids=ids).logits
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    assert torch.allclose(adapted, whole, atol=1e-4) and not torch.allclose(adapted, before, atol=1e-2)
+
+
 def test_adapters_begin_alike_whatever_was_drawn_before(tiny_folder: Path) -> None:
     first = make_policy(tiny_folder, rank=4)
     torch.randn(3)

@@ -212,7 +212,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(tiny_folder:
             with pytest.raises(WorkerDied):
                 await compute.export(tmp_path / "never")
             await compute.start()
-            version = await compute.load(tmp_path / "step_000002")
+            version = (await compute.load(tmp_path / "step_000002")).policy_version
             for v in range(version, 4):
                 await compute.learn(v, forests[v], job)
             await compute.save(tmp_path / f"after-{moment}")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from agentjet.compute.embedded.digests import seal
 from agentjet.errors import CheckpointError, Later
 from agentjet.types import CheckpointStamp
 from tests.fakes import Running, ScriptedCompute, running
@@ -38,7 +39,7 @@ def unreadable(data_dir: Path) -> None:
 
 def changed(data_dir: Path) -> None:
     """Readable, and with the right version: only the journal knows better."""
-    (folder(data_dir, 3) / "state.json").write_text(json.dumps({"version": 3, "weights": "others"}))
+    seal(folder(data_dir, 3), {"policy_version": 3, "weights": "others"})
 
 
 def too_old(data_dir: Path) -> None:
@@ -48,7 +49,7 @@ def too_old(data_dir: Path) -> None:
 
 def of_the_future(data_dir: Path) -> None:
     folder(data_dir, 3).rename(folder(data_dir, 7))
-    (folder(data_dir, 7) / "state.json").write_text(json.dumps({"version": 7, "weights": "others"}))
+    seal(folder(data_dir, 7), {"policy_version": 7, "weights": "others"})
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ async def test_only_what_this_server_wrote_or_loaded_counts(tmp_path: Path) -> N
         # Whoever puts a folder there does not make it a checkpoint of this run.
         shutil.copytree(folder(tmp_path / "d", 3), folder(tmp_path / "d", 4))
         info = await run.gateway.checkpoint()
-        assert json.loads((Path(info.path) / "state.json").read_text())["version"] == 4
+        assert json.loads((Path(info.path) / "state.json").read_text())["policy_version"] == 4
         assert versions(run) == [3, 4]
         assert [path.name for path in run.gateway.store.unusable()] == ["unusable_000004"]
         assert run.gateway.swarm._journal.durable_version() == 3

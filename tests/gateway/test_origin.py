@@ -71,7 +71,7 @@ async def test_why_a_checkpoint_is_of_no_use_is_said_first(tmp_path: Path) -> No
     async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1}) as run:
         await run.batch()
     (tmp_path / "d" / "checkpoints" / "step_000001" / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step_000001 is damaged: .*; The journal cannot replay"):
+    with pytest.raises(CheckpointError, match=r"step_000001 cannot be read: .*; The journal cannot replay"):
         async with running(tmp_path / "d"):
             pass
 

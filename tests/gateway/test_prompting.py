@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,26 @@ def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path: Path, asked: str) -> 
         conversation = Conversation(messages, prompt=None if asked == "messages" else text)
         return len(prepare(renderer, ConversationTree(), conversation, "template").tokens)
 
-    assert renderer.least_tokens(text.encode()) > card.context_length
+    assert renderer.least_tokens(len(text.encode())) > card.context_length
     with pytest.raises(InvalidRequest, match="maximum context length is 2048 tokens") as refused:
         ask(text)
     assert (refused.value.code, refused.value.param, renderer.tokenised) == ("context_length_exceeded", asked, 0)
-    assert ask("x" * 100) >= renderer.least_tokens(b"x" * 100) > 0
+    assert ask("x" * 100) >= renderer.least_tokens(100) > 0
     assert 0 < renderer.tokenised < 1000
+
+
+def test_a_text_that_hardly_fits_is_counted_first(tmp_path: Path) -> None:
+    """Bytes alone do not tell: the longest token is long, those of the text are not."""
+    renderer = Counting(replace(make_card(tmp_path / "model"), context_length=3000))
+    renderer._vocabulary.longest_piece = 100  # As of a vocabulary with rows of blanks in it.
+    words = "hello 42 " * 4000
+    assert renderer.least_tokens(len(words)) < 3000 < len(renderer.tokenize(words.encode()))
+    renderer.tokenised = 0
+    with pytest.raises(InvalidRequest, match="or more"):
+        prepare(renderer, ConversationTree(), Conversation((), prompt=words), "template")
+    assert renderer.tokenised == 0
+    for text in (words, words * 20, "x" * 200_000, "€" * 90_000):
+        encoded = text.encode()
+        exact = len(renderer.tokenize(encoded))
+        assert 0.8 * exact < renderer.counted_tokens(encoded, exact) <= exact
+        assert renderer.counted_tokens(encoded, 10) > 10

@@ -174,6 +174,7 @@ IMPOSSIBLE = [
     ({"$ref": "#/$defs/missing"}, "missing"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
     ({"type": "sting"}, "sting"),
+    ({"enum": [f"value {i}" for i in range(20_000)]}, "characters long"),
 ]
 
 
@@ -196,3 +197,12 @@ def test_a_forced_call_that_is_not_strict_follows_what_is_known(tmp_path: Path) 
     assert '"on"' in renderer.grammar(loose, Constraint(calls="required"))
     with pytest.raises(InvalidRequest, match="not"):
         renderer.grammar(loose, Constraint(calls="required", strict=frozenset({"f"})))
+
+
+def test_all_schemas_together_are_bounded(tmp_path: Path) -> None:
+    renderer = Renderer(make_card(tmp_path, tool_format="hermes"))
+    long = {"type": "object", "properties": {"x": {"type": "string", "description": "d" * 100_000}}}
+    tools = tuple(function(f"f{i}", long) for i in range(6))
+    strict = Constraint(strict=frozenset(f"f{i}" for i in range(6)))
+    with pytest.raises(InvalidRequest, match="together they may be 524288"):
+        renderer.grammar(Conversation((Message("user", "x"),), tools), strict)

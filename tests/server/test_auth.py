@@ -2,7 +2,8 @@
 
 Pinned here:
 1. secrets are made once, whole, and for the owner's eyes only;
-2. a key opens its own episode until it expires, written exactly as it was given out;
+2. a key opens its own episode as long as the job lets it live, written exactly as it was given out; a job that is
+   changed changes keys that were given out before;
 3. a viewer reads and changes nothing, a client configures nothing;
 4. a replaced secret counts at once, without a restart; only that of the keys ends keys.
 """
@@ -22,6 +23,10 @@ from agentjet.server.tokens import FILES, SecretFile, read_secret, replace_secre
 from tests.fakes import Clock
 from tests.server.serving import ADMIN, serving
 
+AGE = 10.0
+LONG = 2e10
+"""An age that no key reaches before the clock of this machine does."""
+
 
 @pytest.fixture
 def clock() -> Clock:
@@ -34,7 +39,7 @@ def test_tokens_are_made_once_and_readable_by_the_owner_only(tmp_path: Path) -> 
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
         assert len((tmp_path / name).read_text().strip()) >= 32
     again = Keys.open(tmp_path)
-    assert again.episode(first.sign("ep1", 2e10)) == "ep1"
+    assert again.episode(first.sign("ep1", 0.0), LONG) == "ep1"
     assert again.control((tmp_path / "token").read_text().strip()) == "client"
 
 
@@ -54,24 +59,25 @@ def test_an_emptied_token_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_key_opens_its_episode_until_it_expires(clock: Clock) -> None:
     keys = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
-    key = keys.sign("ep1", 1010.0)
-    assert keys.episode(key) == "ep1" and keys.control(key, episode_id="ep1") == "episode"
+    key = keys.sign("ep1", 1000.0)
+    assert keys.episode(key, AGE) == "ep1" and keys.control(key, episode_id="ep1", max_age=AGE) == "episode"
     with pytest.raises(Forbidden):
         keys.control(key, episode_id="ep2")
-    clock.advance(10)
+    clock.advance(AGE)
     with pytest.raises(Unauthorized) as expired:
-        keys.episode(key)
+        keys.episode(key, AGE)
     assert expired.value.code == "key_expired"
+    assert keys.episode(key, 2 * AGE) == "ep1"
 
 
 def test_keys_of_another_server_and_changed_keys_are_refused(clock: Clock) -> None:
     keys = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
     other = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
-    key = keys.sign("ep1", 2000.0)
-    forged = other.sign("ep1", 2000.0)
+    key = keys.sign("ep1", 1000.0)
+    forged = other.sign("ep1", 1000.0)
     for wrong in (forged, key[:-1], key + "A", "ajk-", "ajk-W10.x", "é", key.replace("ajk-", "ajk-x")):
         with pytest.raises(Unauthorized):
-            keys.episode(wrong)
+            keys.episode(wrong, AGE)
 
 
 def test_only_the_admin_token_administers() -> None:
@@ -97,13 +103,13 @@ def test_a_viewer_reads_only() -> None:
         keys.admin("v" * 20)
     assert refused.value.code == "admin_token_needed"
     with pytest.raises(Forbidden) as refused:
-        keys.episode("v" * 20)
+        keys.episode("v" * 20, AGE)
     assert refused.value.code == "episode_key_needed"
 
 
 def test_a_replaced_token_counts_without_a_restart_and_ends_no_key(tmp_path: Path) -> None:
     keys = Keys.open(tmp_path)
-    key = keys.sign("ep1", 2e10)
+    key = keys.sign("ep1", 0.0)
     for role in ("client", "admin", "viewer"):
         path = tmp_path / FILES[role]
         before = read_secret(path)
@@ -113,12 +119,12 @@ def test_a_replaced_token_counts_without_a_restart_and_ends_no_key(tmp_path: Pat
         assert keys.control(read_secret(path)) == role != before
         with pytest.raises(Unauthorized):
             keys.control(before)
-        assert keys.episode(key) == "ep1"
+        assert keys.episode(key, LONG) == "ep1"
     replace_secret(tmp_path / FILES["keys"])
     with pytest.raises(Unauthorized) as void:
-        keys.episode(key)
+        keys.episode(key, LONG)
     assert void.value.code == "key_invalid"
-    assert keys.episode(keys.sign("ep1", 2e10)) == "ep1"
+    assert keys.episode(keys.sign("ep1", 0.0), LONG) == "ep1"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES.values())
 
 
@@ -142,7 +148,7 @@ def test_a_secret_others_can_read_is_logged_without_it(tmp_path: Path, caplog: p
 
 
 KEYS = Keys(token="c" * 20, admin_token="a" * 20, viewer_token="v" * 20, clock=lambda: 0.0)
-KEY = KEYS.sign("ep000042", 1e9)
+KEY = KEYS.sign("ep000042", 0.0)
 
 
 def test_no_key_with_one_character_changed_opens_anything() -> None:
@@ -151,7 +157,7 @@ def test_no_key_with_one_character_changed_opens_anything() -> None:
         for character in {*string.ascii_letters, *string.digits, *"-_.=+/"} - {KEY[position]}:
             changed = KEY[:position] + character + KEY[position + 1 :]
             with pytest.raises(Unauthorized):
-                KEYS.episode(changed)
+                KEYS.episode(changed, AGE)
 
 
 @given(
@@ -165,7 +171,7 @@ def test_no_text_made_from_a_key_opens_anything(cut: int, paste: str, rest: int)
     made = KEY[:cut] + paste + KEY[rest:]
     if made != KEY:
         with pytest.raises(Unauthorized):
-            KEYS.episode(made)
+            KEYS.episode(made, AGE)
 
 
 @pytest.mark.anyio

@@ -151,6 +151,9 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
         assert await code("POST", own, mine["api_key"]) == "200"
         served.run.clock.advance(100_000)
         assert await code("POST", own, mine["api_key"]) == "401 key_expired"
+        longer = {**job, "job": {**job["job"], "max_episode_seconds": 1e6}}
+        assert await code("PUT", "/job", ADMIN, longer) == "200"
+        assert await code("POST", own, mine["api_key"]) == "409 episode_expired"
         assert await code("POST", own, client) == "409 episode_expired"
 
 
@@ -244,7 +247,7 @@ async def test_the_job_is_compared_and_set(tmp_path: Path) -> None:
 
 
 async def test_checkpoints(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
+    async with serving(tmp_path / "d", server={"keep_exports": 1}) as served:
         assert (await served.http.get("/swarm/v1/checkpoints")).json() == []
         made = (await served.http.post("/swarm/v1/checkpoints")).json()
         assert made["policy_version"] == 0
@@ -255,7 +258,13 @@ async def test_checkpoints(tmp_path: Path) -> None:
             refused = await served.http.post(path, json={"path": "/elsewhere"})
             assert (refused.status_code, refused.json()["param"]) == (422, "path")
             assert (await served.http.post(path, json={})).is_success
+        others = [Path(exported["path"]).with_name(name) for name in ("mine", "step_000000.old")]
+        for other in others:
+            other.mkdir()
         await served.run.batch()
+        newer = (await served.http.post("/swarm/v1/exports")).json()
+        assert [Path(newer["path"]).exists(), Path(exported["path"]).exists()] == [True, False]
+        assert all(other.exists() for other in others)
         served.run.compute.fail_save = [CheckpointError("No space left on device")]
         failed = await served.http.post("/swarm/v1/checkpoints")
         assert (failed.status_code, failed.json()["code"]) == (507, "checkpoint_failed")
@@ -315,7 +324,20 @@ async def test_hosts_that_are_answered(tmp_path: Path, host: str) -> None:
         assert (await served.http.get("/swarm/v1/status", headers={"Host": host})).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8400", "localhost.evil.example", "[", "10.0.0.1", ""])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8400",
+        "localhost.evil.example",
+        "[",
+        "10.0.0.1",
+        "",
+        r"evil\@127.0.0.1",
+        "a@127.0.0.1",
+        "127.0.0.1:80:90",
+    ],
+)
 async def test_a_name_that_was_rebound_to_loopback_is_refused(tmp_path: Path, host: str) -> None:
     async with serving(tmp_path / "d") as served:
         control = await served.http.get("/swarm/v1/status", headers={"Host": host})

@@ -160,13 +160,13 @@ def _is_well(body: bytes) -> bool:
 
 @pytest.mark.parametrize("key", ["%0D", "%0A", "%09", "%00", "%20", "%C3%A9", "%ff", "..", "%2e%2e"])
 def test_paths_with_strange_keys_answer_in_the_shape_of_their_dialect(target: Target, key: str) -> None:
-    for body, statuses in ((WELL, (401,)), (b'{"model": 1}', (400,))):
+    for body in (WELL, b'{"model": 1}', b"{"):
         answer = target.post(
             f"http://127.0.0.1/k/{key}/v1/chat/completions", {"Content-Type": "application/json"}, body
         )
         if answer.status_code == 404 and ".." in key:  # The client resolves it, and it is another path.
             continue
-        assert answer.status_code in statuses and answer.json()["error"]["message"], (key, answer.text)
+        assert answer.status_code == 401 and answer.json()["error"]["message"], (key, answer.text)
 
 
 @given(data=st.data())

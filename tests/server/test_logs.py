@@ -78,7 +78,7 @@ def test_a_batch_at_hand_is_named(log_format: LogFormat) -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_secrets_are_in_no_line(log_format: LogFormat) -> None:
-    key = Keys(token=TOKEN, admin_token="a" * 20).sign("ep000001", 2e9)
+    key = Keys(token=TOKEN, admin_token="a" * 20).sign("ep000001", 1e9)
     with written(log_format) as stream:
         log = logging.getLogger("agentjet.test")
         log.error("GET /k/%s/v1/models failed", key)

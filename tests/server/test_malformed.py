@@ -262,7 +262,7 @@ def test_a_request_with_something_wrong_in_it(target: Target, path: str) -> None
             return
         said = refusal(path, answer)
         is_named = repr(request.place)[1:-1] in said
-        assert is_named or "JSON" in said or "context length" in said, (request, said)
+        assert is_named or any(words in said for words in ("JSON", "context length", "too long")), (request, said)
 
     run()
     counted = {status: count for (where, status), count in target.seen.items() if where == path}
@@ -302,8 +302,8 @@ def false_keys(draw: st.DrawFn, mine: str, other: str, expired: str) -> str:
 @pytest.mark.parametrize("where", ["bearer", "x-api-key", "path"])
 def test_false_keys(target: Target, where: str) -> None:
     keys, now = target.served.keys, target.served.run.clock.now
-    mine, other = target.episode["api_key"], keys.sign("ep999999", now + 100)
-    expired = keys.sign(target.episode["episode_id"], now - 1)
+    mine, other = target.episode["api_key"], keys.sign("ep999999", now)
+    expired = keys.sign(target.episode["episode_id"], now - 1e6)
     assert len({mine, other, expired}) == 3
 
     @settings(max_examples=CASES // 4, **QUIET)  # type: ignore[arg-type]
@@ -328,7 +328,7 @@ def test_false_keys(target: Target, where: str) -> None:
 def test_another_episodes_key_speaks_for_that_episode(target: Target) -> None:
     """A key says which episode it is for; nothing in a request could say otherwise."""
     gateway = target.served.run.gateway
-    key = target.served.keys.sign("ep999999", target.served.run.clock.now + 100)
+    key = target.served.keys.sign("ep999999", target.served.run.clock.now)
     for path in routes(target):
         answer = ask(target, path, json.dumps(VALID[path]).encode(), key=key)
         assert answer.status_code == 404 and "ep999999" in refusal(path, answer), answer.text

@@ -38,7 +38,7 @@ def test_which_names_the_policy_answers_to(name: str, role: str | None, tmp_path
                     await asked
                 return
             assert (await asked).choices[0].message.content == "hi"
-            [call] = served.run.gateway.episode_tree(episode["episode_id"]).calls
+            [call] = (await served.run.gateway.episode_tree(episode["episode_id"])).calls
             assert call.role == role
 
     asyncio.run(scenario())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from agentjet.server.metrics import printable
 from tests.server.serving import ADMIN, VIEWER, Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -112,6 +114,27 @@ async def test_metrics(tmp_path: Path) -> None:
         assert (now["agentjet_workers_started_total"], now["agentjet_workers_hung_total"]) == (1, 0)
         assert now["agentjet_unusable_checkpoints"] == 0
         assert now["agentjet_calls_active"] == 0 and now["agentjet_clients"] >= 1
+
+
+def test_labels_hold_no_control_characters() -> None:
+    """Clients name metrics, and people look at them in terminals."""
+    assert printable("agent/\x1b[2Jspeed é") == "agent/\\x1b[2Jspeed é"
+
+
+async def test_episodes_are_looked_up_apart_from_the_event_loop(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        used: set[int] = set()
+        await served.run.batch()
+        live = (await served.begin(mode="eval"))["episode_id"]
+        journal, of_the_loop = served.run.gateway._journal, threading.get_ident()
+        reading = journal.reading
+        journal.reading = lambda: (used.add(threading.get_ident()), reading())[1]  # type: ignore[method-assign]
+        found = (await served.http.get("/swarm/v1/episodes", params={"status": "finished"})).json()["episodes"]
+        assert len(found) == 4 and {episode["status"] for episode in found} == {"finished"}
+        assert (await served.http.get("/swarm/v1/episodes")).json()["episodes"][0]["episode_id"] == live
+        opened = (await served.http.get(f"/swarm/v1/episodes/{found[0]['episode_id']}")).json()
+        assert [call["role"] for call in opened["calls"]] == [""] and opened["calls"][0]["texts"]
+        assert used and of_the_loop not in used
 
 
 async def test_a_viewer_reads_only(tmp_path: Path) -> None:

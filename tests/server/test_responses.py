@@ -231,7 +231,7 @@ async def test_what_was_said_is_known_after_a_restart(tmp_path: Path) -> None:
         first = await client.responses.create(model="policy", input="hello", instructions="Be kind.")
         await client.completions.create(model="policy@raw", prompt="hello", max_tokens=1)
     async with serving(tmp_path / "d") as served:
-        key = served.keys.sign(episode["episode_id"], served.run.clock() + 60)
+        key = served.keys.sign(episode["episode_id"], served.run.clock())
         client = served.openai({"base_url": f"{served.url}/v1", "api_key": key})
         await client.responses.create(model="policy", input="again", previous_response_id=first.id)
         await client.completions.create(model="policy@raw", prompt="helloh")
@@ -388,7 +388,7 @@ async def test_what_no_answer_could_repeat_is_refused(tmp_path: Path, stream: bo
                 '"tool_choice": "none", "tools": [{"type": "function", "name": "f", "parameters": {"x": NaN}}]',
                 "tools.0",
             ),
-            (f'"tools": [{{"type": "function", "name": "f", "parameters": {{"x": {deep}}}}}]', "tools.0"),
+            (f'"tools": [{{"type": "function", "name": "f", "parameters": {{"x": {deep}}}}}]', "tools"),
             (r'"text": {"format": {"type": "text", "schema": {"a": "\udc00"}}}', "text.format"),
             (r'"tool_choice": {"type": "\udc00"}', "tool_choice"),
         ):

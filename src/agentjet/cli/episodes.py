@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentjet.cli.episode_export import export_episodes
 from agentjet.cli.options import Json, Token, TokenFile, Url, connect
 from agentjet.cli.printing import one_line, printable, say
 
@@ -20,7 +21,8 @@ CONTEXT, SAMPLED, ORPHAN, NOTE = "cyan", "bold green", "strike red", "dim"
 
 UNTRAINED = {"retry": "sent again", "undelivered": "not delivered", "side": "a side call by job.side_calls"}
 
-app = typer.Typer(help="Look at episodes; begin and end them.", no_args_is_help=True)
+app = typer.Typer(help="Look at episodes; begin, end and export them.", no_args_is_help=True)
+app.command("export")(export_episodes)
 
 
 @app.command("list")

@@ -6,11 +6,13 @@ import sys
 
 import typer
 
-from agentjet.cli.checkpoints import checkpoints
+from agentjet.cli.checkpoints import app as checkpoints
+from agentjet.cli.compare import compare
 from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
 from agentjet.cli.eval import evaluate
 from agentjet.cli.export import export
+from agentjet.cli.job import app as job
 from agentjet.cli.printing import printable
 from agentjet.cli.research import app as research
 from agentjet.cli.run import run
@@ -33,8 +35,10 @@ app.command()(run)
 app.command("eval")(evaluate)
 app.command()(status)
 app.command()(watch)
+app.add_typer(job, name="job")
 app.add_typer(episodes, name="episodes")
-app.command()(checkpoints)
+app.add_typer(checkpoints, name="checkpoints")
+app.command()(compare)
 app.add_typer(token, name="token")
 app.command()(export)
 app.add_typer(research, name="research")

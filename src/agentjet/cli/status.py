@@ -34,6 +34,7 @@ def described(status: StatusResponse) -> list[tuple[str, str]]:
         ("waiting for", status.waiting_for),
         ("model", status.model),
         ("step", steps),
+        *([("branched", f"from {status.branched_from}")] if status.branched_from else []),
         ("groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"),
         ("episodes", ", ".join(f"{count} {name}" for name, count in status.episodes.items() if count) or "none yet"),
         ("calls", f"{status.calls_active} active"),

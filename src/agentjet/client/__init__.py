@@ -8,7 +8,7 @@ from agentjet.client.connection import Retry
 from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import AsyncEpisode, Episode
 from agentjet.client.estimates import Estimate, pass_at_k, wilson_interval
-from agentjet.client.report import CodeChange, EpisodeResult, EvalReport, Step, TeamReport, TrainReport
+from agentjet.client.report import CodeChange, EpisodeResult, EvalReport, Evaluation, Step, TeamReport, TrainReport
 from agentjet.client.rollout import Agent, AgentFailing
 from agentjet.client.synchronous import Swarm
 from agentjet.client.team import AsyncTeam
@@ -31,6 +31,7 @@ __all__ = [
     "EpisodeResult",
     "Estimate",
     "EvalReport",
+    "Evaluation",
     "Result",
     "Retry",
     "Step",

@@ -4,7 +4,7 @@ synchronous code."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,7 +18,10 @@ from agentjet.client.code import Code, ModuleCode, Version, code_version_of
 from agentjet.client.connection import Connection, Retry
 from agentjet.client.endpoint import Endpoint
 from agentjet.client.episode import AsyncEpisode, checked_reward, finish_body
-from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
+from agentjet.client.evaluating import EVAL_WAIT, HOLDING, SAVING_WAIT, evaluated, held_at, record_score
+from agentjet.client.held_out import HeldOut
+from agentjet.client.held_out import check as check_held_out
+from agentjet.client.job_changes import change
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, Begun
 from agentjet.client.settings import load_settings
@@ -32,18 +35,18 @@ from agentjet.protocol import (
     EpisodeList,
     EpisodeTree,
     EpisodeView,
+    EvaluationView,
     Event,
+    ExportRequest,
     FinishRequest,
     JobBody,
     LeaseRequest,
     LeaseView,
     RunRequest,
     StatusResponse,
+    TagRequest,
 )
 from agentjet.types import Mode, Reward, Task
-
-SAVING_WAIT = 600.0
-"""A checkpoint waits for the batch being learned and for the disk."""
 
 
 class AsyncSwarm:
@@ -153,6 +156,10 @@ class AsyncSwarm:
         progress: bool = True,
         reload: bool | Code = False,
         code_version: str | None = None,
+        eval_tasks: Sequence[Task] = (),
+        eval_every: int = 0,
+        eval_repeats: int = 1,
+        stop_after: int = 0,
     ) -> TrainReport:
         """Run `agent` on `tasks` until the policy has learned `steps` more batches.
 
@@ -165,11 +172,33 @@ class AsyncSwarm:
         `reload` takes up the agent's module, and those beside it, when their files change: see `LiveCode`. Raises
         `ConfigError` when the agent cannot be loaded anew. `code_version` names the agent's version to the server where
         the hash of its files is not wanted.
+
+        With `eval_tasks` the newest policy version is evaluated on them before the first batch, after every
+        `eval_every` batches and at the end; see `evaluate` with `record=True`. The run ends early when `stop_after`
+        evaluations in a row brought no new best score.
         """
         check_run("train", agent, tasks, steps=steps, concurrency=concurrency)
+        check_held_out(eval_tasks, eval_every, stop_after)
         code = ModuleCode(agent) if reload is True else reload or None
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
-        training = Training(self._connection, version, tasks, code)
+        held_out = None
+        if eval_tasks:
+            check_run("evaluate", agent, eval_tasks, eval_repeats=eval_repeats)
+
+            def evaluate(version: Version) -> Coroutine[Any, Any, EvalReport]:
+                return self.evaluate(
+                    version.agent,
+                    eval_tasks,
+                    repeats=eval_repeats,
+                    concurrency=concurrency,
+                    progress=False,
+                    code_version=version.code_version,
+                    at_version="newest",
+                    record=True,
+                )
+
+            held_out = HeldOut(evaluate, eval_every, stop_after)
+        training = Training(self._connection, version, tasks, code, held_out)
         try:
             return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
         except (AgentJetError, asyncio.CancelledError) as error:
@@ -187,6 +216,7 @@ class AsyncSwarm:
         temperature: float | None = None,
         at_version: int | Literal["newest"] | None = None,
         endpoint: Endpoint | None = None,
+        record: bool = False,
     ) -> EvalReport:
         """Run `agent` on every task `repeats` times and report; nothing of it is trained on.
 
@@ -194,10 +224,13 @@ class AsyncSwarm:
         `temperature` replaces that of every call, 0 is greedy; by default it is the agent's, or the job's.
         `at_version` is the policy version that answers throughout, "newest" the present one: learning waits for it, at
         most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) when the server is at another one. With
-        `endpoint` the agent talks to another model instead, and the server is not asked at all.
+        `endpoint` the agent talks to another model instead, and the server is not asked at all. `record` stores the
+        score on the server, see `evaluations`; it needs `at_version`.
         """
         check_run("evaluate", agent, tasks, repeats=repeats, concurrency=concurrency)
         check_policy(at_version, temperature)
+        if record and at_version is None:
+            raise ValueError("record = True needs at_version, such as 'newest': a score is of one policy version")
         if endpoint is not None and (at_version, temperature) != (None, None):
             raise ValueError(
                 "at_version and temperature are for the policy of a server: an endpoint has no versions, and is asked "
@@ -220,15 +253,19 @@ class AsyncSwarm:
             if at_version is None:
                 return await run(None)
             async with held_at(self._connection, self.asking(HOLDING, mode="eval"), at_version) as pinned:
-                return await run(pinned)
+                report = await run(pinned)
+                if record:
+                    await record_score(self._connection, self._settings.client_id, pinned, report)
+                return report
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None
 
     # ---- the server -----------------------------------------------------------------------------------------------
 
-    async def episodes(self, limit: int = 20) -> EpisodeList:
-        """The newest episodes, newest first."""
-        return EpisodeList.model_validate(await self._connection.request("GET", f"/episodes?limit={limit}"))
+    async def episodes(self, limit: int = 20, *, before: str = "") -> EpisodeList:
+        """The newest episodes, newest first; those begun before the one with the id `before`, where it is given."""
+        path = f"/episodes?limit={limit}" + (f"&before={quote(before, safe='')}" if before else "")
+        return EpisodeList.model_validate(await self._connection.request("GET", path))
 
     async def episode_tree(self, episode_id: str) -> EpisodeTree:
         """An episode with every call, token by token. Raises `NotFound`."""
@@ -253,8 +290,22 @@ class AsyncSwarm:
     async def set_job(self, job: Mapping[str, Any], *, revision: int) -> JobBody:
         """Replace the job's settings, if they are still those of `revision`; else raises `Conflict`. Takes the admin
         token."""
-        body = JobBody(revision=revision, job=dict(job))
+        return await self._put_job(JobBody(revision=revision, job=dict(job)))
+
+    async def change_job(self, changes: Mapping[str, Any]) -> JobBody:
+        """Change single job settings by dotted name, such as `{"optimizer.lr": 1e-5}`; the others stay as they are.
+
+        Raises `ConfigError` or `InvalidRequest` naming the key, the value and the nearest key. Takes the admin token.
+        """
+        return await change(self.job, self._put_job, changes)
+
+    async def _put_job(self, body: JobBody) -> JobBody:
         return JobBody.model_validate(await self._connection.request("PUT", "/job", body=body))
+
+    async def evaluations(self) -> list[EvaluationView]:
+        """Every evaluation that was recorded on the server, in the order they came."""
+        answer = await self._connection.request("GET", "/evaluations")
+        return [EvaluationView.model_validate(item) for item in answer]
 
     async def start(self) -> StatusResponse:
         """Let training go on. Takes the admin token."""
@@ -294,9 +345,23 @@ class AsyncSwarm:
         answer = await self._connection.request("POST", "/checkpoints", server_wait=SAVING_WAIT)
         return CheckpointInfo.model_validate(answer)
 
-    async def export(self) -> CheckpointInfo:
-        """Have the present policy written as a plain Hugging Face folder, on the server's disk, between two batches."""
-        answer = await self._connection.request("POST", "/exports", server_wait=SAVING_WAIT)
+    async def tag(self, policy_version: int, name: str) -> list[CheckpointInfo]:
+        """Name a checkpoint, which is then kept until `untag`. Raises `InvalidRequest`, `NotFound`, `Conflict`."""
+        body = TagRequest(policy_version=policy_version)
+        answer = await self._connection.request("PUT", f"/tags/{quote(name, safe='')}", body=body)
+        return [CheckpointInfo.model_validate(item) for item in answer]
+
+    async def untag(self, name: str) -> list[CheckpointInfo]:
+        """Remove the name of a checkpoint. Raises `NotFound`."""
+        answer = await self._connection.request("DELETE", f"/tags/{quote(name, safe='')}")
+        return [CheckpointInfo.model_validate(item) for item in answer]
+
+    async def export(self, *, adapter: bool = False) -> CheckpointInfo:
+        """Have the present policy written on the server's disk, between two batches: as a plain Hugging Face folder, or
+        its `adapter` alone as a PEFT folder. Raises `InvalidRequest` for the adapter of a policy without one.
+        """
+        body = ExportRequest(adapter=adapter)
+        answer = await self._connection.request("POST", "/exports", body=body, server_wait=SAVING_WAIT)
         return CheckpointInfo.model_validate(answer)
 
     async def close(self) -> None:

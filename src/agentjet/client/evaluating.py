@@ -17,11 +17,13 @@ from agentjet.client.report import EpisodeResult, EvalReport
 from agentjet.client.rollout import Begin, Runner, keep_alive
 from agentjet.client.slots import Slot, Slots
 from agentjet.errors import AgentJetError, Conflict
-from agentjet.protocol import BeginRequest
+from agentjet.protocol import BeginRequest, EvaluationRequest
 from agentjet.types import Task
 
 EVAL_WAIT = 60.0
 """How long an evaluation waits for a place."""
+SAVING_WAIT = 600.0
+"""A checkpoint waits for the batch being learned and for the disk."""
 HOLDING = "holding-the-policy-version"
 """Task of the episode that does so."""
 
@@ -75,3 +77,18 @@ async def evaluated(
         await Runner(begin_slot, note).run(Slots.once(repeated), min(concurrency, len(repeated)))
     ordered = tuple(results[index] for index in sorted(results))
     return EvalReport(results=ordered, seconds=time.monotonic() - started, num_repeated=num_repeated)
+
+
+async def record_score(connection: Connection, client_id: str, policy_version: int, report: EvalReport) -> None:
+    """Store the score of a version on the server, which may save its checkpoint; nothing when no episode finished."""
+    score = report.mean_at_k
+    if not score.num_tasks:
+        return
+    body = EvaluationRequest(
+        policy_version=policy_version,
+        score=score.value,
+        num_tasks=score.num_tasks,
+        num_episodes=len(report.finished),
+        client_id=client_id,
+    )
+    await connection.request("POST", "/evaluations", body=body, server_wait=SAVING_WAIT)

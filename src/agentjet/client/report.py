@@ -122,6 +122,15 @@ class TrainReport(_Report):
     seconds: float
     code_changes: tuple[CodeChange, ...] = ()
     """Edits of the agent meanwhile, with `reload`, in order."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """With `eval_every`, the scores on the held-out tasks, in order, from before the first batch to the end."""
+    stopped_early: bool = False
+    """True if the run ended before its steps because `stop_after` evaluations brought no new best score."""
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the highest score, the earliest of equal ones; None without evaluations."""
+        return best_of(self.evaluations)
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -142,6 +151,11 @@ class TrainReport(_Report):
         empty = [batches_without_variance([step.metrics]) for step in self.steps]
         if sum(empty) >= REPORTED_BATCHES:
             lines.append(f"{sum(empty)} of these steps could teach nothing: in every group all rewards were equal")
+        if self.evaluations:
+            scores = ", ".join(f"{e.policy_version}: {e.score:.3f}" for e in self.evaluations)
+            best = "" if self.best is None else f"; best: version {self.best.policy_version}"
+            early = ", stopped early: no new best score" if self.stopped_early else ""
+            lines.append(f"held-out score by version: {scores}{best}{early}")
         for change in self.code_changes:
             why = f": {change.why}" if change.why else ""
             lines.append(f"code {change.before} {change.kind}{f' to {change.to}' if change.to else ''}{why}")
@@ -245,6 +259,25 @@ class EvalReport(_Report):
         if len(self.by_task_set) > 1:
             lines += [f"  {name or '(no task set)'}: {one}" for name, one in self.by_task_set.items()]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A policy version's evaluation on held-out tasks during a training run."""
+
+    policy_version: int
+    report: EvalReport
+
+    @property
+    def score(self) -> float:
+        """Mean over tasks of the mean reward over their repeats; NaN when no episode finished."""
+        return self.report.mean_at_k.value
+
+
+def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """The one with the highest score, the earliest of equal ones; None when none has a score."""
+    scored = [evaluation for evaluation in evaluations if not math.isnan(evaluation.score)]
+    return max(scored, key=lambda evaluation: evaluation.score, default=None)
 
 
 def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:

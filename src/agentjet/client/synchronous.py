@@ -72,9 +72,11 @@ class Swarm(Driver[AsyncSwarm]):
     evaluate = driven_run(AsyncSwarm.evaluate)
     episodes = driven(AsyncSwarm.episodes)
     episode_tree = driven(AsyncSwarm.episode_tree)
+    evaluations = driven(AsyncSwarm.evaluations)
     status = driven(AsyncSwarm.status)
     job = driven(AsyncSwarm.job)
     set_job = driven(AsyncSwarm.set_job)
+    change_job = driven(AsyncSwarm.change_job)
     start = driven(AsyncSwarm.start)
     stop = driven(AsyncSwarm.stop)
     take_lease = driven(AsyncSwarm.take_lease)
@@ -82,6 +84,8 @@ class Swarm(Driver[AsyncSwarm]):
     enter_run = driven(AsyncSwarm.enter_run)
     checkpoints = driven(AsyncSwarm.checkpoints)
     checkpoint = driven(AsyncSwarm.checkpoint)
+    tag = driven(AsyncSwarm.tag)
+    untag = driven(AsyncSwarm.untag)
     export = driven(AsyncSwarm.export)
 
     def events(self, after: int = 0) -> Iterator[Event]:

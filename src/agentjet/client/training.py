@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from agentjet.client.code import Code, Version
 from agentjet.client.connection import Connection
 from agentjet.client.episode import AsyncEpisode
 from agentjet.client.following import Server, say_what_it_waits_for
+from agentjet.client.held_out import HeldOut
 from agentjet.client.live import LiveCode
 from agentjet.client.progress import progress_for
 from agentjet.client.report import EpisodeResult, TrainReport
@@ -35,6 +36,7 @@ class Training:
     tasks: Sequence[Task]
     code: Code | None = None
     """Looked at for a newer version of the agent."""
+    held_out: HeldOut | None = None
     results: list[EpisodeResult] = field(default_factory=list)
 
     async def run(self, steps: int, *, concurrency: int, seed: int, progress: bool) -> TrainReport:
@@ -79,16 +81,34 @@ class Training:
 
             runner = Runner(begun, note, needs_calls=True, is_on_trial=live.is_on_trial)
 
+            held_out = self.held_out
+
+            def learned(metrics: Mapping[str, float]) -> None:
+                shown.step(metrics)
+                if held_out is not None and len(server.learned) < steps:
+                    held_out.learned(len(server.learned))
+
             async def follow() -> None:
-                await server.follow(shown.step, shown.say)
+                await server.follow(learned, shown.say)
+                runner.has_enough = True
+
+            async def evaluate(held_out: HeldOut) -> None:
+                held_out.learned(0)
+                await held_out.watch(lambda: live.current.version, shown.say)
                 runner.has_enough = True
 
             running = runner.run(slots, concurrency)
             beside = [follow(), say_what_it_waits_for([self.connection], runner, shown)]
-            await first_to_end([running, *beside, *([live.watch()] if self.code is not None else [])])
+            beside += [live.watch()] if self.code is not None else []
+            beside += [evaluate(held_out)] if held_out is not None else []
+            await first_to_end([running, *beside])
+            if held_out is not None and not held_out.stalled:
+                await held_out.finish(live.current.version, server.target, shown.say)
         return TrainReport(
             results=tuple(self.results),
             steps=tuple(server.learned),
             seconds=time.monotonic() - started,
             code_changes=tuple(live.changes),
+            evaluations=tuple(held_out.done) if held_out is not None else (),
+            stopped_early=len(server.learned) < steps,
         )

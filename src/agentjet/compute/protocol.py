@@ -65,8 +65,10 @@ class Compute(Protocol):
         """
         ...
 
-    async def export(self, path: Path) -> None:
-        """Write the policy as a plain Hugging Face folder (LoRA merged), atomically."""
+    async def export(self, path: Path, *, adapter: bool = False) -> None:
+        """Write the policy as a plain Hugging Face folder (LoRA merged), or its `adapter` alone as a PEFT folder,
+        atomically.
+        """
         ...
 
     async def close(self) -> None:

@@ -288,7 +288,9 @@ class JobConfig(Section):
     checkpoint_every: Int64 = Field(20, ge=0)
     """Batches between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Int64 = Field(2, ge=1)
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept. Those with a tag are kept besides."""
+    keep_best: bool = True
+    """Keep the checkpoint of the best recorded evaluation under the tag `best`, and save it if there is none yet."""
     seed: Int64 = 0
     """Seed of everything random on the server."""
     side_calls: tuple[SideCallRule, ...] = Field((), max_length=16)
@@ -342,8 +344,18 @@ class ServerConfig(Section):
     """Seconds after which a worker that has something to do, sends nothing, uses no CPU time and waits for no disk is
     killed and replaced. A worker that computes is never killed, however long it takes.
     """
-    max_body_mb: Int64 = Field(32, ge=1, le=4096)
+    max_body_mb: Int64 = Field(8, ge=1, le=4096)
     """Largest request body, in MiB; above, 413."""
+    keep_exports: Int64 = Field(8, ge=1)
+    """Newest folders kept under `exports/` in the data dir; a new export removes older ones."""
+    max_connections: Int64 = Field(4096, ge=16)
+    """Connections at the same time; above, new ones are closed at once. The process's limit of open files may allow
+    fewer.
+    """
+    episode_may_finish: bool = True
+    """Let an episode's own key finish it with a reward. With `false` that takes the client token, which agents do not
+    have.
+    """
     max_episodes_per_client: Int64 = Field(1024, ge=1)
     """Live episodes of one `client_id`; above, 429."""
     max_calls_per_episode: Int64 = Field(256, ge=1)

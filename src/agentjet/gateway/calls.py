@@ -38,7 +38,8 @@ from agentjet.gateway.commits import Commits
 from agentjet.gateway.deliveries import Deliveries, Delivery, Outbox
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import CallLimits
-from agentjet.gateway.prompting import Prompt, prepare
+from agentjet.gateway.offload import offload
+from agentjet.gateway.prompting import Prompt, num_characters, prepare
 from agentjet.gateway.requests import CallChunk, CallRequest, ScoredToken, overridden, sampling_params, seeded
 from agentjet.gateway.tracing import Tracing
 from agentjet.rendering import Renderer
@@ -167,12 +168,13 @@ class CallPath:
             for stream in streams:
                 await anext(stream, None)
 
-    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation) -> int:
+    async def count_tokens(self, episode_id: str, role: str, conversation: Conversation, num_bytes: int) -> int:
         """Length of the prompt that a call with `conversation` would have just now. Nothing is sampled or recorded."""
         with self._swarm.calling(episode_id):
             _, renderer = await self._known_model()
             tree = self._swarm.tree(episode_id, role)
-            return len(prepare(renderer, tree, conversation, self._swarm.job.history).tokens)
+            size = num_bytes + num_characters(conversation)
+            return len((await offload(size, prepare, renderer, tree, conversation, self._swarm.job.history)).tokens)
 
     async def _known_model(self) -> tuple[ModelCard, Renderer]:
         """Waits for the worker where none was up yet."""
@@ -198,13 +200,17 @@ class CallPath:
                 param="chat_template_kwargs",
             )
         tree = self._swarm.tree(episode.id, role)
-        prompt = prepare(renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint)
-        if not tree.calls and episode.num_calls:
+        is_new_role = not tree.calls and episode.num_calls
+        size = request.num_bytes + num_characters(request.conversation)
+        prompt = await offload(
+            size, prepare, renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint
+        )
+        if is_new_role:
             prompt = replace(prompt, fork="role")
         room = card.context_length - len(prompt.tokens)
         if room < 1:
             raise ContextOverflow(request.asked, len(prompt.tokens), card.context_length)
-        grammar = renderer.grammar(request.conversation, request.constraint)
+        grammar = await offload(size, renderer.grammar, request.conversation, request.constraint)
         params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
         self._swarm.note(episode.id, noted=request.notes)
         return _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline, delivery)

@@ -3,12 +3,14 @@
 Invariants:
 * a checkpoint takes its name once it is complete on disk and the journal has recorded its digest;
 * a checkpoint counts as good once this server has written or loaded it: only such ones push out older ones;
+* a checkpoint with a tag is never removed; one that only its tag keeps is not for recovery;
 * an unusable one is renamed to `unusable_000123` and kept for the operator.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -16,9 +18,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentjet.errors import CheckpointError
+from agentjet.errors import CheckpointError, NotFound
+from agentjet.gateway.tags import Tags
 from agentjet.protocol import CheckpointInfo
 from agentjet.types import CheckpointStamp
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"step_(\d{6,})")
 UNUSABLE = "unusable_"
@@ -38,6 +43,20 @@ class CheckpointStore:
 
     def path(self, policy_version: int) -> Path:
         return self.folder / f"step_{policy_version:06d}"
+
+    @property
+    def tags(self) -> Tags:
+        return Tags(self.folder)
+
+    def check_there(self, policy_version: int) -> None:
+        """Raises `NotFound` when there is no checkpoint of that version."""
+        found = [info.policy_version for info in self.listing()]
+        if policy_version not in found:
+            raise NotFound(
+                f"There is no checkpoint of policy version {policy_version}; there are: "
+                f"{', '.join(map(str, found)) or 'none'}.",
+                code="checkpoint_not_found",
+            )
 
     def listing(self) -> list[CheckpointInfo]:
         """What there is, oldest first."""
@@ -63,11 +82,14 @@ class CheckpointStore:
         return next((info for info in self.listing() if info.policy_version == policy_version), None)
 
     def covers(self, keep: int) -> int | None:
-        """Policy version from which on nothing older is needed to recover: that of the oldest checkpoint.
+        """Policy version from which on nothing older is needed to recover: that of the oldest checkpoint that is not
+        kept by its tag alone.
 
         None until there are two good ones, or `keep` if that is less: one that is damaged must not lose the run.
         """
-        return self.listing()[0].policy_version if len(self._good) >= min(keep, 2) else None
+        if len(self._good) < min(keep, 2):
+            return None
+        return self._oldest_for_recovery(keep) or self.listing()[0].policy_version
 
     def loaded(self, policy_version: int) -> None:
         """The checkpoint of that version was verified and loaded: it is good."""
@@ -102,18 +124,26 @@ class CheckpointStore:
         finally:
             shutil.rmtree(unnamed, ignore_errors=True)
         self._good.add(policy_version)
-        self._rotate(keep)
+        self.rotate(keep)
         return self.listing()[-1]
 
-    def _rotate(self, keep: int) -> None:
-        """Remove what is older than the newest `keep` good checkpoints, if there are as many."""
-        good = [info for info in self.listing() if info.policy_version in self._good]
-        if len(good) < keep:
+    def rotate(self, keep: int) -> None:
+        """Remove what is older than the newest `keep` good checkpoints, if there are as many, and has no tag."""
+        try:
+            tagged = set(self.tags.read().values())
+        except CheckpointError as error:
+            log.error("no checkpoint is removed: %s", error)
             return
+        oldest = self._oldest_for_recovery(keep) or 0
         for old in self.listing():
-            if old.policy_version < good[-keep].policy_version:
+            if old.policy_version < oldest and old.policy_version not in tagged:
                 self._good.discard(old.policy_version)
                 shutil.rmtree(old.path, ignore_errors=True)
+
+    def _oldest_for_recovery(self, keep: int) -> int | None:
+        """Policy version of the oldest of the newest `keep` good checkpoints; None if there are fewer."""
+        good = [info.policy_version for info in self.listing() if info.policy_version in self._good]
+        return good[-keep] if len(good) >= keep else None
 
     def set_aside(self, policy_version: int) -> Path:
         """Rename an unusable checkpoint, which then counts no longer; returns its new path.
@@ -149,3 +179,11 @@ def _flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_old_exports(folder: Path, keep: int) -> None:
+    """Remove all exports but the newest `keep`. Folders with another name are the user's."""
+    versions = {path: NAME.fullmatch(path.name.removesuffix("-adapter")) for path in folder.iterdir() if path.is_dir()}
+    exports = {path: int(found[0].removeprefix("step_")) for path, found in versions.items() if found}
+    for path in sorted(exports, key=exports.__getitem__)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -22,20 +22,23 @@ from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFou
 from agentjet.gateway import inspection
 from agentjet.gateway.broadcast import Broadcast, Room
 from agentjet.gateway.calls import CallPath
-from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.checkpoints import CheckpointStore, remove_old_exports
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.gate import Gate
 from agentjet.gateway.limits import TOO_MANY_EPISODES, CallLimits, too_many_episodes
 from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
+from agentjet.gateway.offload import LARGE, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.gateway.side_calls import directed
 from agentjet.gateway.tracing import Tracing
+from agentjet.gateway.versions import Versions
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
     CheckpointInfo,
     EpisodeTree,
+    EpisodeView,
     Event,
     FinishRequest,
     JobBody,
@@ -43,7 +46,7 @@ from agentjet.protocol import (
 )
 from agentjet.swarm import Episode, Journal, Swarm
 from agentjet.swarm.admission import group_name
-from agentjet.types import Conversation, Message
+from agentjet.types import Conversation, EpisodeStatus, Message
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +104,7 @@ class Gateway:
             self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed, tracing=self.tracing
         )
         self._admits = self._admission()
+        self.versions = Versions(self.swarm, self._commits, self.engine, self.store)
         self._calls = CallPath(
             self.swarm,
             self._commits,
@@ -236,7 +240,7 @@ class Gateway:
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Length of the prompt that `request` is for the policy; nothing is recorded. Raises like `call`."""
         role, request = directed(self.swarm.job.side_calls, role, request)
-        return await self._calls.count_tokens(episode_id, role, request.conversation)
+        return await self._calls.count_tokens(episode_id, role, request.conversation, request.num_bytes)
 
     async def refused(self, episode_id: str, error: RequestError) -> None:
         """Counts a refused request on its episode. A refusal of the disk leaves it uncounted."""
@@ -254,9 +258,38 @@ class Gateway:
         exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
         return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
 
-    def episode_tree(self, episode_id: str) -> EpisodeTree:
-        """An episode opened up. Raises `NotFound`."""
-        return inspection.tree(self.swarm, self.engine.renderer, episode_id)
+    async def episode_tree(self, episode_id: str) -> EpisodeTree:
+        """An episode opened up, as it is on disk. Raises `NotFound`, or `Later`."""
+        episode = self.swarm.episode(episode_id)
+        await self.durable()
+
+        def read() -> EpisodeTree:
+            with self._journal.reading() as journal:
+                return inspection.tree(journal, episode, self.engine.renderer)
+
+        return await offload(LARGE, read)
+
+    async def recent_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+    ) -> list[EpisodeView]:
+        """The newest episodes, newest first, as they are on disk: all, those of a team, those of a status, those begun
+        `before` an episode.
+
+        A status may have to look through all there are. Raises `Later`, and `NotFound` if there is no such `before`.
+        """
+        await self.durable()
+        if before:
+            self.swarm.episode(before)
+        if status in ("live", "prepared"):  # Held in memory.
+            found = self.swarm.recent_episodes(limit, team=team, status=status, before=before)
+            return list(map(inspection.view, found))
+
+        def read() -> list[EpisodeView]:
+            with self._journal.reading() as journal:
+                found = journal.recent_episodes(limit, team=team, status=status, before=before)
+                return list(map(inspection.view, found))
+
+        return await offload(LARGE, read)
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
@@ -297,19 +330,30 @@ class Gateway:
         """
         return await self.engine.between_batches("checkpoint", self.engine.checkpoint)
 
-    async def export(self) -> CheckpointInfo:
-        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir.
+    async def export(self, *, adapter: bool = False) -> CheckpointInfo:
+        """Write the present policy as a plain Hugging Face folder under `exports/` in the data dir, or its adapter
+        alone as a PEFT folder, and remove all but the newest `server.keep_exports`.
 
-        Raises `Conflict` for a policy that has diverged.
+        Raises `InvalidRequest` for the adapter of a policy without one, `Conflict` for a policy that has diverged.
         """
+        if adapter and not self.config.model.lora.rank:
+            raise InvalidRequest(
+                "adapter = true, but model.lora.rank = 0: the server trains all weights, so the policy has no adapter; "
+                "export the whole model, without --adapter",
+                code="no_adapter",
+                status=422,
+                param="adapter",
+            )
 
         async def errand() -> CheckpointInfo:
             self.engine.refuse_diverged()
             version = self.swarm.policy_version
-            path = self.config.server.data_dir / "exports" / f"step_{version:06d}"
+            name = f"step_{version:06d}{'-adapter' if adapter else ''}"
+            path = self.config.server.data_dir / "exports" / name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                await self._compute.export(path)
+                await self._compute.export(path, adapter=adapter)
+                await asyncio.to_thread(remove_old_exports, path.parent, self.config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
         return await self.engine.between_batches("export", errand)
@@ -332,6 +376,7 @@ class Gateway:
             model=self.model_name,
             model_weights=self.engine.card.weights if self.engine.card else "",
             policy_version=swarm.policy_version,
+            branched_from=swarm.branched_from,
             batch_size=job.batch_size,
             group_size=job.group_size,
             spare_episodes=job.spare_episodes,

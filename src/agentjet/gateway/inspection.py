@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import asdict
 
+from agentjet.errors import NotFound
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CallView,
@@ -18,7 +19,8 @@ from agentjet.protocol import (
     batches_without_variance,
 )
 from agentjet.rendering import Renderer
-from agentjet.swarm import Episode, Swarm
+from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.timeline.forks import orphans
 from agentjet.types import Call, Message
 
 SHOWN_CHARACTERS = 200
@@ -76,16 +78,24 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-def tree(swarm: Swarm, renderer: Renderer | None, episode_id: str) -> EpisodeTree:
-    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer."""
-    episode = swarm.episode(episode_id)
-    unheard = swarm.orphans(episode_id)
-    calls = [
-        _call(call, unheard.get(call.id, ""), renderer)
-        for conversation in swarm.trees(episode_id).values()
-        for call in conversation.calls
-    ]
-    return EpisodeTree(**_facts(episode), calls=calls)
+def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> EpisodeTree:
+    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer.
+
+    Needs time for long episodes: for a thread, with a journal of its own.
+    """
+    calls = [call for call, _, _ in journal.calls(episode.id)]
+    unheard = orphans(calls, journal.undelivered(episode.id))
+    roles = list(dict.fromkeys(call.role for call in calls))
+    calls.sort(key=lambda call: roles.index(call.role))
+    return EpisodeTree(**_facts(episode), calls=[_call(call, unheard.get(call.id, ""), renderer) for call in calls])
+
+
+def recorded_tree(journal: Journal, episode_id: str) -> EpisodeTree:
+    """The same from a journal alone, without texts. Raises `NotFound`."""
+    episode = journal.episode(episode_id)
+    if episode is None:
+        raise NotFound(f"There is no episode {episode_id!r} in {journal.path}.", code="episode_not_found")
+    return tree(journal, episode, None)
 
 
 def _facts(episode: Episode) -> dict[str, object]:

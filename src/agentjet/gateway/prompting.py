@@ -15,6 +15,11 @@ from agentjet.timeline import ConversationTree, Match, forks
 from agentjet.timeline.identity import raw_key
 from agentjet.types import Ask, Call, Conversation, Fork, Message
 
+UNLIKELY = 8
+"""Bytes a token above which a text is counted before it is tokenised."""
+FORM_FACTOR = 2
+"""How much longer a text may be than its shortest Unicode form."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -50,6 +55,7 @@ def prepare(
     Raises `InvalidRequest` when the template refuses the conversation, or it is so long that it cannot fit, whatever
     its tokens are.
     """
+    _refuse_far_too_long(renderer, conversation)
     if conversation.prompt is not None:
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
     asked = tree.identify(conversation)
@@ -138,10 +144,32 @@ def _prepare_raw(
 
 def _tokenized(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
     """The tokens of what is new. Text that is far too long is refused first: nothing else goes on meanwhile."""
-    least = match.kept + renderer.least_tokens(match.suffix)
+    least = match.kept + renderer.least_tokens(len(match.suffix))
+    if least <= renderer.context_length and len(match.suffix) > UNLIKELY * renderer.context_length:
+        least = match.kept + renderer.counted_tokens(match.suffix, renderer.context_length)
     if least > renderer.context_length:
         raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
     return renderer.tokenize(match.suffix)
+
+
+def num_characters(conversation: Conversation) -> int:
+    """Of the texts in it, tools not counted: how much work its prompt is."""
+    return sum(len(message.content) for message in conversation.messages) + len(conversation.prompt or ())
+
+
+def _refuse_far_too_long(renderer: Renderer, conversation: Conversation) -> None:
+    """Raises `InvalidRequest` for texts that cannot fit, before they are rendered. A template may leave out white space
+    and earlier answers, and Unicode forms differ in length by less than the factor here.
+    """
+    texts = [message.content for message in conversation.messages if message.role != "assistant"]
+    if isinstance(conversation.prompt, str):
+        texts.append(conversation.prompt)
+    if sum(map(len, texts)) <= FORM_FACTOR * renderer.context_length:  # Nearly always, and without a copy.
+        return
+    least = renderer.least_tokens(sum(len(text.strip()) for text in texts) // FORM_FACTOR)
+    if least > renderer.context_length:
+        asked = "messages" if conversation.prompt is None else "prompt"
+        raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
 
 
 def _as_said(renderer: Renderer, tree: ConversationTree, encoded: bytes) -> bytes:

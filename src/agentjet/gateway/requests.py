@@ -35,6 +35,8 @@ class CallRequest:
 
     Without it only the last chunk of each choice comes, so a dead worker is never noticed.
     """
+    num_bytes: int = 0
+    """Size of the request as it was sent."""
     id: str = ""
     """Of the call that its first choice becomes; without it one is made up."""
     fingerprint: str = ""

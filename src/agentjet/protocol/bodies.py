@@ -110,6 +110,13 @@ class EmptyRequest(Request):
     """The request takes no options: any key is refused."""
 
 
+class ExportRequest(Request):
+    """Have the present policy written on the server's disk."""
+
+    adapter: bool = False
+    """The adapter alone, as a PEFT folder, instead of the whole model."""
+
+
 class EpisodeView(Response):
     """An episode as the server sees it."""
 
@@ -187,7 +194,7 @@ class EpisodeList(Response):
 class Event(Response):
     """One line of `GET /swarm/v1/events` (SSE, `event:` is `kind`, `id:` is `seq`). Kinds: `step`, `state`,
     `checkpoint`, `episode`, `group`, `batch` (one that was set aside), `code_version` (one came into use), `task_set`
-    (one joined or left).
+    (one joined or left), `evaluation` (an `EvaluationRequest`), `rollback`.
     """
 
     seq: int
@@ -196,12 +203,46 @@ class Event(Response):
     body: dict[str, Any]
 
 
+class EvaluationRequest(Request):
+    """The score of a policy version on held-out tasks; higher is better."""
+
+    policy_version: Annotated[int, Field(ge=0, lt=2**63)]
+    score: Finite
+    """Mean over the tasks of the mean reward of a task's repeats."""
+    num_tasks: Annotated[int, Field(ge=1, lt=2**63)]
+    num_episodes: Annotated[int, Field(ge=1, lt=2**63)]
+    client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
+
+
+class EvaluationView(Response):
+    """A recorded evaluation."""
+
+    policy_version: int
+    score: float
+    num_tasks: int
+    num_episodes: int
+    client_id: str
+    time: float
+    best: bool
+    """True if no evaluation has a higher score, and no earlier one the same."""
+
+
 class CheckpointInfo(Response):
     """A checkpoint on disk."""
 
     policy_version: int
     path: str
     created: float
+    tags: list[str] = []
+    """Its names; a checkpoint that has one is never rotated away."""
+    score: float | None = None
+    """Of the newest recorded evaluation of this version."""
+
+
+class TagRequest(Request):
+    """Which checkpoint a name is for."""
+
+    policy_version: Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class JobBody(Request):
@@ -300,6 +341,8 @@ class StatusResponse(Response):
     model_weights: str = ""
     """Fingerprint of the weights that every run begins with; empty until they are loaded."""
     policy_version: int
+    branched_from: str = ""
+    """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
     batch_size: int
     group_size: int
     spare_episodes: int = 0

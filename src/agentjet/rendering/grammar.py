@@ -14,16 +14,19 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from llguidance import LLMatcher
 
 from agentjet.errors import InvalidRequest
+from agentjet.rendering.text_cache import TextCache
 from agentjet.types import ANY_ANSWER, Constraint
 
 WHITE_SPACE = r"(\n( {0,32}|\t{0,8})| )?"
-SCHEMAS_KEPT = 256
+LONGEST_SCHEMA = 128 * 2**10
+"""Characters of one JSON schema. OpenAI allows 120,000 in all names and values."""
+LONGEST_GRAMMAR = 4 * LONGEST_SCHEMA
+"""Of all schemas of a request with what is around them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,15 @@ class _Grammar:
             start = f"{closed} body" if self._style.in_reasoning else f"({self._literal('<think>')} {closed})? body"
             self._rules["BREAKS"] = r"/\n{1,2}/"
         rules = {"start": start, "body": body, **self._rules, "TEXT": r"/(.|\n)+/"}
-        return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+        written = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+        if len(written) > LONGEST_GRAMMAR:
+            raise InvalidRequest(
+                f"tools: the schemas that bind the answer are {len(written)} characters long; together they may be "
+                f"{LONGEST_GRAMMAR}: offer fewer strict tools.",
+                code="unsupported_schema",
+                param="tools",
+            )
+        return written
 
     def json(self, name: str, schema: str) -> str:
         """A rule for JSON."""
@@ -181,6 +192,12 @@ def _checked(schema: Mapping[str, Any], param: str, what: str, *, lenient: bool 
     """A schema as a grammar takes it; `lenient` leaves out the keywords that are not known."""
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    if len(text) > LONGEST_SCHEMA:
+        raise InvalidRequest(
+            f"{what}: this JSON schema is {len(text)} characters long; it may be {LONGEST_SCHEMA}: simplify it.",
+            code="unsupported_schema",
+            param=param,
+        )
     if error := _error(text):
         raise InvalidRequest(
             f"{what}: this JSON schema cannot be followed: {error}.", code="unsupported_schema", param=param
@@ -188,8 +205,10 @@ def _checked(schema: Mapping[str, Any], param: str, what: str, *, lenient: bool 
     return text
 
 
-@lru_cache(SCHEMAS_KEPT)
-def _error(schema: str) -> str:
-    """Why a schema makes no grammar."""
+def _find_error(schema: str) -> str:
+    """Why a schema makes no grammar; empty when it makes one."""
     message: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
     return " ".join(message.partition("<state>")[0].split()).rstrip(".")
+
+
+_error = TextCache(_find_error, most=256, characters=8 * LONGEST_SCHEMA)

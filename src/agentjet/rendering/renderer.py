@@ -172,9 +172,13 @@ class Renderer:
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
-    def least_tokens(self, encoded: bytes) -> int:
-        """How many tokens encoded text is at least, told by its length alone."""
-        return -(-len(encoded) // self._vocabulary.longest_piece)
+    def least_tokens(self, num_bytes: int) -> int:
+        """How many tokens encoded text of this length is at least."""
+        return -(-num_bytes // self._vocabulary.longest_piece)
+
+    def counted_tokens(self, encoded: bytes, enough: int) -> int:
+        """The same of a text, closer, in time rather than in memory; stops counting beyond `enough`."""
+        return self._vocabulary.least_tokens(encoded, enough)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Token ids of a piece of encoded text: control tokens where it has escapes, ordinary text elsewhere."""

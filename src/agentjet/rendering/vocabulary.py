@@ -33,6 +33,8 @@ _ESCAPES = re.compile(rb"(\xff[\x00-\xff]{3})")
 _SPACE = "▁"
 """SentencePiece's mark of a space."""
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+SLICE = 64 * 2**10
+"""Bytes of a text that are tokenised at a time where its tokens are only counted."""
 _PROBES = (
     " ",
     "a",
@@ -183,6 +185,23 @@ class Vocabulary:
                 tokens.append(int.from_bytes(part[1:], "big"))
                 stretch = b""
         return tuple(tokens + self._encode(stretch))
+
+    def least_tokens(self, encoded: bytes, enough: int) -> int:
+        """How many tokens encoded text is at least; stops counting beyond `enough`.
+
+        Tokenises slices one after the other, because the tokens of a long text take a hundred times its memory. Each
+        cut may change the tokens beside it.
+        """
+        count = 0
+        for part in _ESCAPES.split(encoded):
+            slices = [part[start : start + SLICE] for start in range(0, len(part), SLICE)]
+            for piece in slices:
+                if count > enough:
+                    return count
+                text = piece.decode(errors="ignore")
+                found = len(self._plain.encode(text, add_special_tokens=False).ids)
+                count += found if len(slices) == 1 else max(0, found - 2 * self.longest_piece)
+        return count
 
     def _encode(self, raw: bytes) -> list[int]:
         """Ids of bytes that are mostly UTF-8; stray bytes (a sampled half of a character) become byte tokens."""

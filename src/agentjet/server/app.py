@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentjet import __version__
 from agentjet.gateway import Gateway
-from agentjet.server import control, health, inference, leasing, problems
+from agentjet.server import control, health, inference, leasing, problems, versions
 from agentjet.server.auth import Keys
 from agentjet.server.hosts import HostCheck, allowed_hosts
 from agentjet.server.lease import FILE, Lease
+from agentjet.server.limits import Limits
 from agentjet.server.runs import OneRun, Runs
 from agentjet.server.wiring import Wiring
 
@@ -32,13 +31,13 @@ def create_app(runs: Gateway | Runs, keys: Keys) -> FastAPI:
         # Traces of the framework's own would carry request paths, and so the keys in them.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.wiring = Wiring(runs, keys, Lease(server.data_dir / FILE, keys.clock))
+    app.state.wiring = Wiring(runs, keys, Lease(server.data_dir / FILE, keys.clock), Limits.of(server))
     app.include_router(inference.router)  # Tried one by one, in this order: what is asked most comes first.
     app.include_router(control.router)
     app.include_router(leasing.router)
+    app.include_router(versions.router)
     app.include_router(health.router)
-    app.add_middleware(BodyLimit, max_bytes=server.max_body_mb * 2**20)
-    app.add_middleware(HostCheck, allowed=allowed_hosts(server))  # The last one added is asked first.
+    app.add_middleware(HostCheck, allowed=allowed_hosts(server))
     problems.install(app)
     return app
 
@@ -54,24 +53,3 @@ class _App(FastAPI):
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
         return schema
-
-
-class BodyLimit:
-    """Refuses bodies above `max_bytes` while they are read, whatever their header says."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = 0
-
-        async def limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_bytes:
-                raise HTTPException(413, f"The body is larger than {self._max_bytes} bytes (server.max_body_mb).")
-            return message
-
-        await self._app(scope, limited, send)

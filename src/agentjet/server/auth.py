@@ -3,8 +3,8 @@
 * the **viewer token** (`DATA_DIR/viewer-token`) reads: status, events, episodes, the job, checkpoints, metrics;
 * the **client token** (`DATA_DIR/token`) does that too, begins and ends episodes, and saves checkpoints;
 * the **admin token** (`DATA_DIR/admin-token`) does all that, and configures, starts and stops the server;
-* an **episode key** opens the inference routes and its own episode's control routes, until it expires, and nothing
-  else.
+* an **episode key** opens the inference routes and its own episode's control routes, for as long as the present
+  `job.max_episode_seconds` allows the episode to live, and nothing else.
 
 Keys are signed with a secret of their own (`DATA_DIR/key-secret`): replacing a token revokes no key, replacing that
 secret revokes every key there is. Replaced files count from the next request on: see `tokens`.
@@ -13,6 +13,7 @@ secret revokes every key there is. Replaced files count from the next request on
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -69,12 +70,15 @@ class Keys:
             clock=clock,
         )
 
-    def sign(self, episode_id: str, expires_at: float) -> str:
-        """The key of an episode, good until `expires_at` (Unix seconds)."""
-        return KEY_PREFIX + str(self._signer().dumps([episode_id, round(expires_at, 3)]))
+    def sign(self, episode_id: str, begun: float) -> str:
+        """The key of an episode that began at `begun` (Unix seconds)."""
+        return KEY_PREFIX + str(self._signer().dumps([episode_id, round(begun, 3)]))
 
-    def episode(self, key: str) -> str:
-        """The episode a key opens. Raises `Unauthorized`, or `Forbidden` for one of the server's tokens."""
+    def episode(self, key: str, max_age: float) -> str:
+        """The episode a key opens, for `max_age` seconds from the episode's beginning.
+
+        Raises `Unauthorized`, or `Forbidden` for one of the server's tokens.
+        """
         if self._bearer(key) is not None:
             raise Forbidden(
                 "This is the server's token; the model is asked with the api_key of an episode.",
@@ -84,12 +88,12 @@ class Keys:
             raise Unauthorized(
                 "No key was given: send `Authorization: Bearer <api_key of the episode>`.", code="key_missing"
             )
-        episode_id, expires_at = self._opened(key)
-        if self.clock() >= expires_at:
+        episode_id, begun = self._opened(key)
+        if self.clock() >= begun + max_age:
             raise Unauthorized(f"The key of episode {episode_id} has expired.", code="key_expired")
         return episode_id
 
-    def control(self, token: str, *, episode_id: str = "") -> Bearer | Literal["episode"]:
+    def control(self, token: str, *, episode_id: str = "", max_age: float = math.inf) -> Bearer | Literal["episode"]:
         """Who is asking on a control route, `episode_id` being the episode it is about.
 
         Raises `Unauthorized` or `Forbidden`.
@@ -104,14 +108,14 @@ class Keys:
                 "'token' of its data dir.",
                 code="token_missing" if not token else "token_invalid",
             )
-        own = self.episode(token)
+        own = self.episode(token, max_age)
         if own != episode_id:
             raise Forbidden(f"The key of episode {own} opens that episode only.", code="not_your_episode")
         return "episode"
 
-    def client(self, token: str, *, episode_id: str = "") -> None:
+    def client(self, token: str, *, episode_id: str = "", max_age: float = math.inf) -> None:
         """Raises for a viewer: whatever changes something takes more. See `control` for the rest."""
-        if self.control(token, episode_id=episode_id) == "viewer":
+        if self.control(token, episode_id=episode_id, max_age=max_age) == "viewer":
             raise Forbidden(
                 "The viewer token only reads: this takes the token in the file 'token' of the server's data dir.",
                 code="client_token_needed",
@@ -134,12 +138,12 @@ class Keys:
         return None
 
     def _opened(self, key: str) -> tuple[str, float]:
-        """Episode and expiry as this server signed them. Raises `Unauthorized`."""
+        """Episode and the time it began as this server signed them. Raises `Unauthorized`."""
         try:
             if not key.startswith(KEY_PREFIX) or len(key) > MAX_KEY_LENGTH:
                 raise ValueError
-            episode_id, expires_at = self._signer().loads(key.removeprefix(KEY_PREFIX))
-            opened = str(episode_id), float(expires_at)
+            episode_id, begun = self._signer().loads(key.removeprefix(KEY_PREFIX))
+            opened = str(episode_id), float(begun)
             # Base64 may be written in several ways; only the one that was given out counts.
             if self.sign(*opened) != key:
                 raise ValueError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from starlette.responses import StreamingResponse
@@ -22,6 +22,7 @@ from agentjet.protocol import (
     EpisodeTree,
     EpisodeView,
     Event,
+    ExportRequest,
     FinishRequest,
     Int64,
     JobBody,
@@ -29,18 +30,20 @@ from agentjet.protocol import (
     StatusResponse,
 )
 from agentjet.server.disconnect import until_disconnect
-from agentjet.server.wiring import (
-    IdempotencyKey,
-    Wired,
-    require_admin,
-    require_client,
-    require_episode,
-    require_episode_reader,
-    require_lease,
-    require_viewer,
+from agentjet.server.guards import (
+    ADMIN,
+    BEARER,
+    CLIENT,
+    EPISODE,
+    EPISODE_READER,
+    EPISODE_SCORER,
+    VIEWER,
+    GuardedRoute,
 )
+from agentjet.server.wiring import IdempotencyKey, Wired, require_lease
 from agentjet.types import EpisodeStatus
 
+Stored = TypeVar("Stored")
 STOP_PATIENCE = 20.0
 """Seconds a stop is waited for before its present state is answered."""
 
@@ -53,14 +56,26 @@ def problems_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {**_PROBLEM, **({"headers": _RETRY_AFTER} if status in later else {})} for status in statuses}
 
 
-router = APIRouter(prefix=PREFIX, tags=["control"], responses=problems_of(400, 401, 403, 413, 422, 500))
-viewer = [Depends(require_viewer)]
-client = [Depends(require_client)]
-admin = [Depends(require_admin)]
+def control_router(tag: str) -> APIRouter:
+    """A router of control routes: each of them names who may use it."""
+    return APIRouter(
+        prefix=PREFIX,
+        tags=[tag],
+        route_class=GuardedRoute,
+        dependencies=[Depends(BEARER)],
+        responses=problems_of(400, 401, 403, 413, 422, 500),
+    )
+
+
+router = control_router("control")
+viewer = [Depends(VIEWER)]
+client = [Depends(CLIENT)]
+admin = [Depends(ADMIN)]
 leased = [Depends(require_lease)]
 """What nobody but the holder of a lease may do while there is one."""
-of_episode = [Depends(require_episode)]
-of_episode_reader = [Depends(require_episode_reader)]
+of_episode = [Depends(EPISODE)]
+of_episode_reader = [Depends(EPISODE_READER)]
+of_episode_scorer = [Depends(EPISODE_SCORER)]
 
 
 @router.post("/episodes", dependencies=client + leased, responses=problems_of(409, 429, 503))
@@ -74,7 +89,7 @@ async def begin_episode(
     return BeginResponse(
         episode_id=episode.id,
         base_url=f"{request.base_url}v1",
-        api_key=wired.keys.sign(episode.id, episode.begun + job.max_episode_seconds),
+        api_key=wired.keys.sign(episode.id, episode.begun),
         model=gateway.model_name,
         policy_version=episode.policy_version,
         lease_seconds=job.lease_seconds,
@@ -82,25 +97,23 @@ async def begin_episode(
     )
 
 
-@router.get("/episodes", dependencies=viewer, responses=problems_of(503))
+@router.get("/episodes", dependencies=viewer, responses=problems_of(404, 503))
 async def list_episodes(
     wired: Wired,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     team: Annotated[str, Query(max_length=256)] = "",
     status: EpisodeStatus | None = None,
+    before: Annotated[str, Query(max_length=256)] = "",
 ) -> EpisodeList:
-    """The newest episodes, newest first: all, those of a team, those of a status."""
-    found = wired.gateway.swarm.recent_episodes(limit, team=team, status=status)
-    await wired.gateway.durable()
-    return EpisodeList(episodes=[view(episode) for episode in found])
+    """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode."""
+    found = await wired.gateway.recent_episodes(limit, team=team, status=status, before=before)
+    return EpisodeList(episodes=found)
 
 
 @router.get("/episodes/{episode_id}", dependencies=of_episode_reader, responses=problems_of(404, 503))
 async def get_episode(episode_id: str, wired: Wired) -> EpisodeTree:
     """An episode with every call: messages, tokens, who wrote them, log-probabilities and versions."""
-    found = wired.gateway.episode_tree(episode_id)
-    await wired.gateway.durable()
-    return found
+    return await wired.gateway.episode_tree(episode_id)
 
 
 @router.post("/episodes/{episode_id}/heartbeat", dependencies=of_episode, responses=problems_of(404, 409, 503))
@@ -109,7 +122,7 @@ async def heartbeat(episode_id: str, wired: Wired) -> EpisodeView:
     return view(await wired.gateway.heartbeat(episode_id))
 
 
-@router.post("/episodes/{episode_id}/prepare", dependencies=of_episode, responses=problems_of(404, 409, 503))
+@router.post("/episodes/{episode_id}/prepare", dependencies=of_episode_scorer, responses=problems_of(404, 409, 503))
 async def prepare_episode(
     episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:
@@ -117,7 +130,7 @@ async def prepare_episode(
     return view(await wired.gateway.prepare(episode_id, body, idempotency_key=idempotency_key))
 
 
-@router.post("/episodes/{episode_id}/finish", dependencies=of_episode, responses=problems_of(404, 409, 503))
+@router.post("/episodes/{episode_id}/finish", dependencies=of_episode_scorer, responses=problems_of(404, 409, 503))
 async def finish_episode(
     episode_id: str, body: FinishRequest, wired: Wired, idempotency_key: IdempotencyKey = None
 ) -> EpisodeView:
@@ -187,25 +200,28 @@ async def stop_engine(wired: Wired) -> StatusResponse:
     return wired.gateway.status()
 
 
-@router.get("/checkpoints", dependencies=viewer)
+@router.get("/checkpoints", dependencies=viewer, responses=problems_of(507))
 async def list_checkpoints(wired: Wired) -> list[CheckpointInfo]:
-    """The checkpoints on disk, oldest first."""
-    return wired.gateway.store.listing()
+    """The checkpoints on disk, oldest first, with their tags and scores."""
+    return await stored(wired.gateway.versions.checkpoints())
 
 
 @router.post("/checkpoints", dependencies=client, responses=problems_of(409, 503, 507))
 async def create_checkpoint(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Save a checkpoint of the present policy, between two batches."""
-    return await _written(wired.gateway.checkpoint())
+    return await stored(wired.gateway.checkpoint())
 
 
 @router.post("/exports", dependencies=client, responses=problems_of(409, 503, 507))
-async def create_export(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
-    """Write the present policy as a plain Hugging Face folder on the server's disk, between two batches."""
-    return await _written(wired.gateway.export())
+async def create_export(wired: Wired, body: ExportRequest | None = None) -> CheckpointInfo:
+    """Write the present policy on the server's disk, between two batches: as a plain Hugging Face folder, or its
+    adapter alone.
+    """
+    return await stored(wired.gateway.export(adapter=body is not None and body.adapter))
 
 
-async def _written(work: Awaitable[CheckpointInfo]) -> CheckpointInfo:
+async def stored(work: Awaitable[Stored]) -> Stored:
+    """The result of work on checkpoints; what the disk refuses is answered with 507."""
     try:
         return await work
     except (CheckpointError, OSError) as error:

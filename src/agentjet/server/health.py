@@ -10,13 +10,14 @@ from starlette.responses import JSONResponse, Response
 
 from agentjet.protocol import Problem
 from agentjet.server import metrics
-from agentjet.server.wiring import Wired, require_viewer
+from agentjet.server.guards import BEARER, VIEWER, GuardedRoute
+from agentjet.server.wiring import Wired
 from agentjet.types import EngineState
 
 READY: tuple[EngineState, ...] = ("rolling", "learning")
 
 _PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+json": {}}}
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], route_class=GuardedRoute)
 
 
 class Health(BaseModel):
@@ -50,7 +51,7 @@ async def readyz(wired: Wired) -> JSONResponse:
 
 @router.get(
     "/metrics",
-    dependencies=[Depends(require_viewer)],
+    dependencies=[Depends(BEARER), Depends(VIEWER)],
     response_class=Response,
     responses={
         200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},

@@ -7,8 +7,8 @@ answers in plain text.
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,35 +28,42 @@ def allowed_hosts(server: ServerConfig) -> frozenset[str] | None:
     return named | {server.host.lower()}
 
 
+HOST = re.compile(r"([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?", re.ASCII)
+"""A name or an address, with or without a port, in lower case: the only forms that `Host` may have."""
+
+
 class HostCheck:
-    """Refuses requests whose `Host` is neither loopback's nor one of `allowed` (None: allows any)."""
+    """Refuses requests whose `Host` is neither loopback's nor one of `allowed` (None: allows any), is malformed, or is
+    given twice.
+    """
 
     def __init__(self, app: ASGIApp, allowed: frozenset[str] | None) -> None:
         self._app = app
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._allowed is None or scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("host", "")
-        if _is_loopback(_host(given)) or _host(given) in self._allowed:
+        given = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
+        if scope["type"] != "http" or self._is_allowed(given):
             await self._app(scope, receive, send)
             return
         error = InvalidRequest(
-            f"This server does not answer to the host {given[:200]!r}. If it is meant to, name it in "
+            f"This server does not answer to the host {', '.join(given)[:200]!r}. If it is meant to, name it in "
             "server.allowed_hosts.",
             code="host_not_allowed",
         )
         await problems.answer(scope["path"], error)(scope, receive, send)
 
+    def _is_allowed(self, given: list[str]) -> bool:
+        host = _host(given[0]) if len(given) == 1 else ""
+        if self._allowed is None:  # HTTP/1.0 has requests without a host.
+            return bool(host) or not given
+        return _is_loopback(host) or host in self._allowed
+
 
 def _host(given: str) -> str:
-    """A `Host` header, or a name in the settings, without its port; empty when it is neither."""
-    try:
-        return urlsplit(f"//{given.strip()}").hostname or ""
-    except ValueError:
-        return ""
+    """A `Host` header, or a name in the settings, without its port and brackets; empty when it is neither."""
+    found = HOST.fullmatch(given.strip().lower())
+    return found[1].strip("[]") if found else ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -19,43 +19,35 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from fastapi import APIRouter, Depends, Header, Request
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
+from agentjet.gateway.offload import LARGE, from_thread, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages, responses
 from agentjet.server.dialects.chat_bodies import ChatBody
 from agentjet.server.dialects.completions_bodies import CompletionBody
-from agentjet.server.dialects.dialect import MAX_ROLE, Answer, Asked, Event, Head, role_of
+from agentjet.server.dialects.dialect import MAX_ROLE, Answer, Asked, Event, Head, Past, role_of
 from agentjet.server.dialects.errors import OPENAI
 from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, hang_up_of, until_disconnect
+from agentjet.server.guards import EPISODE_KEY, GuardedRoute, key_in_headers, key_in_path
 from agentjet.server.problems import count_refusal
-from agentjet.server.wiring import Token, Wired, Wiring
+from agentjet.server.wiring import Wired, Wiring
 
 log = logging.getLogger(__name__)
 
 
-async def _key_in_headers(
-    request: Request, token: Token, api_key: Annotated[str, Header(alias="x-api-key")] = ""
-) -> None:
-    """OpenAI's SDKs send the key as a bearer token, Anthropic's in a header of its own."""
-    request.state.key = token or api_key
+async def _episode_id(request: Request) -> str:
+    episode_id = request.state.episode_id
+    assert isinstance(episode_id, str)
+    return episode_id
 
 
-async def _key_in_path(key: str, request: Request) -> None:
-    request.state.key = key
-
-
-async def _key(request: Request) -> str:
-    key = request.state.key
-    assert isinstance(key, str)
-    return key
-
-
-Key = Annotated[str, Depends(_key)]
-"""The episode's key, wherever the request has it; empty when there is none."""
+EpisodeId = Annotated[str, Depends(_episode_id)]
+"""The episode whose key the request has: `EPISODE_KEY` found it."""
 AgentRole = Annotated[str, Header(alias="X-AgentJet-Role", max_length=MAX_ROLE)]
 
 
@@ -93,54 +85,63 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-routes = APIRouter(tags=["inference"])
+routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
+keyed = [Depends(EPISODE_KEY)]
 
 
-@routes.post(chat.DIALECT.path, **route_of(chat.DIALECT))
-async def chat_completions(body: ChatBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+@routes.post(chat.DIALECT.path, dependencies=keyed, **route_of(chat.DIALECT))
+async def chat_completions(
+    body: ChatBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+) -> Any:
     """OpenAI's chat completions. The key is an episode's; what cannot be honoured is refused by name."""
-    return await respond(chat.DIALECT, body, request, wired, key, role)
+    return await respond(chat.DIALECT, body, request, wired, episode_id, role)
 
 
-@routes.post(completions.DIALECT.path, **route_of(completions.DIALECT))
-async def text_completions(body: CompletionBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+@routes.post(completions.DIALECT.path, dependencies=keyed, **route_of(completions.DIALECT))
+async def text_completions(
+    body: CompletionBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+) -> Any:
     """OpenAI's legacy text completions: a raw prompt, as text or token ids, is continued without the chat template."""
-    return await respond(completions.DIALECT, body, request, wired, key, role)
+    return await respond(completions.DIALECT, body, request, wired, episode_id, role)
 
 
-@routes.post(responses.DIALECT.path, **route_of(responses.DIALECT))
-async def create_response(body: ResponsesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+@routes.post(responses.DIALECT.path, dependencies=keyed, **route_of(responses.DIALECT))
+async def create_response(
+    body: ResponsesBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+) -> Any:
     """OpenAI's Responses API. The key is an episode's; what cannot be honoured is refused by name."""
-    return await respond(responses.DIALECT, body, request, wired, key, role)
+    return await respond(responses.DIALECT, body, request, wired, episode_id, role)
 
 
-@routes.post(messages.DIALECT.path, **route_of(messages.DIALECT))
-async def create_message(body: MessagesBody, request: Request, wired: Wired, key: Key, role: AgentRole = "") -> Any:
+@routes.post(messages.DIALECT.path, dependencies=keyed, **route_of(messages.DIALECT))
+async def create_message(
+    body: MessagesBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+) -> Any:
     """Anthropic's Messages API. The key is an episode's; what cannot be honoured is refused by name."""
-    return await respond(messages.DIALECT, body, request, wired, key, role)
+    return await respond(messages.DIALECT, body, request, wired, episode_id, role)
 
 
-@routes.post(f"{messages.DIALECT.path}/count_tokens", responses=errors_of(messages.DIALECT.errors))
-async def count_tokens(body: CountBody, wired: Wired, key: Key, role: AgentRole = "") -> TokenCount:
+@routes.post(f"{messages.DIALECT.path}/count_tokens", dependencies=keyed, responses=errors_of(messages.DIALECT.errors))
+async def count_tokens(
+    body: CountBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+) -> TokenCount:
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
-    episode_id = wired.keys.episode(key)
     role = _role_of(body.model, wired, role)
-    conversation, _ = messages.to_conversation(body)
-    asked = CallRequest(conversation, model=body.model)
+    num_bytes = len(await request.body())
+    conversation, _ = await offload(num_bytes, messages.to_conversation, body)
+    asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 
-@routes.get("/v1/models", responses=errors_of(OPENAI))
-async def list_models(wired: Wired, key: Key) -> ModelList:
+@routes.get("/v1/models", dependencies=keyed, responses=errors_of(OPENAI))
+async def list_models(wired: Wired, episode_id: EpisodeId) -> ModelList:
     """The model that is served, for the key of an episode."""
-    wired.keys.episode(key)
     return ModelList(data=[_model(wired)])
 
 
-@routes.get("/v1/models/{name:path}", responses=errors_of(OPENAI))
-async def get_model(name: str, wired: Wired, key: Key) -> Model:
+@routes.get("/v1/models/{name:path}", dependencies=keyed, responses=errors_of(OPENAI))
+async def get_model(name: str, wired: Wired, episode_id: EpisodeId) -> Model:
     """The model of that name."""
-    wired.keys.episode(key)
     _role_of(name, wired, "")
     return _model(wired)
 
@@ -159,8 +160,8 @@ async def unknown_route(path: str) -> None:
 
 
 router = APIRouter()
-router.include_router(routes, dependencies=[Depends(_key_in_headers)])
-router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(_key_in_path)])
+router.include_router(routes, dependencies=[Depends(key_in_headers)])
+router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(key_in_path)])
 
 
 def _role_of(model: str, wired: Wiring, header: str) -> str:
@@ -168,15 +169,16 @@ def _role_of(model: str, wired: Wiring, header: str) -> str:
 
 
 async def respond(
-    dialect: Dialect[Asked, Answer], body: Asked, request: Request, wired: Wiring, key: str, role: str
+    dialect: Dialect[Asked, Answer], body: Asked, request: Request, wired: Wiring, episode_id: str, role: str
 ) -> Response:
     """The answer to a request of any dialect, whole or streamed. Raises `RequestError`, or `ClientGone`."""
     gateway = wired.gateway
-    episode_id = wired.keys.episode(key)
     role = _role_of(body.model, wired, role)
     head = Head(uuid.uuid4().hex, gateway.model_name, int(time.time()))
-    asked = dialect.to_request(body, partial(gateway.past, episode_id, role))
-    call = replace(asked, id=head.id, **await _sent(request))
+    content = await request.body()
+    past: Past = partial(gateway.past, episode_id, role)
+    past = past if len(content) < LARGE else from_thread(past)
+    call = await offload(len(content), _to_call, dialect, body, past, content, request.headers, head)
     chunks = gateway.call(episode_id, role, call, hang_up=hang_up_of(request))
     choices = call.choices * (1 + len(call.others))
     if not call.stream:
@@ -195,12 +197,20 @@ async def respond(
     )
 
 
-async def _sent(request: Request) -> dict[str, Any]:
-    """What tells a request that is sent again: its bytes, and how the SDKs mark a retry."""
-    key = request.headers.get("idempotency-key", "")
-    count = request.headers.get("x-stainless-retry-count", "0")
-    digest = hashlib.blake2b(await request.body(), digest_size=16, key=hashlib.sha256(key.encode()).digest())
-    return {"fingerprint": digest.hexdigest(), "retry": bool(key) or (count.isdecimal() and int(count) > 0)}
+def _to_call(
+    dialect: Dialect[Asked, Answer], body: Asked, past: Past, content: bytes, headers: Headers, head: Head
+) -> CallRequest:
+    """The canonical request, with what tells that it is sent again: its bytes, and how the SDKs mark a retry."""
+    key = headers.get("idempotency-key", "")
+    count = headers.get("x-stainless-retry-count", "0")
+    digest = hashlib.blake2b(content, digest_size=16, key=hashlib.sha256(key.encode()).digest())
+    return replace(
+        dialect.to_request(body, past),
+        id=head.id,
+        num_bytes=len(content),
+        fingerprint=digest.hexdigest(),
+        retry=bool(key) or (count.isdecimal() and int(count[:9]) > 0),
+    )
 
 
 async def _whole(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from agentjet.config import parse_job
 from agentjet.errors import ConfigError, Conflict, InvalidRequest
-from agentjet.protocol import PREFIX, LeaseRequest, LeaseView, RunRequest, StatusResponse
-from agentjet.server.control import admin, problems_of, viewer
+from agentjet.protocol import LeaseRequest, LeaseView, RunRequest, StatusResponse
+from agentjet.server.control import admin, control_router, problems_of, viewer
 from agentjet.server.wiring import LeaseEpoch, Wired, Wiring
 
-router = APIRouter(prefix=PREFIX, tags=["lease"], responses=problems_of(400, 401, 403, 413, 422, 500))
+router = control_router("lease")
 
 
 @router.get("/lease", dependencies=viewer)

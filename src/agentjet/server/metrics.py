@@ -25,6 +25,11 @@ def exposition(gateway: Gateway) -> bytes:
     return generate_latest(registry)
 
 
+def printable(text: str) -> str:
+    """Text with its control characters written as escapes: clients name metrics, and terminals show them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 class _GatewayCollector(Collector):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -45,7 +50,7 @@ class _GatewayCollector(Collector):
         yield groups
         step = GaugeMetricFamily("agentjet_step", "Metrics of the newest batch, by name.", labels=["metric"])
         for name, value in status.last_step.items():
-            step.add_metric([name], value)
+            step.add_metric([printable(name)], value)
         yield step
         yield CounterMetricFamily("agentjet_workers_started", "Workers started.", status.workers_started)
         yield CounterMetricFamily(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from http import HTTPStatus
+from reprlib import Repr
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,6 +25,10 @@ from agentjet.protocol import Problem
 from agentjet.server.dialects import DIALECTS, error_shape
 from agentjet.server.disconnect import ClientGone
 
+_REPR = Repr()
+"""Looks at the beginning of a value only: it may be as large as a body."""
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
+_REPR.maxlist = _REPR.maxdict = 40
 COUNTED = (400, 404, 413, 422, 500)
 """Statuses that end a call for good."""
 INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
@@ -81,21 +86,9 @@ async def count_refusal(request: Request, error: RequestError) -> None:
     is_call = inference is not None and any(inference[2] == dialect.path for dialect in DIALECTS)
     if not is_call or request.method != "POST" or error.status not in COUNTED:
         return
-    wiring = request.app.state.wiring
-    key = _key(request)
-    try:
-        episode_id = wiring.keys.episode(key)
-    except RequestError:
-        return
-    await wiring.gateway.refused(episode_id, error)
-
-
-def _key(request: Request) -> str:
-    """The episode's key, wherever an inference request has it: a body that is not read has no dependencies solved."""
-    in_path = re.match(r"^/k/([^/]+)/", _path(request))
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    in_headers = token if scheme.lower() == "bearer" and token else request.headers.get("x-api-key", "")
-    return in_path[1] if in_path else in_headers
+    episode_id = getattr(request.state, "episode_id", None)  # The guard of the route has put it there.
+    if episode_id is not None:
+        await request.app.state.wiring.gateway.refused(episode_id, error)
 
 
 def _path(request: Request) -> str:
@@ -116,11 +109,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error.__cause__, ValueError | RecursionError):  # The framework's, for what the JSON parser cannot do.
-        return await _refusal(
-            request, InvalidRequest(f"The body is no JSON to be read: {error.__cause__}.", code="invalid_json")
-        )
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+    codes = {404: "not_found", 405: "method_not_allowed"}
     what = f"{request.method} {scrubbed(_path(request))}: {error.detail}"
     response = await _refusal(
         request,
@@ -151,17 +140,13 @@ def describe_validation(error: RequestValidationError, status: int, known: tuple
         return InvalidRequest(
             f"{name!r} is not a key this server knows{hint}", code="unknown_parameter", status=status, param=name
         )
-    if first["type"] == "json_invalid":
-        return InvalidRequest(
-            f"The body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}.", code="invalid_json", status=400
-        )
     if isinstance(first.get("input"), bytes):
         return InvalidRequest(
             "The body was not read as JSON: send it with the header 'Content-Type: application/json'.",
             code="not_json",
             status=status,
         )
-    shown = repr(first.get("input"))
+    shown = _REPR.repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     said = first["msg"].removeprefix("Value error, ")
     return InvalidRequest(f"{name}: {said} (given: {shown})", code="invalid_value", status=status, param=name)

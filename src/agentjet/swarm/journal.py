@@ -47,10 +47,11 @@ class Journal(JournalFile):
 
     def policy_version(self) -> int:
         newest = self._db.execute("SELECT MAX(batch_id) FROM steps").fetchone()[0]
-        return int(self._meta("base_version", "0")) if newest is None else int(newest) + 1
+        base = int(self._meta("base_version", "0"))
+        return base if newest is None else max(base, int(newest) + 1)
 
     def set_base_version(self, policy_version: int) -> None:
-        """Where an empty journal starts: what came before is in a checkpoint."""
+        """Where an empty journal starts, or one that was rolled back goes on: what came before is in a checkpoint."""
         self._set_meta("base_version", str(policy_version))
         self._set_meta("durable_version", str(policy_version))
 
@@ -135,15 +136,19 @@ class Journal(JournalFile):
         row = self._db.execute(f"{SELECT_EPISODES} WHERE e.id = ?", (episode_id,)).fetchone()
         return None if row is None else read_episode(row)
 
-    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
-        """The newest ones, newest first: all, those of a team, those of a status."""
+    def recent_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+    ) -> list[Episode]:
+        """The newest ones, newest first: all, those of a team, those of a status, those begun `before` an episode."""
         conditions = ["TRUE"]
+        if before:
+            conditions.append("e.seq < (SELECT seq FROM episodes WHERE id = :before)")
         if team:
             conditions.append("e.team = :team AND e.team != ''")  # the second half lets SQLite use the index
         if status:
             conditions.append(f"{STATUS} = :status")
         query = f"{SELECT_EPISODES} WHERE {' AND '.join(conditions)} ORDER BY e.seq DESC LIMIT :limit"
-        rows = self._db.execute(query, {"team": team, "status": status, "limit": limit})
+        rows = self._db.execute(query, {"team": team, "status": status, "limit": limit, "before": before})
         return [read_episode(row) for row in rows]
 
     def newest_instance(self, client_id: str) -> str:
@@ -329,6 +334,21 @@ class Journal(JournalFile):
         for table, column in (("batch_members", "batch_id"), ("batch_groups", "batch_id"), ("batches", "id")):
             self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (batch_id,))
 
+    def undo_batches(self, start: int, reason: str, for_batch: int) -> tuple[int, int]:
+        """Drop the groups of the batches from `start` on, counted with `for_batch`, and forget these batches; returns
+        how many batches and episodes they were.
+        """
+        self._db.execute(
+            "UPDATE groups SET state = 'dropped', reason = ?, for_batch = ? "
+            "WHERE id IN (SELECT group_id FROM batch_groups WHERE batch_id >= ?)",
+            (reason, for_batch, start),
+        )
+        episodes = self._db.execute("DELETE FROM batch_members WHERE batch_id >= ?", (start,)).rowcount
+        self._db.execute("DELETE FROM batch_groups WHERE batch_id >= ?", (start,))
+        batches = self._db.execute("DELETE FROM steps WHERE batch_id >= ?", (start,)).rowcount
+        self._db.execute("DELETE FROM batches WHERE id >= ?", (start,))
+        return batches, episodes
+
     def batches(self, policy_version: int) -> list[Batch]:
         """Batches from `policy_version` on, in order, learned or not."""
         rows = self._db.execute(
@@ -395,6 +415,11 @@ class Journal(JournalFile):
         )
         return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
 
+    def events_of(self, kind: str) -> list[Event]:
+        """All events of a kind that are kept, in order."""
+        rows = self._db.execute("SELECT seq, kind, time, body FROM events WHERE kind = ? ORDER BY seq", (kind,))
+        return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
+
     def last_event(self) -> int:
         """Number of the newest event, 0 before the first."""
         return int(self._db.execute("SELECT MAX(seq) FROM events").fetchone()[0] or 0)
@@ -411,5 +436,9 @@ class Journal(JournalFile):
         )
         self._db.execute("DELETE FROM undelivered WHERE call_id NOT IN (SELECT id FROM calls)")
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
-        self._db.execute("DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ?", (EVENTS_KEPT,))
+        self._db.execute(
+            "DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ? "
+            "AND kind NOT IN ('evaluation', 'rollback')",
+            (EVENTS_KEPT,),
+        )
         self._set_meta("durable_version", str(policy_version))

@@ -10,14 +10,14 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, Later
 from agentjet.swarm.log_sync import LONGEST_LOG, LogSync
-from agentjet.swarm.origin import Origin, changes, of_settings
+from agentjet.swarm.origin import BRANCHED_FROM, Origin, changes, of_settings
 from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,38 @@ class JournalFile:
             raise
         return journal
 
+    @classmethod
+    def open_read_only(cls, path: Path) -> Self:
+        """Open an existing journal to read it, whether or not a server writes to it; nothing in its folder changes.
+
+        Raises `ConfigError` when there is none, or it has another schema than this AgentJet's.
+        """
+        if not path.is_file():
+            raise ConfigError(f"{str(path.parent)!r} is not a data dir of AgentJet: it has no {path.name}")
+        # Without a write-ahead log the file is all there is, and SQLite need not make one beside it.
+        log = path.with_name(path.name + "-wal")
+        how = "mode=ro" if log.exists() and log.stat().st_size else "immutable=1"
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None)
+        journal = cls(path, connection, -1)
+        try:
+            found = int(journal._meta("schema_version", "0"))
+        except sqlite3.DatabaseError as error:
+            journal.close()
+            raise ConfigError(f"{path} cannot be read as a journal ({error})") from None
+        if found != SCHEMA_VERSION:
+            journal.close()
+            raise ConfigError(
+                f"{path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: start a server on that data "
+                "dir once, or use the AgentJet that wrote it"
+            )
+        return journal
+
+    @contextmanager
+    def reading(self) -> Iterator[Self]:
+        """The same journal on a connection that only reads, for work in another thread. It sees what is committed."""
+        with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            yield type(self)(self.path, connection, -1)
+
     def close(self) -> None:
         """Close the file and let others have it; idempotent."""
         if self._log is not None:
@@ -114,7 +146,8 @@ class JournalFile:
                 "use the AgentJet that wrote it, or choose another server.data_dir"
             )
         if model is not None:
-            if not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone():
+            is_new = not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone()
+            if is_new and BRANCHED_FROM not in self.origin:
                 # A setting may be mistyped at the first start: it counts once something was recorded.
                 self._db.execute("DELETE FROM meta WHERE key = 'origin'")
             self.trace_origin(of_settings(model))
@@ -124,6 +157,10 @@ class JournalFile:
         """As far as it is recorded: an older AgentJet knew the model's name only."""
         recorded: dict[str, str | int] = json.loads(self._meta("origin", "{}"))
         return recorded
+
+    def branch(self, origin: Origin, branched_from: str) -> None:
+        """Begin a new journal with the origin of another one, and remember which that was."""
+        self._set_meta("origin", json.dumps({**origin, BRANCHED_FROM: branched_from}))
 
     def trace_origin(self, given: Origin) -> list[str]:
         """Compare with the policy's origin; returns, in words, what changed that may. Raises `ConfigError` for what

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from agentjet.errors import CheckpointError
-from agentjet.swarm import batches, groups
+from agentjet.swarm import batches, groups, rollback
 from agentjet.swarm.endings import STALE, SURPLUS, Endings
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.outlook import Outlook
 from agentjet.swarm.records import Batch
+from agentjet.swarm.rollback import Rollback
 from agentjet.timeline.forest import Forest
 from agentjet.types import CheckpointStamp
 
@@ -172,6 +173,16 @@ class Learning(Outlook):
                 "they belong to different runs. Restore the journal that goes with it, or take a new server.data_dir."
             )
         return self.batches_from(version)
+
+    def roll_back(self, to: int, checkpoint: CheckpointStamp) -> Rollback:
+        """Undo the batches from version `to` on; `checkpoint` has the weights of `to` under the number of the version
+        that follows the present one. On a stopped server: see `rollback`. Raises `CheckpointError`.
+        """
+        rollback.check(self._journal, to)
+        assert checkpoint.policy_version == self.policy_version + 1, "versions only rise"
+        with self._ledger.transaction():
+            self._journal.put_checkpoint(checkpoint)
+            return rollback.carry_out(self._ledger, self._endings, to, self._clock())
 
     def _check_reach(self, policy_version: int) -> None:
         durable = self._journal.durable_version()

@@ -1,7 +1,8 @@
 """The origin of a policy: what its weights follow from besides the batches of the journal.
 
 Recorded when a data dir begins, compared whenever it is taken up again: from another origin the same `policy_version`
-would be other weights. Keys are settings, but for `model_weights`, the fingerprint of what is under `model.name`.
+would be other weights. Keys are settings, but for `model_weights`, the fingerprint of what is under `model.name`, and
+`branched_from`, the data dir and the policy version that a branch began at.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from agentjet.types import ModelCard
 
 Origin = Mapping[str, str | int]
 
+BRANCHED_FROM = "branched_from"
 FREE = ("model.device", "model.threads")
 """Change the weights by rounding only, and with the machine: said, not refused."""
 

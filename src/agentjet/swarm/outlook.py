@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,8 +15,10 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.leases import Leases
 from agentjet.swarm.ledger import Ledger
 from agentjet.swarm.mixing import Mixing, places
+from agentjet.swarm.origin import BRANCHED_FROM
 from agentjet.swarm.records import Batch, Episode, Group, Tally, TaskSetShare
 from agentjet.timeline.forks import OrphanReason
+from agentjet.timeline.forks import orphans as find_orphans
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call, EpisodeStatus
 
@@ -47,11 +50,18 @@ class Outlook:
             )
         return episode
 
-    def recent_episodes(self, limit: int, *, team: str = "", status: EpisodeStatus | None = None) -> list[Episode]:
-        """The newest episodes, newest first: all, those of a team, those of a status."""
+    def recent_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+    ) -> list[Episode]:
+        """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode.
+
+        Raises `NotFound` when there is no episode `before`.
+        """
+        end = self.episode(before).seq if before else math.inf
         if status not in ("live", "prepared"):
-            return self._journal.recent_episodes(limit, team=team, status=status)
+            return self._journal.recent_episodes(limit, team=team, status=status, before=before)
         found = [e for e in self._ledger.undecided() if e.status == status and (not team or e.team == team)]
+        found = [e for e in found if e.seq < end]
         return sorted(found, key=lambda episode: -episode.seq)[:limit]
 
     def expires_at(self, episode: Episode) -> float:
@@ -68,7 +78,8 @@ class Outlook:
 
     def orphans(self, episode_id: str) -> dict[str, OrphanReason]:
         """The episode's calls that nobody heard, and how that is known."""
-        return batches.find_orphans(self._journal, episode_id, self.trees(episode_id))
+        calls = [call for call, _, _ in self._journal.calls(episode_id)]
+        return find_orphans(calls, self._journal.undelivered(episode_id))
 
     def next_deadline(self) -> float | None:
         """When `reap` next has something to do, as things stand."""
@@ -104,6 +115,11 @@ class Outlook:
     def job_revision(self) -> int:
         """Which change of the settings made them what they are; counts from 1."""
         return self._ledger.settings.revision
+
+    @property
+    def branched_from(self) -> str:
+        """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
+        return str(self._journal.origin.get(BRANCHED_FROM, ""))
 
     # ---- batches -------------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
-from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest
-from agentjet.swarm import admission, groups, job_settings
+from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, EvaluationView, Event, FinishRequest
+from agentjet.swarm import admission, evaluations, groups, job_settings
 from agentjet.swarm.endings import REPLACED, STALLED, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.learning import Learning
@@ -246,6 +246,16 @@ class Swarm(Learning):
             self._endings.settle(episode, self.job, now)
             self._mixing.ended(episode)
         return episode
+
+    # ---- evaluations ---------------------------------------------------------------------------------------
+
+    def record_evaluation(self, request: EvaluationRequest, *, idempotency_key: str | None = None) -> None:
+        """Store the score of a policy version. Raises `InvalidRequest` for one that was not learned yet."""
+        evaluations.record(self._ledger, request, idempotency_key)
+
+    def evaluations(self) -> list[EvaluationView]:
+        """All recorded evaluations, in the order they came."""
+        return evaluations.listing(self._journal)
 
     # ---- calls ---------------------------------------------------------------------------------------------
 

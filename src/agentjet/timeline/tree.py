@@ -7,7 +7,8 @@ call. Invariants:
 * `match` keeps the longest known path whose bytes begin the new prompt. Sampled tokens on that path are kept as they
   were sampled, to the last one;
 * a path that ends within *prompt* text is kept up to the last control token (or the segment's start) only: from there
-  the tokenizer decides alone, so what was not sampled has the same tokens whatever similar prompts came earlier.
+  the tokenizer decides alone, so what was not sampled has the same tokens whatever similar prompts came earlier;
+* one thread adds calls, and others may read meanwhile: a call is in `_nodes` before anything else refers to it.
 
 The work of a match is comparing bytes; a call whose bytes differ is searched by bisection for where they do.
 """
@@ -98,7 +99,7 @@ class ConversationTree:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        return tuple(node.call for node in self._nodes.values())
+        return tuple(node.call for node in list(self._nodes.values()))  # The copy is one step, whoever adds meanwhile.
 
     def knows(self, call_id: str) -> bool:
         return call_id in self._nodes

@@ -35,8 +35,9 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 CLOSE_SECONDS = 10.0
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""How the worker's threads wait for each other: asleep. OpenMP's default spins for milliseconds, which makes everything
-several times slower where agents or a second worker need the cores. `python -m bench.step --waiting` compares ways.
+"""How the worker's threads wait for each other: asleep. OpenMP's default spins for 7 ms, which makes everything several
+times slower where agents or a second worker need the cores. `{"GOMP_SPINCOUNT": "1000"}` would spin for 25 us, then
+sleep. `python -m bench.step --waiting` compares ways.
 """
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """A user who sets one of them decides alone."""
@@ -141,9 +142,9 @@ class EmbeddedCompute:
         """See `Compute.load`."""
         return CheckpointStamp(**await self._ask("load", path=str(path)))
 
-    async def export(self, path: Path) -> None:
+    async def export(self, path: Path, *, adapter: bool = False) -> None:
         """See `Compute.export`."""
-        await self._ask("export", path=str(path))
+        await self._ask("export", path=str(path), adapter=adapter)
 
     async def died(self) -> WorkerDied:
         """See `Compute.died`."""

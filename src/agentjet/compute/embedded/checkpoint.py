@@ -65,9 +65,12 @@ def load(path: Path, policy: Policy, learner: Learner) -> dict[str, Any]:
     return state
 
 
-def export(path: Path, policy: Policy) -> None:
-    """Write the policy as a plain Hugging Face folder that `transformers` and vLLM load as is."""
-    write_atomically(path, lambda folder: policy.save(folder, merged=True))
+def export(path: Path, policy: Policy, *, adapter: bool = False) -> None:
+    """Write the policy as a plain Hugging Face folder that `transformers` and vLLM load as is, or its `adapter` alone
+    as a folder that `peft` loads.
+    """
+    assert policy.has_adapters or not adapter, "the gateway refuses the adapter of a policy without one"
+    write_atomically(path, lambda folder: policy.save(folder, merged=not adapter))
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

@@ -7,15 +7,17 @@ accepted, the end tokens are allowed, and where nothing else is, one of them mus
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from agentjet.errors import Unfollowable
+from agentjet.rendering.text_cache import TextCache
 from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.types import ModelCard
 
-GRAMMARS_KEPT = 64
+GRAMMARS_KEPT, CHARACTERS_KEPT = 64, 2**20
+"""Compiled ones, and the characters of them together: a compiled grammar takes about two hundred bytes for each."""
 
 
 class Guide:
@@ -47,7 +49,7 @@ class Grammars:
         """`vocabulary` is the number of token ids the model knows, which may be more than its tokenizer has."""
         self._card = card
         self._vocabulary = vocabulary
-        self._compiled = lru_cache(GRAMMARS_KEPT)(self._compile)
+        self._compiled = TextCache(self._compile, most=GRAMMARS_KEPT, characters=CHARACTERS_KEPT)
 
     def guide(self, grammar: str) -> Guide | None:
         """A guide from the grammar's start; None for the empty grammar, which allows everything.

@@ -221,8 +221,8 @@ class Worker:
         self._metrics = {self._version - 1: state.get("metrics", {})}
         return {"policy_version": self._version, "digest": state.get("digest", "")}
 
-    def _export(self, path: str) -> None:
-        checkpoint.export(Path(path), self.policy)
+    def _export(self, path: str, adapter: bool = False) -> None:
+        checkpoint.export(Path(path), self.policy, adapter=adapter)
 
     def _send(self, frame: frames.Frame) -> None:
         self._output.write(frames.encode(frame))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import from_json, to_json
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, from_json, to_json
 
 from agentjet.errors import InvalidRequest
 from agentjet.protocol import Int64
@@ -39,7 +39,27 @@ StopStrings = Annotated[list[StopString], Field(max_length=16)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Body(BaseModel):
+def _stop_lists_at_first_error(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list" and "items_schema" in schema:
+            schema["fail_fast"] = True
+        schema = list(schema.values())
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _stop_lists_at_first_error(part)
+
+
+class FirstError(BaseModel):
+    """A model whose lists stop at their first wrong item: one error for each item would take gigabytes."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _stop_lists_at_first_error(schema)
+        return schema
+
+
+class Body(FirstError):
     """Part of a request: unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

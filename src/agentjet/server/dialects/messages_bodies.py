@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentjet.protocol import Int64, Temperature
-from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, RequestBody, StopStrings, Text
+from agentjet.server.dialects.bodies import Body, Count, Finite, FirstError, JsonObject, RequestBody, StopStrings, Text
 from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
 
 
-class Open(BaseModel):
+class Open(FirstError):
     """Part of a request whose `type` says which keys it must and may have: see `Keys`."""
 
     model_config = ConfigDict(extra="allow", frozen=True)

@@ -1,0 +1,93 @@
+"""A gateway whose event loop is watched, as a process: `python -m bench.hostility.serve --data-dir ...`.
+
+The product's application over a scripted model, as in `bench.gatewaying.serve`. A callback that asks to be called every
+two milliseconds notes how much CPU time the whole process spent between two of its calls. Time in which another thread
+holds Python's lock counts, as the loop stands still then, too; time in which the machine did something else does not.
+
+Beside the product's routes it has `GET /watched`: the longest stop since that was last asked, and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+
+from agentjet.config import ServeConfig
+from agentjet.gateway import Gateway
+from agentjet.server import Keys, create_app
+from agentjet.server.listening import calm_collector, listen, options
+from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_card
+
+EVERY = 0.002
+"""Seconds between two looks."""
+CONTEXT_LENGTH = 131_072
+"""Of a model that long texts are sent to."""
+
+
+class Watch:
+    """The longest stop of an event loop, in CPU seconds of its process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._last = time.process_time()
+        self.longest = 0.0
+        self._loop.call_later(EVERY, self._look)
+
+    def _look(self) -> None:
+        now = time.process_time()
+        self.longest, self._last = max(self.longest, now - self._last), now
+        self._loop.call_later(EVERY, self._look)
+
+    def watched(self) -> dict[str, float]:
+        """Since the last time; memory in MiB, now and at its highest (Linux)."""
+        longest, self.longest = self.longest, 0.0
+        lines = Path("/proc/self/status").read_text().splitlines()
+        sizes = {
+            line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith(("VmHWM", "VmRSS"))
+        }
+        Path("/proc/self/clear_refs").write_text("5")  # The highest is counted anew.
+        return {"stall_s": longest, "rss_mb": sizes["VmRSS"], "highest_mb": sizes["VmHWM"]}
+
+
+def config(data_dir: Path, megabytes: int) -> ServeConfig:
+    server = {"data_dir": data_dir, "max_body_mb": megabytes}
+    return ServeConfig.model_validate(
+        {"model": {"name": MODEL}, "server": server, "job": {"max_episode_seconds": 7200}}
+    )
+
+
+async def serve(data_dir: Path, megabytes: int) -> None:
+    card = replace(make_card(data_dir / "tokenizer"), context_length=CONTEXT_LENGTH)
+    gateway = Gateway(config(data_dir, megabytes), ScriptedCompute(card, 0.0))
+    app = create_app(gateway, Keys.open(data_dir))
+    watch: list[Watch] = []
+
+    async def watched() -> dict[str, float]:
+        return watch[0].watched()
+
+    app.add_api_route("/watched", watched)
+    with listen("127.0.0.1", 0) as listener:
+        await gateway.start()
+        await gateway.ready()
+        calm_collector()
+        watch.append(Watch())
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        await uvicorn.Server(options(app, gateway.config.server)).serve([listener])
+    await gateway.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--megabytes", type=int, required=True, help="server.max_body_mb")
+    given = parser.parse_args()
+    asyncio.run(serve(given.data_dir, given.megabytes))
+
+
+if __name__ == "__main__":
+    main()

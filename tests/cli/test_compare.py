@@ -1,0 +1,107 @@
+"""`agentjet compare`: figures worked out by hand, settings that differ, and refusals that name the file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from agentjet.cli.compare import differing, read
+from agentjet.cli.lineage import roll_back
+from agentjet.errors import ConfigError
+from agentjet.protocol import EvaluationRequest
+from tests.cli.test_commands import run
+from tests.fakes import running
+
+
+def metrics(path: Path, rewards: list[float]) -> Path:
+    path.write_text(
+        "".join(
+            json.dumps(
+                {"step": step, "time": 1.0, "reward/mean": reward, "batch/episodes": 4.0, "batch/sampled_tokens": 100.0,
+                 "time/sample": 30.0, "time/wait": 10.0, "time/learn": 20.0}
+            ) + "\n"
+            for step, reward in enumerate(rewards, 1)
+        )
+    )  # fmt: skip
+    return path
+
+
+def test_figures_of_metrics_files(tmp_path: Path) -> None:
+    first = metrics(tmp_path / "a.jsonl", [0.0, 0.1, 0.2, 0.3, 0.4, 0.9, 0.4])
+    found = read(first)
+    assert (found.version, found.steps, found.episodes, found.sampled_tokens, found.minutes) == (7, 7, 28, 700, 7.0)
+    assert (found.reward_first, found.reward_final) == (pytest.approx(0.2), pytest.approx(0.44))
+    assert (found.reward_best, found.reward_best_version, found.evaluations, found.score_best) == (0.9, 6, 0, None)
+    second = metrics(tmp_path / "b.jsonl", [0.5])
+    printed = run("compare", str(first), str(second))
+    assert ["reward,", "best", "batch", "0.900", "0.500"] in [line.split() for line in printed.splitlines()]
+    assert f"no settings known of {first}, {second}" in printed
+    with first.open("a") as file:
+        file.write('{"step": 8, "rew')  # a server is writing it
+    assert read(first) == found
+
+
+async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
+    async with running(data_dir, job={"optimizer": {"lr": lr}}) as up:
+        await up.batch()
+        for score in scores:
+            await up.gateway.versions.record_evaluation(
+                EvaluationRequest(policy_version=1, score=score, num_tasks=1, num_episodes=1)
+            )
+        reads_only(data_dir)  # while the server runs
+
+
+def reads_only(data_dir: Path) -> None:
+    files = sorted(path.name for path in data_dir.iterdir())
+    read(data_dir)
+    assert sorted(path.name for path in data_dir.iterdir()) == files
+
+
+def test_data_dirs_have_evaluations_and_settings(tmp_path: Path) -> None:
+    asyncio.run(trained(tmp_path / "a", 1e-5, (0.5, 0.75)))
+    asyncio.run(trained(tmp_path / "b", 2e-5, ()))
+    reads_only(tmp_path / "a")
+    compared = json.loads(run("compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"))
+    assert compared["settings"] == {"job.optimizer.lr": [1e-5, 2e-5]}
+    first, second = compared["runs"]
+    assert (first["evaluations"], first["score_first"], first["score_best"], first["steps"]) == (2, 0.5, 0.75, 1)
+    assert (second["evaluations"], second["score_best"]) == (0, None)
+    assert first["reward_best"] == 0.5 and first["episodes"] == 4
+    printed = run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert "settings that differ" in printed and "job.optimizer.lr" in printed
+
+
+def test_batches_that_were_undone_cost_and_are_in_no_reward(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for _ in range(2):
+            async with running(tmp_path / "a", job={"checkpoint_every": 1, "keep_checkpoints": 9}) as up:
+                await up.batch()
+                await up.batch()
+            if up.gateway.swarm.policy_version == 2:
+                roll_back(tmp_path / "a", "1")
+
+    asyncio.run(scenario())
+    found = read(tmp_path / "a")
+    assert (found.version, found.steps, found.undone, found.episodes) == (5, 4, 1, 16)
+    assert found.reward_best_version == 1, "not 2, which was undone"
+
+
+def test_settings_that_are_not_known_differ_from_nothing() -> None:
+    assert differing([{"a": 1, "b": 2}, {}, {"a": 1, "c": 3}]) == {"b": [2, None, None], "c": [None, None, 3]}
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has nothing to be compared with: name two or more"):
+        run("compare", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl' does not exist: name a data dir"):
+        run("compare", str(tmp_path), str(tmp_path))
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match=r"bad\.jsonl', line 2: expected one JSON object"):
+        run("compare", str(bad), str(bad))
+    bad.write_text("")
+    with pytest.raises(ConfigError, match="has no batch yet"):
+        run("compare", str(bad), str(bad))

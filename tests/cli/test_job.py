@@ -1,0 +1,101 @@
+"""`agentjet job`: what it changes, what stays, and how it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from agentjet.client import Swarm
+from agentjet.client.job_changes import ATTEMPTS, change, edited
+from agentjet.errors import ConfigError, Conflict, Forbidden, InvalidRequest
+from agentjet.protocol import JobBody
+from tests.cli.test_commands import at, run
+from tests.server.serving import ADMIN, Served
+
+
+def test_one_setting_is_changed_and_the_others_stay(served: Served) -> None:
+    admin = ["--url", served.url, "--token", ADMIN]
+    before = json.loads(run("job", "show", "--json", *at(served)))
+    printed = run("job", "set", "optimizer.lr=1e-5", "job.task_weights={math = 2, code = 1}", *admin)
+    assert "job.optimizer.lr: 2e-05 -> 1e-05" in printed and "revision 2" in printed and "survives a restart" in printed
+    after = json.loads(run("job", "show", "--json", *at(served)))
+    expected = before["job"] | {"task_weights": {"math": 2.0, "code": 1.0}}
+    expected["optimizer"] = expected["optimizer"] | {"lr": 1e-5}
+    assert after == {"revision": 2, "job": expected}
+    assert served.run.gateway.swarm.job.optimizer.lr == 1e-5
+    assert "job.optimizer.lr = 1e-05" in run("job", "show", *at(served))
+    assert "had its value already" in run("job", "set", "optimizer.lr=0.00001", *admin)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("batchsize=4", r"job\.batchsize = 4: there is no such setting; did you mean job\.batch_size\?"),
+        ("optimizer.lr=-1", r"job\.optimizer\.lr = -1: input should be greater than 0"),
+        ("batch_size=many", r"job\.batch_size = 'many': "),
+        ("optimizer=3", r"job\.optimizer = 3: this is a section"),
+        ("max_tokens=5000", r"job\.max_tokens = 5000 leaves no room"),
+    ],
+)
+def test_the_server_refuses_with_key_and_value(served: Served, setting: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        run("job", "set", setting, "--url", served.url, "--token", ADMIN)
+    assert served.run.gateway.swarm.job_revision == 1
+
+
+def test_what_is_no_job_setting_is_refused_before_anything_is_sent(served: Served) -> None:
+    with pytest.raises(ConfigError, match=r"model\.name = 'x': a running server keeps its model\.\* settings"):
+        run("job", "set", "model.name=x", "--url", served.url, "--token", ADMIN)
+    with pytest.raises(ConfigError, match=r"batch_size\.a = 1: job\.batch_size is a value, 2"):
+        run("job", "set", "batch_size.a=1", "--url", served.url, "--token", ADMIN)
+    with pytest.raises(ConfigError, match=r"'batch_size' is not of the form KEY=VALUE"):
+        run("job", "set", "batch_size", *at(served))
+    with pytest.raises(Forbidden, match="admin-token"):
+        run("job", "set", "batch_size=3", *at(served))
+
+
+def test_python_changes_a_setting_too(served: Served) -> None:
+    with Swarm(served.url, ADMIN) as swarm:
+        assert swarm.change_job({"job.seed": 7}).job["seed"] == 7
+    assert served.run.gateway.swarm.job.seed == 7
+
+
+def test_a_change_that_came_between_is_kept() -> None:
+    """Another client changes the seed between the first read and the first write."""
+    held = JobBody(revision=1, job={"seed": 0, "batch_size": 2})
+    reads = 0
+
+    async def read() -> JobBody:
+        nonlocal held, reads
+        reads += 1
+        seen = held
+        if reads == 1:
+            held = JobBody(revision=2, job=held.job | {"seed": 9})
+        return seen
+
+    async def write(body: JobBody) -> JobBody:
+        nonlocal held
+        if body.revision != held.revision:
+            raise Conflict("changed", code="job_revision_changed")
+        held = JobBody(revision=held.revision + 1, job=body.job)
+        return held
+
+    assert asyncio.run(change(read, write, {"batch_size": 4})).job == {"seed": 9, "batch_size": 4}
+
+    async def always_late(body: JobBody) -> JobBody:
+        nonlocal reads
+        reads += 1
+        raise Conflict("changed", code="job_revision_changed")
+
+    reads = 100
+    with pytest.raises(Conflict):
+        asyncio.run(change(read, always_late, {"batch_size": 4}))
+    assert reads == 100 + 2 * ATTEMPTS
+
+
+def test_editing_leaves_the_original_alone() -> None:
+    job = {"optimizer": {"lr": 1.0}}
+    assert edited(job, {"optimizer.lr": 2.0}) == {"optimizer": {"lr": 2.0}}
+    assert job == {"optimizer": {"lr": 1.0}}

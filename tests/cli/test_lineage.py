@@ -1,0 +1,330 @@
+"""Tags, the best checkpoint, rollback and branch, on a scripted worker whose checkpoints are sealed like real ones.
+
+Pinned here:
+1. a checkpoint with a tag outlives rotation, holds back no pruning, and is rotated once the tag is removed;
+2. the best recorded evaluation's checkpoint is saved and kept, the one before is not;
+3. a rollback gives the old weights a new version; every episode is counted once, and what follows is recovered;
+4. a rollback that cannot be right changes nothing; one that was interrupted is repeated;
+5. a branch begins at the version, with the same weights, and leaves the original as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.cli.lineage import branch, roll_back
+from agentjet.client import Swarm
+from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
+from agentjet.gateway import versions as gateway_versions
+from agentjet.protocol import BeginRequest, EvaluationRequest, FinishRequest
+from tests.cli.test_commands import at, run
+from tests.fakes import Running, running
+from tests.server.serving import Served
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def versions(up: Running) -> list[int]:
+    return [info.policy_version for info in up.gateway.store.listing()]
+
+
+def checkpoint(data_dir: Path, version: int) -> Path:
+    return data_dir / "checkpoints" / f"step_{version:06d}"
+
+
+def weights(data_dir: Path, version: int) -> str:
+    return str(json.loads((checkpoint(data_dir, version) / "state.json").read_text())["weights"])
+
+
+async def trained(data_dir: Path, batches: int, **job: Any) -> None:
+    """A run with a checkpoint of every version from 1 on."""
+    async with running(data_dir, job={"checkpoint_every": 1, "keep_checkpoints": 100, **job}) as up:
+        for _ in range(batches):
+            await up.batch()
+
+
+# ---- 1. tags ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_tagged_checkpoint_outlives_rotation(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 2}) as up:
+        await up.batch()
+        [named] = await up.gateway.versions.tag("good", 1)
+        assert named.tags == ["good"]
+        for _ in range(4):
+            await up.batch()
+        assert versions(up) == [1, 4, 5]
+        assert up.gateway._journal.durable_version() == 4, "a tag holds back no pruning"
+        await up.gateway.versions.untag("good")
+        await up.batch()
+        assert versions(up) == [5, 6]
+    async with running(tmp_path / "d") as up:
+        assert up.gateway.swarm.policy_version == 6
+
+
+async def test_a_damaged_tags_file_removes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1}) as up:
+        await up.batch()
+        (tmp_path / "d" / "checkpoints" / "tags.json").write_text("[1]")
+        await up.batch()
+        assert versions(up) == [1, 2] and "no checkpoint is removed: " in caplog.text
+        with pytest.raises(CheckpointError, match=r"tags\.json is damaged .* or remove the file"):
+            await up.gateway.versions.tag("good", 1)
+
+
+def test_tags_on_the_command_line(served: Served) -> None:
+    run("checkpoints", "create", *at(served))
+    assert "untag good" in run("checkpoints", "tag", "0", "good", *at(served))
+    run("checkpoints", "tag", "0", "good", *at(served))
+    assert "[good]" in run("checkpoints", "list", *at(served))
+    for name, said in (("1st", "not a name"), ("best", "job.keep_best"), ("a/b", "not a name|Not Found")):
+        with pytest.raises((InvalidRequest, NotFound), match=said):
+            run("checkpoints", "tag", "0", name, *at(served))
+    with pytest.raises(NotFound, match="no checkpoint of policy version 7; there are: 0"):
+        run("checkpoints", "tag", "7", "new", *at(served))
+    served.run.gateway.store.tags.put("taken", 3)
+    with pytest.raises(Conflict, match="'taken' is that of policy version 3: remove it there first"):
+        run("checkpoints", "tag", "0", "taken", *at(served))
+    run("checkpoints", "untag", "good", *at(served))
+    with pytest.raises(NotFound, match="no tag 'good'; there are: taken"):
+        run("checkpoints", "untag", "good", *at(served))
+    with Swarm(served.url, at(served)[3]) as swarm:
+        assert swarm.tag(0, "python")[0].tags == ["python"]
+        assert swarm.untag("python")[0].tags == []
+
+
+# ---- 2. the best --------------------------------------------------------------------------------------------------
+
+
+async def evaluate(up: Running, score: float) -> None:
+    version = up.gateway.swarm.policy_version
+    await up.gateway.versions.record_evaluation(
+        EvaluationRequest(policy_version=version, score=score, num_tasks=1, num_episodes=1)
+    )
+
+
+async def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"keep_checkpoints": 1}) as up:
+        for score in (0.2, 0.8, 0.8, 0.5):
+            await up.batch()
+            await evaluate(up, score)
+        await up.gateway.checkpoint()
+        listed = await up.gateway.versions.checkpoints()
+        assert [(info.policy_version, info.tags, info.score) for info in listed] == [(2, ["best"], 0.8), (4, [], 0.5)]
+        await up.batch()
+        await evaluate(up, 0.9)
+        assert versions(up) == [5] and up.gateway.store.tags.read() == {"best": 5}
+
+
+async def test_what_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path / "d", job={"keep_best": False}) as up:
+        await up.batch()
+        await evaluate(up, 0.2)
+        assert versions(up) == []
+    async with running(tmp_path / "e") as up:
+        await up.batch()
+        up.compute.fail_save = [CheckpointError("No space left on device")]
+        await evaluate(up, 0.2)
+        assert "which scored best, is not kept: No space left" in caplog.text
+        assert len(up.gateway.swarm.evaluations()) == 1 and up.gateway.store.tags.read() == {}
+        await up.batch()
+        late = EvaluationRequest(policy_version=1, score=0.9, num_tasks=1, num_episodes=1)
+        await up.gateway.versions.record_evaluation(late)
+        assert up.gateway.store.tags.read() == {} and versions(up) == [], "the present version is another one"
+    assert gateway_versions.BEST == "best"
+
+
+# ---- 3. rollback --------------------------------------------------------------------------------------------------
+
+
+async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    async with running(data, job={"checkpoint_every": 1, "keep_checkpoints": 100}) as up:
+        for _ in range(4):
+            await up.batch()
+        waiting = await up.episode(1.0, task="waits")
+        live = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
+        prepared = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
+        await up.gateway.prepare(prepared.id, FinishRequest(reward=1.0))
+        before = up.gateway.swarm.status_counts()
+        assert (before["trained"], before["waiting"], before["live"]) == (16, 1, 1)
+        with pytest.raises(ConfigError, match="in use by another server"):
+            roll_back(data, "1")
+    done, _ = roll_back(data, "1")
+    assert (done.to, done.policy_version, done.batches, done.trained, done.waiting, done.live) == (1, 5, 3, 12, 1, 1)
+    assert weights(data, 5) == weights(data, 1)
+    async with running(data) as up:
+        swarm = up.gateway.swarm
+        assert (swarm.policy_version, up.compute.version, up.compute.weights) == (5, 5, weights(data, 1))
+        assert up.compute.learned == [], "nothing that was undone is learned again"
+        counts = swarm.status_counts()
+        assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
+        assert counts["finished"] == before["finished"] and counts["prepared"] == 1
+        undone = swarm.recent_episodes(5)[-1]
+        assert (undone.status, undone.trained_in, undone.dropped) == ("finished", None, "rolled_back")
+        assert (swarm.episode(waiting).dropped, swarm.episode(live.id).status) == ("rolled_back", "aborted")
+        with pytest.raises(Conflict, match="rolled back"):
+            await up.say(live.id)
+        finished = await up.gateway.finish(prepared.id, FinishRequest(reward=1.0))
+        assert finished.dropped == "rolled_back", "the promise is kept, and trains nothing"
+        await up.batch()
+        assert swarm.policy_version == 6 and up.compute.learned == [5]
+        assert swarm.last_step["groups/dropped_rolled_back"] == 3 * 2 + 2
+        [event] = [event.body for event in swarm.events() if event.kind == "rollback"]
+        assert event == {"to": 1, "policy_version": 5, "batches": 3, "trained": 12, "waiting": 1, "live": 1}
+        after = up.compute.weights
+    shutil.rmtree(checkpoint(data, 6))
+    async with running(data) as up:
+        assert (up.compute.learned, up.compute.weights) == ([5], after), "replayed to the same weights"
+        counts = up.gateway.swarm.status_counts()
+        assert counts["trained"] + counts["dropped"] + counts["waiting"] == counts["finished"]
+
+
+async def test_rollbacks_of_rollbacks(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    await trained(data, 3)
+    assert roll_back(data, "1")[0].policy_version == 4
+    await trained(data, 1)
+    with pytest.raises(CheckpointError, match=r"version 2 was undone by the rollback to version 1.*checkpoints branch"):
+        roll_back(data, "2")
+    again, _ = roll_back(data, "1")
+    assert (again.policy_version, again.batches, again.trained) == (6, 1, 4)
+    async with running(data) as up:
+        assert up.compute.weights == weights(data, 1)
+        assert up.gateway.swarm.status_counts()["trained"] == 4
+        await up.gateway.versions.tag("start", 1)
+    assert roll_back(data, "start")[0].policy_version == 7
+
+
+async def test_a_batch_that_was_composed_but_not_learned_is_undone_too(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    await trained(data, 2)
+    async with running(data) as up:
+        up.compute.fail_learn = [Later("The journal cannot be written.", retry_after=0.01)] * 10_000
+        for number in range(4):
+            await up.episode(float(number % 2), task=f"t{number // 2}")
+        await up.until(lambda: up.gateway.swarm.pending is not None)
+    done, _ = roll_back(data, "1")
+    assert (done.policy_version, done.batches, done.trained, done.waiting) == (3, 1, 4, 4)
+    async with running(data) as up:
+        assert up.gateway.swarm.pending is None
+        await up.batch()
+
+
+async def test_a_rollback_out_of_divergence(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    async with running(data, job={"checkpoint_every": 1}) as up:
+        await up.batch()
+        up.compute.metrics = {"weights/finite": 0.0}
+        await up.batch()
+        assert "diverged" in up.gateway.status().waiting_for
+    roll_back(data, "1")
+    async with running(data) as up:
+        assert "diverged" not in up.gateway.status().waiting_for
+        await up.batch()
+        assert (await up.gateway.checkpoint()).policy_version == 4
+
+
+# ---- 4. what is refused -------------------------------------------------------------------------------------------
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Of each file, except for the lock and SQLite's own."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("journal")]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+async def test_a_rollback_that_cannot_be_right_changes_nothing(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    await trained(data, 2)
+    with pytest.raises(ConfigError, match=r"is not a data dir of AgentJet: it has no journal\.sqlite"):
+        roll_back(tmp_path / "nowhere", "1")
+    with pytest.raises(CheckpointError, match="has no checkpoint '7'; it has versions 1, 2 and tags none"):
+        roll_back(data, "7")
+    with pytest.raises(CheckpointError, match="has no checkpoint 'best'"):
+        roll_back(data, "best")
+    with pytest.raises(CheckpointError, match="version 2 is not before the present one, 2"):
+        roll_back(data, "2")
+    state = checkpoint(data, 1) / "state.json"
+    whole = state.read_text()
+    state.write_text(whole.replace('"weights": "', '"weights": "x'))
+    before = digest(data)
+    with pytest.raises(CheckpointError, match=r"damaged: state\.json"):
+        roll_back(data, "1")
+    assert digest(data) == before
+    state.write_text(whole)
+    async with running(data) as up:
+        assert up.gateway.swarm.policy_version == 2 and up.gateway.swarm.status_counts()["trained"] == 8
+
+
+async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
+    """The machine fails between the commit and the checkpoint's name."""
+    data = tmp_path / "d"
+    await trained(data, 2)
+    roll_back(data, "1")
+    shutil.rmtree(checkpoint(data, 3))
+    with pytest.raises(CheckpointError, match="cannot replay"):
+        async with running(data):
+            pass
+    assert roll_back(data, "1")[0].policy_version == 4
+    async with running(data) as up:
+        assert up.compute.weights == weights(data, 1) and up.gateway.swarm.status_counts()["dropped"] == 4
+        await up.batch()
+
+
+# ---- 5. branch ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_branch_begins_at_the_version(tmp_path: Path) -> None:
+    data, new = tmp_path / "d", tmp_path / "new"
+    await trained(data, 3)
+    before = digest(data)
+    assert branch(data, "2", new) == 2
+    assert digest(data) == before, "the original is only read"
+    async with running(data) as up:
+        up.gateway.store.tags.put("named", 1)
+        assert branch(data, "named", tmp_path / "other") == 1, "its server may be running"
+    async with running(new, card=None) as up:
+        assert (up.gateway.swarm.policy_version, up.compute.weights) == (2, weights(data, 2))
+        assert up.gateway.status().branched_from == f"{data}@2"
+        assert up.gateway.swarm.status_counts()["finished"] == 0
+        await up.batch()
+    async with running(new) as up:
+        assert up.gateway.swarm.policy_version == 3 and up.gateway.status().branched_from == f"{data}@2"
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
+
+
+async def test_what_cannot_be_branched(tmp_path: Path) -> None:
+    data = tmp_path / "d"
+    await trained(data, 1)
+    with pytest.raises(ConfigError, match="exists: name a folder that does not"):
+        branch(data, "1", data)
+    with pytest.raises(CheckpointError, match="has no checkpoint '5'; it has versions 1"):
+        branch(data, "5", tmp_path / "new")
+    with pytest.raises(ConfigError, match="'d' is not of the form DATA_DIR@VERSION"):
+        run("checkpoints", "branch", "d", str(tmp_path / "new"))
+    (checkpoint(data, 1) / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        branch(data, "1", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+async def test_the_commands_say_how_to_go_on(tmp_path: Path) -> None:
+    data, new = tmp_path / "d", tmp_path / "a new one"
+    await trained(data, 2, max_steps=3)
+    said = run("checkpoints", "branch", f"{data}@1", str(new))
+    assert "begins at policy version 1" in said and f"--data-dir '{new}'" in said
+    said = run("checkpoints", "rollback", "1", "--data-dir", str(data))
+    assert "Policy version 3 has the weights of version 1. Undone: 1 batches" in said
+    assert "job.max_steps = 3 is reached at version 3: raise it to train on" in said
