@@ -14,7 +14,7 @@ NODE_INSTALLED := conformance/node/node_modules/.installed
 SEED ?= 0
 OUT ?= agentjet-demo
 
-.PHONY: help setup demo test fast check bench conformance docs clean
+.PHONY: help setup demo test thorough fast check bench conformance docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -38,11 +38,15 @@ demo: setup  ## train SmolLM2-135M from an agent: reward curve, report and expor
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)
 
 # Four processes for two cores: who starts servers mostly waits for them. The order is that of `tests/conftest.py`.
-test: setup  ## run every test
-	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+test: setup  ## run the tests, but for the thorough ones
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough"
+
+thorough: setup  ## run what takes minutes and rarely breaks: chaos, fuzzing, studies, benches; before a release
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m thorough
+	git rev-parse HEAD > .ci/thorough-passed
 
 fast: setup  ## run the tests that start no server and take no time
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not e2e and not slow"
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not e2e and not slow and not thorough"
 
 check: setup  ## format, lint, types, and who may import whom
 	$(BIN)/ruff format --check .

@@ -126,7 +126,7 @@ def test_the_ratio_is_to_a_peer_that_ran() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_whole_bench_small() -> None:
     done = subprocess.run([sys.executable, "-m", "bench.gateway", "--quick"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -59,7 +59,7 @@ def test_the_verdict_is_the_worst() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_whole_bench_small() -> None:
     command = [sys.executable, "-m", "bench.hostile", "--megabytes", "1"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -119,7 +119,7 @@ def test_recorded_conversations_are_read_as_they_were(recorded: Path) -> None:
     assert trials == [made_up(3)[0][:4], made_up(3)[0][:6]]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_quick_run_has_every_figure(recorded: Path) -> None:
     small = ["--quick", "--threads", "1", "--vocabulary", "1000", "--tasks", "1"]
     command = [sys.executable, "-m", "bench.merge", *small, "--real", str(recorded)]

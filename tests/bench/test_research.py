@@ -106,7 +106,7 @@ def test_the_suite_has_the_traps() -> None:
         assert {name for claim in case.claims for name in claim} <= set(case.arms)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_quick_run_ends_with_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = main(["--quick", "--cache", str(tmp_path)])
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result

@@ -15,7 +15,7 @@ import pytest
 from bench.breaking.plan import SHARES, WHOLE_RUNS_ONLY
 from tests.e2e.server import ROOT, environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 NUM_FAULTS = 13
 PATIENCE = 600.0

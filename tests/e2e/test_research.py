@@ -25,7 +25,7 @@ from agentjet.research.swarm_runner import SwarmRunner, name_of_run
 from tests.e2e.researching import AGENT, LONG, STEPS, Researcher, children, scores_of, study_of
 from tests.e2e.server import is_running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 
 def test_a_study_that_is_killed_ends_as_if_it_had_not_been(subject: Subject, tmp_path: Path) -> None:

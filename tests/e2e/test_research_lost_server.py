@@ -16,7 +16,7 @@ from agentjet.research.report.proceedings import Proceedings
 from tests.e2e.researching import LONG, Researcher, server_options, study_of
 from tests.e2e.server import Server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 
 def test_a_server_of_others_that_dies_for_good_costs_nothing(subject: Subject, tmp_path: Path) -> None:

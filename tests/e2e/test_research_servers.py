@@ -23,7 +23,7 @@ from tests.e2e.researching import LONG, STEPS, Researcher, admin_of, server_opti
 from tests.e2e.server import Server
 from tests.tiny import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 
 LINES = ((5, 1 / 3), (6, 1.0), (5, 1.0))

@@ -35,7 +35,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.server.target import TOKENS, Role, Target, serving_target
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 load_all_checks()
 
 CASES = max(400, 10 * settings.default.max_examples)
