@@ -218,6 +218,7 @@ def test_data_dirs_that_are_ours_are_told_from_those_that_are_not(tmp_path: Path
     for name in ("token", "admin-token", "serve.log", "journal.sqlite.lock"):
         (tmp_path / name).touch()
     (tmp_path / "logs").mkdir()
+    (tmp_path / "checkpoints").mkdir()
     check_data_dir(tmp_path)
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match=r"server\.data_dir = .*thesis\.txt.*give an empty folder"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 
 from agentjet.cli.lineage import branch, roll_back
 from agentjet.client import Swarm
+from agentjet.compute.embedded.digests import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.gateway import versions as gateway_versions
 from agentjet.protocol import BeginRequest, EvaluationRequest, FinishRequest
@@ -264,6 +266,10 @@ async def test_a_rollback_that_cannot_be_right_changes_nothing(tmp_path: Path) -
         roll_back(data, "1")
     assert digest(data) == before
     state.write_text(whole)
+    (checkpoint(data, 3) / "x").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"step_000003 exists .*: move it away"):
+        roll_back(data, "1")
+    shutil.rmtree(checkpoint(data, 3))
     async with running(data) as up:
         assert up.gateway.swarm.policy_version == 2 and up.gateway.swarm.status_counts()["trained"] == 8
 
@@ -273,6 +279,10 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     data = tmp_path / "d"
     await trained(data, 2)
     roll_back(data, "1")
+    whole = checkpoint(data, 3).rename(data / "checkpoints" / ".step_000003.new")
+    async with running(data) as up:
+        assert up.compute.weights == weights(data, 1), "it gets its name"
+    assert not whole.exists()
     shutil.rmtree(checkpoint(data, 3))
     with pytest.raises(CheckpointError, match="cannot replay"):
         async with running(data):
@@ -281,6 +291,55 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1) and up.gateway.swarm.status_counts()["dropped"] == 4
         await up.batch()
+
+
+async def test_a_checkpoint_of_another_run_is_neither_gone_back_to_nor_branched_from(tmp_path: Path) -> None:
+    data, other = tmp_path / "d", tmp_path / "other"
+    await trained(data, 3)
+    await trained(other, 3)
+    shutil.rmtree(checkpoint(data, 2))
+    with sqlite3.connect(data / "journal.sqlite") as journal:
+        journal.execute("DELETE FROM checkpoints WHERE policy_version = 2")
+    shutil.copytree(checkpoint(other, 2), checkpoint(data, 2))
+    shutil.copytree(checkpoint(other, 3), checkpoint(data, 7))
+    seal(checkpoint(data, 7), {"policy_version": 7})
+    seal(checkpoint(data, 1), {"policy_version": 1, "weights": "others"})
+    before = digest(data)
+    for version, why in ("2", "did not record a checkpoint"), ("1", "another digest"):
+        with pytest.raises(CheckpointError, match=why):
+            roll_back(data, version)
+        with pytest.raises(CheckpointError, match=why):
+            branch(data, version, tmp_path / "new")
+    with pytest.raises(ConfigError, match="newer than the journal, which ends at 3"):
+        branch(data, "7", tmp_path / "new")
+    (data / "metrics.jsonl").write_text('{"step": 4}')
+    with pytest.raises(ConfigError, match=r"has policy version 4, .* ends at 3"):
+        roll_back(data, "1")
+    (data / "metrics.jsonl").unlink()
+    assert digest(data) == {name: sha for name, sha in before.items() if name != "metrics.jsonl"}
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("made_with", [{"model_weights": "b2"}, {"adapters": False}, {"dtype": "float16"}])
+async def test_a_checkpoint_of_another_origin_is_refused_though_its_digest_is_right(
+    tmp_path: Path, made_with: dict[str, Any]
+) -> None:
+    data = tmp_path / "d"
+    await trained(data, 2)
+    same = {"policy_version": 1, "weights": "w", "model_weights": "a1", "adapters": True, "dtype": "float32"}
+    origin = {"model_weights": "a1", "model.lora.rank": 8, "model.dtype": "float32"}
+    for state, refused in ((same | made_with, True), (same, False)):
+        with sqlite3.connect(data / "journal.sqlite") as journal:
+            stamp = (seal(checkpoint(data, 1), state),)
+            journal.execute("UPDATE checkpoints SET digest = ? WHERE policy_version = 1", stamp)
+            journal.execute("UPDATE meta SET value = ? WHERE key = 'origin'", (json.dumps(origin),))
+        if refused:
+            for change in (lambda: roll_back(data, "1"), lambda: branch(data, "1", tmp_path / "new")):
+                with pytest.raises(ConfigError, match=f"{next(iter(made_with))} = .*: they belong to different runs"):
+                    change()
+            assert not checkpoint(data, 3).exists() and not (tmp_path / "new").exists()
+        else:
+            assert branch(data, "1", tmp_path / "new") == 1 and roll_back(data, "1")[0].policy_version == 3
 
 
 # ---- 5. branch ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ Pinned here:
 2. without a good one the journal is replayed from version 0 if it reaches there, else the start is refused, every time;
 3. a checkpoint that the journal did not record never counts, unless the journal begins at it or AgentJet 0.1 wrote it;
 4. only checkpoints that this server wrote or loaded are returned as written, push out older ones, or let calls go;
-5. a write that is interrupted leaves no checkpoint that counts.
+5. a write that is interrupted leaves no checkpoint that counts, unless the journal had recorded it;
+6. a journal that lost its end is refused, and nothing is set aside.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from agentjet.cli.data_dir import check_data_dir
 from agentjet.compute.embedded.digests import seal
-from agentjet.errors import CheckpointError, Later
+from agentjet.errors import CheckpointError, ConfigError, Later
 from agentjet.types import CheckpointStamp
 from tests.fakes import Running, ScriptedCompute, running
 
@@ -58,7 +60,6 @@ def of_the_future(data_dir: Path) -> None:
         (unreadable, "unusable_000003"),
         (changed, "unusable_000003"),
         (too_old, "unusable_000003"),
-        (of_the_future, "unusable_000007"),
     ],
 )
 async def test_an_unusable_checkpoint_is_set_aside_and_the_one_before_is_taken(
@@ -105,6 +106,47 @@ async def test_an_empty_journal_beside_damaged_checkpoints_does_not_begin_at_zer
                 pass
 
 
+async def refused(data_dir: Path, why: str) -> None:
+    """Every start is, and changes no checkpoint."""
+    before = sorted(path.name for path in (data_dir / "checkpoints").iterdir())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=why):
+            async with running(data_dir):
+                pass
+    assert sorted(path.name for path in (data_dir / "checkpoints").iterdir()) == before
+
+
+async def test_a_journal_that_ends_before_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        for _ in range(3):
+            await run.batch()
+    of_the_future(tmp_path / "d")
+    await refused(
+        tmp_path / "d", r"version 7 is newer than the journal, which ends at 3: .*Restore journal\.sqlite together"
+    )
+
+
+@pytest.mark.parametrize("end", [0, 2])
+async def test_a_journal_that_lost_its_end_is_refused(tmp_path: Path, end: int) -> None:
+    """Its write-ahead log was lost, and with it all of it, or was damaged in its middle."""
+    data = tmp_path / "d"
+    for batches in (end, 3 - end):
+        async with running(data, job={"checkpoint_every": 1}) as run:
+            for _ in range(batches):
+                await run.batch()
+        if not (tmp_path / "early.sqlite").exists():
+            shutil.copy(data / "journal.sqlite", tmp_path / "early.sqlite")
+    shutil.copy(tmp_path / "early.sqlite", data / "journal.sqlite")
+    with (data / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9')  # A line that was cut off counts for nothing.
+    await refused(data, rf"metrics\.jsonl has policy version 3, .* ends at {end}: .*move only checkpoints/ to a new")
+    (tmp_path / "new").mkdir()
+    (data / "checkpoints").rename(tmp_path / "new" / "checkpoints")
+    check_data_dir(tmp_path / "new")
+    async with running(tmp_path / "new") as run:
+        assert run.gateway.swarm.policy_version == 3, "the way out"
+
+
 async def test_one_damaged_checkpoint_does_not_lose_the_run(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
         await run.batch()
@@ -113,6 +155,22 @@ async def test_one_damaged_checkpoint_does_not_lose_the_run(tmp_path: Path) -> N
     (folder(tmp_path / "d", 1) / "state.json").write_text("{")
     async with running(tmp_path / "d") as run:
         assert (run.compute.learned, run.compute.weights) == ([0], weights)
+
+
+async def test_a_whole_checkpoint_from_which_the_journal_cannot_replay_is_refused_with_those_set_aside(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 2}) as run:
+        await run.batch()
+        await run.gateway.versions.tag("old", 1)
+        for _ in range(3):
+            await run.batch()
+    for version in (3, 4):
+        (folder(tmp_path / "d", version) / "state.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"cannot replay from policy version 1: .*unusable_000004"):
+            async with running(tmp_path / "d"):
+                pass
 
 
 async def test_a_checkpoint_of_another_run_is_set_aside(tmp_path: Path) -> None:
@@ -132,6 +190,7 @@ async def test_a_checkpoint_without_a_digest_counts_where_agentjet_0_1_may_have_
     tmp_path: Path, known: bool
 ) -> None:
     async with running(tmp_path / "d") as run:
+        await run.batch()
         await run.batch()
         swarm = run.gateway.swarm
         if known:
@@ -189,6 +248,20 @@ async def test_a_write_that_the_journal_did_not_record_leaves_nothing(
                 await run.gateway.checkpoint()
         assert list((tmp_path / "d" / "checkpoints").iterdir()) == []
         assert (await run.gateway.checkpoint()).policy_version == 1
+
+
+async def test_a_checkpoint_that_was_recorded_gets_its_name(tmp_path: Path) -> None:
+    """The server was killed between the two."""
+    data = tmp_path / "d"
+    async with running(data, job={"checkpoint_every": 1}) as run:
+        await run.batch()
+        await run.batch()
+        weights = run.compute.weights
+    shutil.copytree(folder(data, 1), data / "checkpoints" / ".step_000003.new")
+    folder(data, 2).rename(data / "checkpoints" / ".step_000002.new")
+    async with running(data) as run:
+        assert (run.compute.learned, run.compute.weights, versions(run)) == ([], weights, [1, 2])
+    assert not (data / "checkpoints" / ".step_000003.new").exists()
 
 
 async def test_the_sweep_takes_what_was_not_finished_and_nothing_else(tmp_path: Path) -> None:

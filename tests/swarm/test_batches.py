@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from agentjet.errors import CheckpointError
+from agentjet.errors import CheckpointError, ConfigError
 from agentjet.swarm import Batch
 from agentjet.swarm.rows import pack_ints
 from agentjet.timeline.allowed import EVERYTHING, encode_set, pack_sets
@@ -272,10 +272,10 @@ def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
     assert advance(world)[0][0].id == 7
 
 
-def test_a_checkpoint_of_another_run_is_refused(world: World) -> None:
+def test_a_checkpoint_beyond_the_journal_is_refused(world: World) -> None:
     advance(world)
-    with pytest.raises(CheckpointError, match=r"version 5, but the journal ends at 1"):
-        world.swarm.resume(CheckpointStamp(5, "d"))
+    with pytest.raises(ConfigError, match=r"version 5 is newer than the journal, which ends at 1"):
+        world.swarm.check_checkpoint(CheckpointStamp(5, "d"))
 
 
 def test_tokens_logprobs_and_messages_survive_exactly(world: World) -> None:

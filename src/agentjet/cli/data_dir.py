@@ -13,6 +13,7 @@ PREPARED = frozenset(
         "token",
         "admin-token",
         "viewer-token",
+        "checkpoints",  # of another run, for the policy to begin at
         "logs",
         "serve.log",  # of the commands that start a server of their own
         "lost+found",  # of a file system that was mounted for this

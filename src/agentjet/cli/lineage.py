@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentjet.cli.compare import METRICS
 from agentjet.cli.data_dir import JOURNAL
 from agentjet.compute.embedded.digests import seal, verified_state
 from agentjet.config import JobConfig
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.gateway.checkpoints import CheckpointStore
-from agentjet.swarm import Journal, Swarm
+from agentjet.gateway.checkpoints import CheckpointStore, flush
+from agentjet.gateway.metrics import MetricsFile
+from agentjet.swarm import Journal, Swarm, checkpoints
 from agentjet.swarm import rollback as rules
 from agentjet.swarm.rollback import Rollback
 from agentjet.types import CheckpointStamp
@@ -27,8 +29,9 @@ def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
     """Take a stopped server's policy back to a checkpoint, by policy version or tag; returns what that did, and the job
     settings in force.
 
-    Raises `ConfigError` when a server is using the data dir, `CheckpointError` for a checkpoint that is missing,
-    damaged, or not an ancestor of the present weights. Nothing is changed then.
+    Raises `ConfigError` when a server is using the data dir, its journal lost its end, or the checkpoint has another
+    origin, `CheckpointError` for a checkpoint that is missing, damaged, not the journal's, or not an ancestor of the
+    present weights. Nothing is changed then.
     """
     _check_journal(data_dir)
     store = CheckpointStore(data_dir)
@@ -37,6 +40,7 @@ def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
         held = journal.job_settings()
         if held is None:
             raise ConfigError(f"{str(data_dir)!r} has no job settings: its server was never started by this AgentJet")
+        MetricsFile(data_dir / METRICS).check_journal(journal.policy_version())
         target = find(store, version)
         rules.check(journal, target)
         state = _verified(store, journal, target)
@@ -52,8 +56,8 @@ def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
 def branch(source: Path, version: str, data_dir: Path) -> int:
     """Begin a new data dir at a checkpoint of another, by policy version or tag; returns the policy version.
 
-    The source is only read. Raises `ConfigError` for a data dir that exists, `CheckpointError` for a checkpoint that is
-    missing or damaged.
+    The source is only read. Raises `ConfigError` for a data dir that exists and for a checkpoint of another origin,
+    `CheckpointError` for one that is missing, damaged, or not the journal's.
     """
     _check_journal(source)
     if data_dir.exists():
@@ -110,15 +114,12 @@ def _check_journal(data_dir: Path) -> None:
 
 
 def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[str, object]:
-    """The state of a whole checkpoint that its journal recorded, without what `seal` writes."""
+    """The state of a whole checkpoint that belongs to its journal, without what `seal` writes."""
     state = verified_state(store.path(version))
-    recorded = journal.checkpoint_digest(version)
-    if recorded is not None and recorded != state.get("digest"):
-        raise CheckpointError(
-            f"checkpoint {store.path(version)} is not the one that the journal recorded: take another version"
-        )
     if state["policy_version"] != version:
         raise CheckpointError(f"checkpoint {store.path(version)} is damaged: it has version {state['policy_version']}")
+    checkpoints.check(journal, CheckpointStamp(version, state.get("digest", "")))
+    checkpoints.check_origin(journal, state)
     return {key: value for key, value in state.items() if key not in WRITTEN}
 
 
@@ -126,12 +127,14 @@ def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[st
 def _copied(source: Path, target: Path) -> Iterator[Path]:
     """A copy of a checkpoint that takes its name at the end, once it is on disk; a failure leaves nothing."""
     copy = target.with_name(f".{target.name}.new")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists and is no checkpoint of this run: move it away")
     try:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(source, copy)
         yield copy
         copy.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
     finally:
@@ -142,13 +145,5 @@ def _sealed(copy: Path, state: dict[str, object]) -> str:
     """Seal a copy and have it on disk, before the journal names it; returns the digest."""
     digest = seal(copy, state)
     for path in (*copy.rglob("*"), copy):
-        _flush(path)
+        flush(path)
     return digest
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

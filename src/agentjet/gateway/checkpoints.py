@@ -10,11 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,7 +120,7 @@ class CheckpointStore:
             if path.exists():
                 self.set_aside(policy_version)
             unnamed.rename(path)
-            _flush(self.folder)
+            flush(self.folder)
         except OSError as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
         finally:
@@ -167,14 +169,32 @@ class CheckpointStore:
         """Checkpoints that were set aside, until the operator removes them."""
         return sorted(self.folder.glob(f"{UNUSABLE}*"))
 
-    def sweep(self) -> None:
-        """Remove what an interrupted write left behind. Only while no worker writes."""
+    def sweep(self, recorded: Callable[[int], str | None]) -> None:
+        """Remove what an interrupted write left behind, but for a checkpoint whose digest was `recorded`: it gets its
+        name. Only while no worker writes.
+        """
+        for path in self.folder.glob(".step_*.new"):
+            name = NAME.fullmatch(path.name[1:].removesuffix(".new"))
+            if name and (digest := recorded(int(name[1]))) and digest == _digest(path):
+                with suppress(OSError):  # Its place is taken.
+                    path.rename(self.path(int(name[1])))
+                    flush(self.folder)
         for path in self.folder.glob(".*step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _flush(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _digest(folder: Path) -> str | None:
+    """As the checkpoint's state has it; whoever loads it verifies that."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return state.get("digest") if isinstance(state, dict) else None
+
+
+def flush(path: Path) -> None:
+    """Have a file on disk, or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

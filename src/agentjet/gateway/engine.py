@@ -255,7 +255,7 @@ class Engine:
 
     async def _bring_up(self) -> None:
         """Start the worker and take it to where the journal stands."""
-        self._store.sweep()
+        self._store.sweep(self._swarm.recorded_digest)
         await self._start_worker()
         batches = await self._load_newest()
         self._swarm.record_origin()
@@ -270,8 +270,9 @@ class Engine:
     async def _load_newest(self) -> list[Batch]:
         """Load the newest good checkpoint, if any; returns the batches to learn from there on.
 
-        Unusable ones are set aside. Raises `ConfigError` for one made under other settings: it is whole, so nothing
-        else is tried. Raises `CheckpointError` if neither a checkpoint nor the journal leads to the present version.
+        Unusable ones are set aside. Raises `ConfigError` for one made under other settings, and for one that the
+        journal ends before: it is whole, so nothing else is tried. Raises `CheckpointError` if neither a checkpoint nor
+        the journal leads to the present version.
         """
         refused: list[str] = []
         for info in reversed(self._store.listing()):
@@ -281,16 +282,19 @@ class Engine:
                 refused.append(self._set_aside(info, error))
             else:
                 self._store.loaded(info.policy_version)
-                return self._swarm.resume(stamp)
-        try:
-            batches = self._swarm.resume(None)
-        except CheckpointError as error:
-            raise CheckpointError("; ".join([*refused, str(error), *self._unusable()])) from error
+                return self._resume(stamp, refused)
+        batches = self._resume(None, refused)
         if refused:
             # A load that failed may have left anything behind: version 0 takes a fresh worker.
             await self._compute.close()
             await self._start_worker()
         return batches
+
+    def _resume(self, stamp: CheckpointStamp | None, refused: list[str]) -> list[Batch]:
+        try:
+            return self._swarm.resume(stamp)
+        except CheckpointError as error:
+            raise CheckpointError("; ".join([*refused, str(error), *self._unusable()])) from error
 
     async def _load(self, info: CheckpointInfo) -> CheckpointStamp:
         """Raises `CheckpointError` unless the checkpoint is whole, has its name's version, and is the journal's."""

@@ -72,7 +72,7 @@ class Gateway:
     ) -> None:
         """Opens the data dir, making it where it is missing. The `stopwatch` tells when the event loop stood still.
 
-        Raises `ConfigError` when it is in use or another policy's.
+        Raises `ConfigError` when it is in use or another policy's, or its journal lost its end.
         """
         self.config = config
         data_dir = config.server.data_dir
@@ -85,6 +85,12 @@ class Gateway:
         self._clock = clock
         self.began = clock()
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
+        metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
+        try:
+            metrics.check_journal(self._journal.policy_version())
+        except ConfigError:
+            self._journal.close()
+            raise
         self.store = CheckpointStore(data_dir)
         # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
         newest = self.store.newest()
@@ -97,7 +103,6 @@ class Gateway:
         """Number of the newest event that is on disk."""
         self._compute = compute
         self._gate = Gate()
-        metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
         self.tracing = Tracing()
         """Off; whoever wants spans sets its `tracer`."""
         self.engine = Engine(

@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from agentjet.errors import ConfigError
+from agentjet.swarm.checkpoints import WAY_OUT
+
 log = logging.getLogger(__name__)
 
 DIVERGED = (
@@ -40,6 +43,27 @@ class MetricsFile:
                 file.write(line + "\n")
         except OSError as error:
             log.warning("%s could not be written: %s", self._path, error)
+
+    def check_journal(self, policy_version: int) -> None:
+        """Raises `ConfigError` where a batch beyond `policy_version`, the end of the journal, was acknowledged."""
+        if (newest := self._newest()) > policy_version:
+            raise ConfigError(
+                f"{self._path} has policy version {newest}, but the journal beside it ends at {policy_version}: it "
+                f"lost its end. {WAY_OUT}"
+            )
+
+    def _newest(self) -> int:
+        """Policy version of the last whole line; 0 without one."""
+        try:
+            lines = self._path.read_bytes().splitlines()
+        except OSError:
+            return 0
+        for line in reversed(lines):
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):
+                continue
+        return 0
 
 
 class StepTimer:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from agentjet.errors import CheckpointError
-from agentjet.swarm import batches, groups, rollback
+from agentjet.swarm import batches, checkpoints, groups, rollback
 from agentjet.swarm.endings import STALE, SURPLUS, Endings
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.outlook import Outlook
@@ -132,31 +132,20 @@ class Learning(Outlook):
             self._journal.put_checkpoint(stamp)
 
     def check_checkpoint(self, stamp: CheckpointStamp) -> None:
-        """Raises `CheckpointError` unless the checkpoint belongs to this journal.
-
-        It does if the journal recorded its digest, if the journal begins at it, or if AgentJet 0.1 wrote it.
+        """Raises `CheckpointError` unless the checkpoint belongs to this journal, `ConfigError` where the journal ends
+        before it.
         """
-        version, recorded = stamp.policy_version, self._journal.checkpoint_digest(stamp.policy_version)
-        if recorded is not None and recorded != stamp.digest:
-            raise CheckpointError(
-                f"The checkpoint of policy version {version} has another digest than the one in the journal."
-            )
-        if recorded is None and not self._may_adopt(stamp):
-            raise CheckpointError(
-                f"The journal did not record a checkpoint of policy version {version}: they belong to different runs."
-            )
+        checkpoints.check(self._journal, stamp)
 
-    def _may_adopt(self, stamp: CheckpointStamp) -> bool:
-        """Whether a checkpoint that the journal did not record may be loaded all the same."""
-        if self._journal.is_empty() or self._journal.began_at(stamp.policy_version):
-            return True
-        return not stamp.digest and stamp.policy_version <= self._journal.undigested_until()
+    def recorded_digest(self, policy_version: int) -> str | None:
+        """Digest of the checkpoint of that version; None if none was recorded."""
+        return self._journal.checkpoint_digest(policy_version)
 
     def resume(self, stamp: CheckpointStamp | None) -> list[Batch]:
-        """A worker was restored to a checkpoint, or is at version 0 without one: returns the batches to replay.
+        """A worker was restored to a checkpoint that was checked, or is at version 0 without one: returns the batches
+        to replay.
 
-        An empty journal starts at the checkpoint. Raises `CheckpointError` when the journal does not reach back so
-        far, or not up to it.
+        An empty journal starts at the checkpoint. Raises `CheckpointError` when the journal does not reach back so far.
         """
         if stamp is None:
             return self.batches_from(0)
@@ -167,11 +156,6 @@ class Learning(Outlook):
                 self._ledger.policy_version = version
             if stamp.digest and self._journal.checkpoint_digest(version) is None:
                 self._journal.put_checkpoint(stamp)
-        if version > self.policy_version:
-            raise CheckpointError(
-                f"The checkpoint is of policy version {version}, but the journal ends at {self.policy_version}: "
-                "they belong to different runs. Restore the journal that goes with it, or take a new server.data_dir."
-            )
         return self.batches_from(version)
 
     def roll_back(self, to: int, checkpoint: CheckpointStamp) -> Rollback:
