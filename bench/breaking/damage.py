@@ -166,18 +166,18 @@ NEWEST: dict[str, Damage] = {
     "an older one under its name": _older_one_renamed,
     "one of another run": _of_another_run,
     "one of another run, of version 0.1": _without_digests,
-    "one of another run with a later version": _of_the_future,
     "folder empty": _without_files,
     "folder gone": _gone,
     "later ones half written": _half_written,
 }
 """Done to the newest checkpoint: the one before must lead to the same weights."""
-ALL: dict[str, Damage] = {
+REFUSED: dict[str, Damage] = {
     "a bit of every optimiser": partial(_every, partial(_flip, TRAINER, 0.5)),
     "every state gone": partial(_every, partial(_delete, STATE)),
     "every folder gone": partial(_every, _gone),
+    "one of another run with a later version": _of_the_future,
 }
-"""Done to every checkpoint: the start must be refused, or the journal lead to the same weights."""
+"""Done to every checkpoint, or as if the journal had lost its end: the start must be refused."""
 
 
 async def verdicts(settings: Path, exported: Path, number: int | None) -> list[dict[str, Any]]:

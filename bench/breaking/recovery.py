@@ -25,7 +25,7 @@ from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
 from agentjet.timeline.forest import Forest
 from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
-from bench.breaking.damage import ALL, NEWEST, Damage, ordered
+from bench.breaking.damage import NEWEST, REFUSED, Damage, ordered
 from bench.breaking.reference import WEIGHTS
 
 SECONDS = 60.0
@@ -155,7 +155,7 @@ async def judge_all(undisturbed: Undisturbed, number: int | None = None) -> list
     compute = LocalWorker(undisturbed.config)
     without = await judge("none", lambda checkpoints: None, undisturbed, compute)
     assert (without.end, without.silent) == ("recovered", False), without
-    kinds = [*list(NEWEST.items())[:number], *list(ALL.items())[:number]]
+    kinds = [*list(NEWEST.items())[:number], *list(REFUSED.items())[:number]]
     return [await judge(kind, damage, undisturbed, compute) for kind, damage in kinds]
 
 

@@ -122,7 +122,7 @@ async def test_a_journal_that_ends_before_a_whole_checkpoint_is_refused(tmp_path
             await run.batch()
     of_the_future(tmp_path / "d")
     await refused(
-        tmp_path / "d", r"version 7 is newer than the journal, which ends at 3: .*Restore journal\.sqlite together"
+        tmp_path / "d", r"version 7 is newer than the journal, which ends at 3\. .*Restore journal\.sqlite together"
     )
 
 

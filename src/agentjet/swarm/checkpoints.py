@@ -32,8 +32,8 @@ def check(journal: Journal, stamp: CheckpointStamp) -> None:
         return
     if version > (end := journal.policy_version()):
         raise ConfigError(
-            f"The checkpoint of policy version {version} is newer than the journal, which ends at {end}: the journal "
-            f"lost its end, or the checkpoint is of another run. {WAY_OUT}"
+            f"The checkpoint of policy version {version} is newer than the journal, which ends at {end}. If another "
+            f"run wrote the checkpoint, move it away. Otherwise the journal lost its end. {WAY_OUT}"
         )
     if recorded is None and not _may_adopt(journal, stamp):
         raise CheckpointError(
