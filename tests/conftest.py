@@ -33,7 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with tests that take long come first, so that none of them is the last to be running, all by itself."""
     longest = {item.path: 0 for item in items}
     for item in items:
-        takes = 2 if any(map(item.get_closest_marker, ("slow", "thorough"))) else 1 if item.get_closest_marker("e2e") else 0
+        takes = (
+            2 if any(map(item.get_closest_marker, ("slow", "thorough"))) else 1 if item.get_closest_marker("e2e") else 0
+        )
         longest[item.path] = max(longest[item.path], takes)
     items.sort(key=lambda item: -longest[item.path])
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentjet.client.blame import place_of
+from agentjet.client.ending import Ending
 from agentjet.client.episode import (
     GOODBYE_SECONDS,
     NOT_NEEDED,
@@ -91,7 +92,7 @@ class Runner:
     """Runs agents.
 
     `report(slot, result, last)` hears of every episode that ended; `last`: its slot is not tried again. Set
-    `has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed` then.
+    `ending.has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed` then.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Runner:
         self._report = report
         self._needs_calls = needs_calls
         self._is_on_trial = is_on_trial
-        self.has_enough = False
+        self.ending = Ending()
         self.num_begun = 0
         self.live: set[Attempt] = set()
         """Episodes begun and not ended yet."""
@@ -246,12 +247,11 @@ class Runner:
         a `begin` that nobody listens for. A cancelled client does not wait for a server that is gone.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS / 2):
+            async with asyncio.timeout(self.ending.seconds):
                 await self._none_beginning.wait()
-        with contextlib.suppress(AgentJetError, TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS / 2):
-                await episode.abort(NOT_NEEDED if self.has_enough else STOPPED, patience=GOODBYE_SECONDS)
-        if self.has_enough:
+        why = NOT_NEEDED if self.ending.has_enough else STOPPED
+        await self.ending.give_back(episode.abort(why, patience=self.ending.seconds))
+        if self.ending.has_enough:
             self._report(slot, not_needed(slot.task, episode), True)
 
     async def _finish(self, slot: Slot, episode: Attempt, reward: Reward) -> None:
