@@ -39,7 +39,7 @@ Report = Callable[[Slot, EpisodeResult, bool], None]
 SPARE = ("surplus:", "stale:")
 """How the server's reasons begin for episodes that failed in nothing."""
 _CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
-_MEND = "mend the agent; swarm.evaluate(agent, tasks[:1]) tries it once"
+_MEND = "mend the agent; swarm.evaluate(agent, {tasks}[:1]) tries it once"
 ATTEMPTS = 3
 """How often a slot is tried, when its episodes fail."""
 FULL_SECONDS = 1.0
@@ -82,8 +82,9 @@ class Begun:
 class AgentFailing(AgentJetError):
     """Every episode so far was aborted by the agent's own exception, or made no call (`is_silent`)."""
 
-    def __init__(self, fact: str, *, is_silent: bool = False) -> None:
-        super().__init__(f"{fact}: {_CALL if is_silent else _MEND}")
+    def __init__(self, fact: str, *, is_silent: bool = False, tasks: str = "tasks") -> None:
+        """`tasks`: the argument that its tasks were given as."""
+        super().__init__(f"{fact}: {_CALL if is_silent else _MEND.format(tasks=tasks)}")
         self.fact = fact
         self.is_silent = is_silent
 
@@ -92,7 +93,8 @@ class Runner:
     """Runs agents.
 
     `report(slot, result, last)` hears of every episode that ended; `last`: its slot is not tried again. Set
-    `ending.has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed` then.
+    `ending.has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed`
+    then.
     """
 
     def __init__(
