@@ -44,7 +44,7 @@ def check_run(agent: object, **counts: object) -> None:
 
 
 def checked_tasks(tasks: Iterable[Task], *, named: str = "tasks") -> tuple[Task, ...]:
-    """The tasks that were given as `named`; an iterator is used up. Raises `ValueError` for what is no list of tasks."""
+    """The tasks given as `named`; an iterator is used up. Raises `ValueError` for what is no list of tasks."""
     if isinstance(tasks, Task):
         raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
     if isinstance(tasks, Set):
