@@ -33,6 +33,11 @@ class ConfigError(AgentJetError):
     """A setting is unknown, malformed or impossible."""
 
 
+def _encodable(text: str) -> str:
+    """Text with half surrogate pairs, which no answer can carry, as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class RequestError(AgentJetError):
     """A request that cannot be honoured.
 
@@ -46,9 +51,9 @@ class RequestError(AgentJetError):
     def __init__(
         self, message: str, *, code: str | None = None, status: int | None = None, param: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _encodable(message)
+        self.param = None if param is None else _encodable(param)
+        super().__init__(self.message)
         if code is not None:
             self.code = code
         if status is not None:

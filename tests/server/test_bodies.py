@@ -156,6 +156,16 @@ def test_one_wrong_item_is_enough(model: Any) -> None:
         assert refused.value.error_count() < 5
 
 
+async def test_a_key_with_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        episode = await served.begin()
+        body = b'{"\\ud800": ' + b"[" * 300 + b"]" * 300 + b"}"
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            headers = {"Authorization": f"Bearer {episode['api_key']}", "Content-Type": "application/json"}
+            refused = await served.http.post(path, content=body, headers=headers)
+            assert refused.status_code == 400 and "\\ud800 nests its JSON" in refused.json()["error"]["message"]
+
+
 async def test_large_work_is_done_in_a_thread() -> None:
     here = threading.get_ident()
     assert await offload(LARGE - 1, threading.get_ident) == here

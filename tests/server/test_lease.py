@@ -46,6 +46,15 @@ async def test_only_the_holder_gets_in(tmp_path: Path) -> None:
         assert said(await ask(served, "PUT", "/job", revision=1, job={})) == (409, "leased")
         assert said(await ask(served, "POST", "/start")) == (409, "leased")
         assert said(await ask(served, "POST", "/stop")) == (409, "leased")
+        evaluation = {"policy_version": 0, "score": 0.9, "num_tasks": 1, "num_episodes": 1}
+        for method, path, body in (
+            ("POST", "/checkpoints", {}),
+            ("POST", "/exports", {}),
+            ("POST", "/evaluations", evaluation),
+            ("PUT", "/tags/mine", {"policy_version": 0}),
+            ("DELETE", "/tags/mine", {}),
+        ):
+            assert said(await ask(served, method, path, TOKEN, **body)) == (409, "leased"), path
         assert (await ask(served, "POST", "/episodes", TOKEN, epoch=1, task_id="t")).status_code == 200
         assert (await ask(served, "PUT", "/job", epoch=1, revision=1, job={})).status_code == 200
         assert (await ask(served, "GET", "/status", VIEWER)).status_code == 200
@@ -54,6 +63,14 @@ async def test_only_the_holder_gets_in(tmp_path: Path) -> None:
         assert (await ask(served, "DELETE", "/lease")).json()["holder"] == ""
         assert (await ask(served, "POST", "/episodes", TOKEN, task_id="t")).status_code == 200
         assert said(await ask(served, "POST", "/episodes", TOKEN, epoch=1, task_id="t")) == (409, "lease_over")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"holder": 1}'])
+def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"lease\.json is damaged .*: remove it"):
+        Lease(path, Clock())
 
 
 async def test_runs_need_a_lease(tmp_path: Path) -> None:

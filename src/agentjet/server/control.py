@@ -206,13 +206,13 @@ async def list_checkpoints(wired: Wired) -> list[CheckpointInfo]:
     return await stored(wired.gateway.versions.checkpoints())
 
 
-@router.post("/checkpoints", dependencies=client, responses=problems_of(409, 503, 507))
+@router.post("/checkpoints", dependencies=client + leased, responses=problems_of(409, 503, 507))
 async def create_checkpoint(wired: Wired, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Save a checkpoint of the present policy, between two batches."""
     return await stored(wired.gateway.checkpoint())
 
 
-@router.post("/exports", dependencies=client, responses=problems_of(409, 503, 507))
+@router.post("/exports", dependencies=client + leased, responses=problems_of(409, 503, 507))
 async def create_export(wired: Wired, body: ExportRequest | None = None) -> CheckpointInfo:
     """Write the present policy on the server's disk, between two batches: as a plain Hugging Face folder, or its
     adapter alone.

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from agentjet.errors import Conflict
+from agentjet.errors import ConfigError, Conflict
 from agentjet.protocol import LeaseRequest
 
 FILE = "lease.json"
@@ -21,12 +21,18 @@ class Lease:
     """Kept in a file of the data dir."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """Raises `ConfigError` for a damaged file: starting at epoch 0 would let an old holder in again."""
         self._path = path
         self._clock = clock
         self.holder, self.epoch, self._until = "", 0, 0.0
         if path.exists():
-            known = json.loads(path.read_text(encoding="utf-8"))
-            self.holder, self.epoch, self._until = known["holder"], known["epoch"], known["until"]
+            try:
+                known = json.loads(path.read_text(encoding="utf-8"))
+                self.holder, self.epoch, self._until = str(known["holder"]), int(known["epoch"]), float(known["until"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise ConfigError(
+                    f"{path} is damaged ({type(error).__name__}: {error}): remove it, which ends the lease it records"
+                ) from None
 
     @property
     def seconds_left(self) -> float:
