@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from agentjet.cli.arithmetic import held_out_tasks
 from agentjet.cli.data_dir import check_data_dir
 from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, described
-from agentjet.cli.main import app
+from agentjet.cli.main import app, main
 from agentjet.cli.picture import apart, draw_rewards, smooth
 from agentjet.cli.printing import printable
 from agentjet.cli.report import write_report
@@ -116,6 +116,24 @@ def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
     (policy / "adapter_config.json").rename(policy / "config.json")
     with pytest.raises(AgentJetError, match=r"model\.lora\.rank = 0.*without --adapter"):
         run("export", str(tmp_path / "third"), "--adapter", "--checkpoint", str(policy.parent))
+
+
+def test_what_the_disk_refuses_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> None:
+        raise PermissionError(13, "Permission denied", "/root/out")
+
+    monkeypatch.setattr("agentjet.cli.main.app", refused)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "agentjet: /root/out: Permission denied\n"
+
+
+def test_no_reward_is_at_least_nan(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--min-reward nan: give a finite number"):
+        run("episodes", "export", str(tmp_path / "e.jsonl"), "--min-reward", "nan")
 
 
 def test_export_into_what_is_no_folder(tmp_path: Path) -> None:

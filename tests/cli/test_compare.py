@@ -36,7 +36,9 @@ def test_figures_of_metrics_files(tmp_path: Path) -> None:
     assert (found.reward_first, found.reward_final) == (pytest.approx(0.2), pytest.approx(0.44))
     assert (found.reward_best, found.reward_best_version, found.evaluations, found.score_best) == (0.9, 6, 0, None)
     second = metrics(tmp_path / "b.jsonl", [0.5])
+    assert found.undone is None, "a metrics file names no rollbacks"
     printed = run("compare", str(first), str(second))
+    assert ["of", "them", "undone", "-", "-"] in [line.split() for line in printed.splitlines()]
     assert ["reward,", "best", "batch", "0.900", "0.500"] in [line.split() for line in printed.splitlines()]
     assert f"no settings known of {first}, {second}" in printed
     with first.open("a") as file:

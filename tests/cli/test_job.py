@@ -56,6 +56,15 @@ def test_what_is_no_job_setting_is_refused_before_anything_is_sent(served: Serve
         run("job", "set", "batch_size=3", *at(served))
 
 
+def test_a_key_has_one_finite_value(served: Served) -> None:
+    admin = ["--url", served.url, "--token", ADMIN]
+    with pytest.raises(ConfigError, match=r"job\.batch_size = 4: job\.batch_size is given twice"):
+        run("job", "set", "batch_size=2", "job.batch_size=4", *admin)
+    with pytest.raises(ConfigError, match=r"job\.optimizer\.lr = inf: it must be a finite number"):
+        run("job", "set", "optimizer.lr=inf", *admin)
+    assert served.run.gateway.swarm.job_revision == 1
+
+
 def test_python_changes_a_setting_too(served: Served) -> None:
     with Swarm(served.url, ADMIN) as swarm:
         assert swarm.change_job({"job.seed": 7}).job["seed"] == 7

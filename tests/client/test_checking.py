@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentjet.client import AsyncSwarm, AsyncTeam
-from agentjet.errors import InvalidRequest
+from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
@@ -28,6 +28,13 @@ class Holding:
 
     async def __call__(self, task: Task, episode: object) -> float:
         return 1.0
+
+
+class Hashable(Task):
+    """Of a dataclass with a payload that has no hash, say."""
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def connect(server: FakeServer) -> AsyncSwarm:
@@ -58,6 +65,9 @@ def test_an_episode_that_cannot_be_asked_for(asked: dict[str, Any], sentence: st
         ({"tasks": []}, "there are no tasks"),
         ({"tasks": ["a"]}, r"tasks\[0\] = 'a': give a Task"),
         ({"tasks": "abc"}, r"tasks\[0\] = 'a': give a Task"),
+        ({"tasks": Task("a")}, r"tasks = Task\(.*give a list, such as \[Task"),
+        ({"tasks": {Hashable("a")}}, r"tasks is a set, whose order differs from run to run: .*sorted\(tasks"),
+        ({"tasks": 3}, "tasks = 3: give a list of Task"),
         ({"concurrency": 0}, "concurrency = 0: .*at least 1"),
     ],
 )
@@ -70,6 +80,56 @@ def test_a_run_that_cannot_be_begun(verb: str, given: dict[str, Any], sentence: 
     for client in (connect(server), AsyncTeam({"one": connect(server), "other": other})):
         with pytest.raises(ValueError, match=sentence):
             asyncio.run(getattr(client, verb)(**call))
+    assert not server.requests
+
+
+def test_held_out_tasks_are_checked_by_their_name() -> None:
+    for given, sentence in (
+        (Task("a"), "eval_tasks = Task"),
+        ([3], r"eval_tasks\[0\] = 3"),
+        ({1}, "eval_tasks is a set"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            asyncio.run(connect(FakeServer()).train(agent, TASKS, steps=1, eval_tasks=given, eval_every=1))  # type: ignore[arg-type]
+
+
+def test_tasks_may_come_from_an_iterator() -> None:
+    server = FakeServer()
+    tasks = (Task(name) for name in "ab")
+    report = asyncio.run(connect(server).evaluate(agent, tasks, repeats=2, progress=False))
+    assert [result.task_id for result in report.results] == ["a", "a", "b", "b"]
+    trained = asyncio.run(connect(server).train(agent, iter(TASKS * 3), steps=1, progress=False))
+    assert len(trained.steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "sentence"),
+    [
+        (10**25, "x", r"policy_version = 1000.*less than"),
+        (-1, "x", r"policy_version = -1: .*greater than or equal to 0"),
+        (1, "", "The tag '' is not a name"),
+        (1, "../x", r"The tag '\.\./x' is not a name: give a letter"),
+        (1, "a/b", "The tag 'a/b' is not a name"),
+    ],
+)
+def test_a_tag_that_cannot_be(version: int, name: str, sentence: str) -> None:
+    server = FakeServer()
+    with pytest.raises(InvalidRequest, match=sentence):
+        asyncio.run(connect(server).tag(version, name))
+    assert not server.requests
+
+
+@pytest.mark.parametrize(
+    ("job", "sentence"),
+    [
+        ({"temperature": float("nan")}, r"job\.temperature = nan: it must be a finite number"),
+        ({"optimizer": {"lr": float("inf")}}, r"job\.optimizer\.lr = inf: it must be a finite number"),
+    ],
+)
+def test_a_job_has_finite_numbers(job: dict[str, Any], sentence: str) -> None:
+    server = FakeServer()
+    with pytest.raises(ConfigError, match=sentence):
+        asyncio.run(connect(server).set_job(job, revision=1))
     assert not server.requests
 
 

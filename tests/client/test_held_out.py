@@ -12,10 +12,19 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.client import AsyncEpisode, AsyncSwarm, EpisodeResult, EvalReport, Evaluation, TrainReport, Version
+from agentjet.client import (
+    AgentFailing,
+    AsyncEpisode,
+    AsyncSwarm,
+    EpisodeResult,
+    EvalReport,
+    Evaluation,
+    TrainReport,
+    Version,
+)
 from agentjet.client.held_out import HeldOut
 from agentjet.client.report import best_of
-from agentjet.errors import Conflict
+from agentjet.errors import Conflict, InvalidRequest
 from agentjet.types import Task
 from tests.client.test_evaluation import client
 from tests.server.serving import Served, serving
@@ -49,6 +58,8 @@ def trained(
             await http.aclose()
             assert report.best is not None
             assert served.run.gateway.store.tags.read() == {"best": report.best.policy_version}
+            with pytest.raises(InvalidRequest, match=r"the server's own.*Set job\.keep_best=false first"):
+                await swarm.untag("best")
             assert report.best.policy_version in [info.policy_version for info in await swarm.checkpoints()]
             return report, [view.model_dump() for view in await swarm.evaluations()]
 
@@ -68,6 +79,15 @@ def test_versions_on_the_way_are_scored_and_recorded(tmp_path: Path) -> None:
     assert {(r["num_tasks"], r["num_episodes"]) for r in recorded} == {(2, 2)}
     assert "held-out score by version: 0: 0.100, 2: 0.600, 3: 0.500; best: version 2" in str(report)
     assert all(not result.task_id.startswith("h") for result in report.results)
+
+
+def test_an_agent_that_fails_on_held_out_tasks_is_named_so() -> None:
+    async def failing(version: Version) -> EvalReport:
+        raise AgentFailing("the first 4 episodes all failed")
+
+    held_out = HeldOut(failing, every=1)
+    with pytest.raises(AgentFailing, match=r"held-out evaluation: the first 4 .*evaluate\(agent, eval_tasks\[:1\]\)"):
+        asyncio.run(held_out.run(Version("v", len), print))
 
 
 def test_a_score_that_no_longer_improves_ends_the_run(tmp_path: Path) -> None:

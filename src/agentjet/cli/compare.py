@@ -27,8 +27,9 @@ class Run:
     name: str
     version: int
     steps: int
-    undone: int
-    """Batches that a rollback undid. They cost tokens and time, and are in no reward."""
+    undone: int | None
+    """Batches that a rollback undid. They cost tokens and time, and are in no reward. None for a metrics file alone,
+    which names no rollbacks."""
     reward_first: float | None
     reward_final: float | None
     reward_best: float | None
@@ -111,7 +112,7 @@ def read(path: Path) -> Run:
         name=str(path),
         version=max(steps),
         steps=len(steps),
-        undone=len(undone),
+        undone=len(undone) if path.is_dir() else None,
         reward_first=_mean(values[:FINAL_STEPS]),
         reward_final=_mean(values[-FINAL_STEPS:]),
         reward_best=max(values, default=None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ def export_episodes(
 
     A server keeps messages until a checkpoint covers them: see docs/practice.md.
     """
+    if min_reward is not None and not math.isfinite(min_reward):
+        raise ConfigError(f"--min-reward {min_reward}: give a finite number")
     if file.exists():
         raise ConfigError(f"{file} exists: give the name of a file that does not")
     with _of_data_dir(data_dir) if data_dir is not None else _of_server(url, token, token_file) as source:

@@ -44,7 +44,11 @@ def set_job(
     as_json: Json = False,
 ) -> None:
     """Change job settings of a running server; takes the admin token. A batch that is composed keeps its settings."""
-    changes = dict(map(parsed, settings))
+    changes: dict[str, Any] = {}
+    for key, value in map(parsed, settings):
+        if key.removeprefix("job.") in [known.removeprefix("job.") for known in changes]:
+            raise ConfigError(f"{key} = {value!r}: {key} is given twice: give it one value")
+        changes[key] = value
     with connect(url, token, token_file) as swarm:
         before, after = swarm.job(), swarm.change_job(changes)
     if as_json:

@@ -56,6 +56,10 @@ def main() -> None:
     except AgentJetError as error:
         print(f"agentjet: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"agentjet: {printable(said)}", file=sys.stderr)
+        raise SystemExit(2) from None
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "agentjet":
             raise

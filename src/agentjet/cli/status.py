@@ -38,7 +38,7 @@ def described(status: StatusResponse) -> list[tuple[str, str]]:
         ("groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"),
         ("episodes", ", ".join(f"{count} {name}" for name, count in status.episodes.items() if count) or "none yet"),
         ("calls", f"{status.calls_active} active"),
-        ("clients", ", ".join(_client(status, name) for name in status.clients) or "none yet"),
+        ("clients", _clients(status)),
     ]
     newest = list(status.code_versions.items())[-CODE_VERSIONS_SHOWN:]
     lines += [("code" if i == 0 else "", _code(name, code)) for i, (name, code) in enumerate(reversed(newest))]
@@ -52,6 +52,14 @@ def described(status: StatusResponse) -> list[tuple[str, str]]:
     metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN]
     lines += [("last step", ", ".join(metrics))] if metrics else []
     return [(name, one_line(value)) for name, value in lines]
+
+
+def _clients(status: StatusResponse) -> str:
+    """Those that hold episodes or were seen lately; the others are counted."""
+    recent = [name for name, ago in status.clients.items() if ago <= RECENT_SECONDS or status.holding.get(name)]
+    rest = len(status.clients) - len(recent)
+    counted = [f"{rest} seen over {RECENT_SECONDS // 60} minutes ago"] if rest else []
+    return ", ".join([*(_client(status, name) for name in recent), *counted]) or "none yet"
 
 
 def _client(status: StatusResponse, name: str) -> str:
@@ -72,5 +80,7 @@ def _task_set(name: str, one: TaskSetStatus) -> str:
 
 CODE_VERSIONS_SHOWN = 5
 """Newest first; `--json` has more."""
+RECENT_SECONDS = 600
+"""A client that holds nothing is shown for so long; `--json` has them all."""
 SHOWN = ("reward/mean", "episode/num_turns", "policy/entropy", "policy/kl", "optim/grad_norm", "perf/tokens_per_second")
 """Metrics of the last step that are shown; `--json` has them all."""

@@ -4,7 +4,7 @@ synchronous code."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 
 from agentjet.client.beginning import begin
-from agentjet.client.checking import begin_request, check_policy, check_run
+from agentjet.client.checking import begin_request, check_policy, check_run, checked_tasks, request_of, some_tasks
 from agentjet.client.code import Code, ModuleCode, Version, code_version_of
 from agentjet.client.connection import Connection, Retry
 from agentjet.client.endpoint import Endpoint
@@ -21,7 +21,7 @@ from agentjet.client.episode import AsyncEpisode, checked_reward, finish_body
 from agentjet.client.evaluating import EVAL_WAIT, HOLDING, SAVING_WAIT, evaluated, held_at, record_score
 from agentjet.client.held_out import HeldOut
 from agentjet.client.held_out import check as check_held_out
-from agentjet.client.job_changes import change
+from agentjet.client.job_changes import change, check_finite
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, Begun
 from agentjet.client.settings import load_settings
@@ -45,6 +45,7 @@ from agentjet.protocol import (
     RunRequest,
     StatusResponse,
     TagRequest,
+    check_tag,
 )
 from agentjet.types import Mode, Reward, Task
 
@@ -148,7 +149,7 @@ class AsyncSwarm:
     async def train(
         self,
         agent: Agent,
-        tasks: Sequence[Task],
+        tasks: Iterable[Task],
         *,
         steps: int,
         concurrency: int = 32,
@@ -156,7 +157,7 @@ class AsyncSwarm:
         progress: bool = True,
         reload: bool | Code = False,
         code_version: str | None = None,
-        eval_tasks: Sequence[Task] = (),
+        eval_tasks: Iterable[Task] = (),
         eval_every: int = 0,
         eval_repeats: int = 1,
         stop_after: int = 0,
@@ -177,13 +178,14 @@ class AsyncSwarm:
         `eval_every` batches and at the end; see `evaluate` with `record=True`. The run ends early when `stop_after`
         evaluations in a row brought no new best score.
         """
-        check_run("train", agent, tasks, steps=steps, concurrency=concurrency)
+        check_run(agent, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
+        tasks = some_tasks("train", tasks)
+        eval_tasks = checked_tasks(eval_tasks, named="eval_tasks")
         check_held_out(eval_tasks, eval_every, stop_after)
         code = ModuleCode(agent) if reload is True else reload or None
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
         held_out = None
         if eval_tasks:
-            check_run("evaluate", agent, eval_tasks, eval_repeats=eval_repeats)
 
             def evaluate(version: Version) -> Coroutine[Any, Any, EvalReport]:
                 return self.evaluate(
@@ -207,7 +209,7 @@ class AsyncSwarm:
     async def evaluate(
         self,
         agent: Agent,
-        tasks: Sequence[Task],
+        tasks: Iterable[Task],
         *,
         repeats: int = 1,
         concurrency: int = 64,
@@ -227,7 +229,8 @@ class AsyncSwarm:
         `endpoint` the agent talks to another model instead, and the server is not asked at all. `record` stores the
         score on the server, see `evaluations`; it needs `at_version`.
         """
-        check_run("evaluate", agent, tasks, repeats=repeats, concurrency=concurrency)
+        check_run(agent, repeats=repeats, concurrency=concurrency)
+        tasks = some_tasks("evaluate", tasks)
         check_policy(at_version, temperature)
         if record and at_version is None:
             raise ValueError("record = True needs at_version, such as 'newest': a score is of one policy version")
@@ -290,7 +293,7 @@ class AsyncSwarm:
     async def set_job(self, job: Mapping[str, Any], *, revision: int) -> JobBody:
         """Replace the job's settings, if they are still those of `revision`; else raises `Conflict`. Takes the admin
         token."""
-        return await self._put_job(JobBody(revision=revision, job=dict(job)))
+        return await self._put_job(request_of(JobBody, revision=revision, job=dict(job)))
 
     async def change_job(self, changes: Mapping[str, Any]) -> JobBody:
         """Change single job settings by dotted name, such as `{"optimizer.lr": 1e-5}`; the others stay as they are.
@@ -300,6 +303,7 @@ class AsyncSwarm:
         return await change(self.job, self._put_job, changes)
 
     async def _put_job(self, body: JobBody) -> JobBody:
+        check_finite(body.job)
         return JobBody.model_validate(await self._connection.request("PUT", "/job", body=body))
 
     async def evaluations(self) -> list[EvaluationView]:
@@ -321,7 +325,7 @@ class AsyncSwarm:
         With the `epoch` of a lease that is still held it is renewed. Raises `Conflict` (`leased`, `lease_over`). Takes
         the admin token, as do the next two.
         """
-        body = LeaseRequest(holder=holder, seconds=seconds, epoch=epoch)
+        body = request_of(LeaseRequest, holder=holder, seconds=seconds, epoch=epoch)
         return LeaseView.model_validate(await self._connection.request("PUT", "/lease", body=body))
 
     async def end_lease(self) -> LeaseView:
@@ -331,7 +335,7 @@ class AsyncSwarm:
 
     async def enter_run(self, name: str, job: Mapping[str, Any]) -> StatusResponse:
         """Have the server serve a run of this lease: from the base model, or from where it was left."""
-        body = RunRequest(name=name, job=dict(job))
+        body = request_of(RunRequest, name=name, job=dict(job))
         answer = await self._connection.request("PUT", "/run", body=body, server_wait=SAVING_WAIT)
         return StatusResponse.model_validate(answer)
 
@@ -347,12 +351,14 @@ class AsyncSwarm:
 
     async def tag(self, policy_version: int, name: str) -> list[CheckpointInfo]:
         """Name a checkpoint, which is then kept until `untag`. Raises `InvalidRequest`, `NotFound`, `Conflict`."""
-        body = TagRequest(policy_version=policy_version)
+        check_tag(name)
+        body = request_of(TagRequest, policy_version=policy_version)
         answer = await self._connection.request("PUT", f"/tags/{quote(name, safe='')}", body=body)
         return [CheckpointInfo.model_validate(item) for item in answer]
 
     async def untag(self, name: str) -> list[CheckpointInfo]:
-        """Remove the name of a checkpoint. Raises `NotFound`."""
+        """Remove the name of a checkpoint. Raises `InvalidRequest`, `NotFound`."""
+        check_tag(name)
         answer = await self._connection.request("DELETE", f"/tags/{quote(name, safe='')}")
         return [CheckpointInfo.model_validate(item) for item in answer]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 
 from agentjet.client.connection import Connection
-from agentjet.client.episode import GOODBYE_SECONDS, UNPLAYED, AsyncEpisode
-from agentjet.errors import AgentJetError
+from agentjet.client.ending import Ending
+from agentjet.client.episode import UNPLAYED, AsyncEpisode
 from agentjet.protocol import BeginRequest, BeginResponse
 
 SERVER_WAIT = 20.0
@@ -22,10 +21,12 @@ async def begin(
     *,
     wait: float,
     given_back: Callable[[AsyncEpisode], None] = lambda episode: None,
+    ending: Ending | None = None,
 ) -> AsyncEpisode:
     """Begin an episode, waiting up to `wait` seconds for room, then raise `Later`.
 
-    When this is cancelled, an episode that the server began all the same is aborted and passed to `given_back`.
+    When this is cancelled, an episode that the server began all the same is aborted and passed to `given_back`; one
+    that could not be aborted is counted in `ending`.
     """
     request = request.model_copy(update={"wait": min(wait, SERVER_WAIT)})
     key = uuid.uuid4().hex
@@ -34,11 +35,12 @@ async def begin(
     except asyncio.CancelledError:
         # The server may have begun it just now. To ask for the same again, without waiting, tells; then it is given
         # back.
-        with suppress(AgentJetError, TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS / 2):
-                episode = await _asked(connection, request.model_copy(update={"wait": 0.0}), key, patience=0.0)
-                await episode.abort(UNPLAYED, patience=0.0)
-                given_back(episode)
+        async def give_back() -> None:
+            episode = await _asked(connection, request.model_copy(update={"wait": 0.0}), key, patience=0.0)
+            await episode.abort(UNPLAYED, patience=0.0)
+            given_back(episode)
+
+        await (ending or Ending()).give_back(give_back())
         raise
 
 

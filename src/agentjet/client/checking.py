@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Set
+from typing import Any, TypeGuard, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from agentjet.errors import InvalidRequest
 from agentjet.protocol import BeginRequest
 from agentjet.types import COLDEST, HOTTEST, Task
+
+Body = TypeVar("Body", bound=BaseModel)
 
 SHOWN = 60
 """Characters of a wrong value in a message."""
@@ -18,27 +20,55 @@ SHOWN = 60
 
 def begin_request(**fields: Any) -> BeginRequest:
     """A request for an episode. Raises `InvalidRequest` naming the first field that is wrong."""
+    return request_of(BeginRequest, **fields)
+
+
+def request_of(kind: type[Body], **fields: Any) -> Body:
+    """A request's body. Raises `InvalidRequest` naming the first field that is wrong."""
     try:
-        return BeginRequest(**fields)
+        return kind(**fields)
     except ValidationError as error:
         detail = error.errors()[0]
     key, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
     raise InvalidRequest(f"{key} = {_shown(detail['input'])}: {message[0].lower()}{message[1:]}", param=key)
 
 
-def check_run(verb: str, agent: object, tasks: Sequence[object], **counts: object) -> None:
-    """Raises `ValueError` for what is no agent, no tasks to `verb` on, or no count of at least 1."""
+def check_run(agent: object, **counts: object) -> None:
+    """Raises `ValueError` for what is no agent, or no count of at least 1."""
     if not callable(agent):
         raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
     check_signature(agent, f"agent = {_shown(agent)}")
-    if not tasks:
-        raise ValueError(f"there are no tasks to {verb} on")
-    for index, task in enumerate(tasks):
-        if not isinstance(task, Task):
-            raise ValueError(f"tasks[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)")
     for name, value in counts.items():
         if not _is_whole(value) or value < 1:
             raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least 1")
+
+
+def checked_tasks(tasks: Iterable[Task], *, named: str = "tasks") -> tuple[Task, ...]:
+    """The tasks given as `named`; an iterator is used up. Raises `ValueError` for what is no list of tasks."""
+    if isinstance(tasks, Task):
+        raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
+    if isinstance(tasks, Set):
+        raise ValueError(
+            f"{named} is a set, whose order differs from run to run: give a list, such as "
+            f"sorted({named}, key=lambda task: task.id)"
+        )
+    try:
+        listed = tuple(tasks)
+    except TypeError:
+        if hasattr(tasks, "__iter__"):  # What it raises on its way is its own.
+            raise
+        raise ValueError(f"{named} = {_shown(tasks)}: give a list of Task") from None
+    for index, task in enumerate(listed):
+        if not isinstance(task, Task):
+            raise ValueError(f"{named}[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)")
+    return listed
+
+
+def some_tasks(verb: str, tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """The same. Raises `ValueError`, too, when there are no tasks to `verb` on."""
+    if not (listed := checked_tasks(tasks)):
+        raise ValueError(f"there are no tasks to {verb} on")
+    return listed
 
 
 def check_signature(agent: Callable[..., object], named: str) -> None:

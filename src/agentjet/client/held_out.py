@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from agentjet.client.code import Version
 from agentjet.client.report import EvalReport, Evaluation, best_of
+from agentjet.client.rollout import AgentFailing
 from agentjet.errors import Conflict
 
 
@@ -53,6 +54,8 @@ class HeldOut:
                 raise
             say(f"held-out tasks were not all evaluated before the policy learned on: {gone}")
             return
+        except AgentFailing as failing:
+            raise AgentFailing(f"held-out evaluation: {failing.fact}", tasks="eval_tasks") from None
         self.done.append(Evaluation(report.policy_versions[0], report))
         best = "; the best so far" if best_of(self.done) is self.done[-1] and len(self.done) > 1 else ""
         say(f"held-out tasks at version {self.done[-1].policy_version}: {report}{best}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,15 @@ def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
                 raise ConfigError(f"{key} = {value!r}: {held} is a value, {values!r}, and has no settings in it")
         values[name] = value
     return edited
+
+
+def check_finite(values: Mapping[str, Any], prefix: str = "job.") -> None:
+    """Raises `ConfigError` for a number that is not finite: JSON has none, and the server would be given `null`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            check_finite(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{prefix}{name} = {value}: it must be a finite number")
 
 
 async def change(

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentjet.client.code import Code, Stamp, Version
-from agentjet.client.episode import GOODBYE_SECONDS, UNPLAYED, AsyncEpisode
+from agentjet.client.ending import Ending
+from agentjet.client.episode import UNPLAYED, AsyncEpisode
 from agentjet.client.report import CodeChange, EpisodeResult
 from agentjet.client.rollout import Agent
 from agentjet.client.slots import Slot
 from agentjet.client.threads import in_thread
-from agentjet.errors import AgentJetError
 
 Ask = Callable[[str], Coroutine[Any, Any, AsyncEpisode]]
 """Asks the server for an episode of a code version."""
@@ -88,7 +87,7 @@ class LiveCode:
     # ---- episodes --------------------------------------------------------------------------------------------------
 
     async def begin(
-        self, slot: Slot, ask: Ask, given_back: Callable[[AsyncEpisode], None]
+        self, slot: Slot, ask: Ask, given_back: Callable[[AsyncEpisode], None], ending: Ending
     ) -> tuple[AsyncEpisode, Agent]:
         """Begin an episode with the version its group began with. One that opens its group gets the newest, also when
         that becomes another while there is no room.
@@ -103,7 +102,7 @@ class LiveCode:
             try:
                 await self._answered_or_left(asking, slot.group, loaded)
             except asyncio.CancelledError:
-                await _give_back(asking, UNPLAYED, given_back)
+                await _give_back(asking, UNPLAYED, given_back, ending)
                 raise
             if asking.done() and (self._begun.get(slot.group) is loaded or not loaded.left.is_set()):
                 episode = asking.result()
@@ -111,7 +110,7 @@ class LiveCode:
                     self._begun[slot.group] = loaded
                     self._none_begun.clear()
                 return episode, loaded.version.agent
-            await _give_back(asking, REPLACED, given_back)
+            await _give_back(asking, REPLACED, given_back, ending)
 
     async def _answered_or_left(self, asking: asyncio.Task[AsyncEpisode], group: str, loaded: Loaded) -> None:
         leaving = asyncio.create_task(loaded.left.wait())
@@ -245,14 +244,14 @@ class LiveCode:
                 good.left.clear()
 
 
-async def _give_back(asking: asyncio.Task[AsyncEpisode], why: str, given_back: Callable[[AsyncEpisode], None]) -> None:
+async def _give_back(
+    asking: asyncio.Task[AsyncEpisode], why: str, given_back: Callable[[AsyncEpisode], None], ending: Ending
+) -> None:
     """End a request that nobody waits for any more; an episode that it has brought is aborted."""
     asking.cancel()
     await asyncio.wait([asking])
     if asking.cancelled() or asking.exception() is not None:
         return
     episode = asking.result()
-    with suppress(AgentJetError, TimeoutError):
-        async with asyncio.timeout(GOODBYE_SECONDS / 2):
-            await episode.abort(why, patience=0.0)
+    await ending.give_back(episode.abort(why, patience=0.0))
     given_back(episode)

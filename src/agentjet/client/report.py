@@ -13,6 +13,7 @@ from agentjet.protocol import REPORTED_BATCHES, batches_without_variance
 
 Outcome = Literal["finished", "aborted", "expired", "not_needed"]
 """`not_needed`: aborted through nobody's fault, when the run had its steps or the server's batch enough without it."""
+LEARNED_AFTER = " (a batch that was complete by then is learned all the same, after this report)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ class TrainReport(_Report):
     """With `eval_every`, the scores on the held-out tasks, in order, from before the first batch to the end."""
     stopped_early: bool = False
     """True if the run ended before its steps because `stop_after` evaluations brought no new best score."""
+    num_left: int = 0
+    """Episodes that could not be given back at the end: they may keep their places until their leases run out."""
 
     @property
     def best(self) -> Evaluation | None:
@@ -148,13 +151,15 @@ class TrainReport(_Report):
             f"{len(self.steps)} steps in {self.seconds:.0f} s, {len(self.finished)} episodes finished, "
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
+        if self.num_left:
+            lines.append(f"{self.num_left} episodes could not be given back: they may keep their places for a lease")
         empty = [batches_without_variance([step.metrics]) for step in self.steps]
         if sum(empty) >= REPORTED_BATCHES:
             lines.append(f"{sum(empty)} of these steps could teach nothing: in every group all rewards were equal")
         if self.evaluations:
             scores = ", ".join(f"{e.policy_version}: {e.score:.3f}" for e in self.evaluations)
             best = "" if self.best is None else f"; best: version {self.best.policy_version}"
-            early = ", stopped early: no new best score" if self.stopped_early else ""
+            early = f", stopped early: no new best score{LEARNED_AFTER}" if self.stopped_early else ""
             lines.append(f"held-out score by version: {scores}{best}{early}")
         for change in self.code_changes:
             why = f": {change.why}" if change.why else ""

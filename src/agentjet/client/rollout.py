@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentjet.client.blame import place_of
+from agentjet.client.ending import Ending
 from agentjet.client.episode import (
     GOODBYE_SECONDS,
     NOT_NEEDED,
@@ -38,7 +39,7 @@ Report = Callable[[Slot, EpisodeResult, bool], None]
 SPARE = ("surplus:", "stale:")
 """How the server's reasons begin for episodes that failed in nothing."""
 _CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
-_MEND = "mend the agent; swarm.evaluate(agent, tasks[:1]) tries it once"
+_MEND = "mend the agent; swarm.evaluate(agent, {tasks}[:1]) tries it once"
 ATTEMPTS = 3
 """How often a slot is tried, when its episodes fail."""
 FULL_SECONDS = 1.0
@@ -81,8 +82,9 @@ class Begun:
 class AgentFailing(AgentJetError):
     """Every episode so far was aborted by the agent's own exception, or made no call (`is_silent`)."""
 
-    def __init__(self, fact: str, *, is_silent: bool = False) -> None:
-        super().__init__(f"{fact}: {_CALL if is_silent else _MEND}")
+    def __init__(self, fact: str, *, is_silent: bool = False, tasks: str = "tasks") -> None:
+        """`tasks`: the argument that its tasks were given as."""
+        super().__init__(f"{fact}: {_CALL if is_silent else _MEND.format(tasks=tasks)}")
         self.fact = fact
         self.is_silent = is_silent
 
@@ -91,7 +93,8 @@ class Runner:
     """Runs agents.
 
     `report(slot, result, last)` hears of every episode that ended; `last`: its slot is not tried again. Set
-    `has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed` then.
+    `ending.has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed`
+    then.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Runner:
         self._report = report
         self._needs_calls = needs_calls
         self._is_on_trial = is_on_trial
-        self.has_enough = False
+        self.ending = Ending()
         self.num_begun = 0
         self.live: set[Attempt] = set()
         """Episodes begun and not ended yet."""
@@ -246,12 +249,11 @@ class Runner:
         a `begin` that nobody listens for. A cancelled client does not wait for a server that is gone.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS / 2):
+            async with asyncio.timeout(self.ending.seconds):
                 await self._none_beginning.wait()
-        with contextlib.suppress(AgentJetError, TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS / 2):
-                await episode.abort(NOT_NEEDED if self.has_enough else STOPPED, patience=GOODBYE_SECONDS)
-        if self.has_enough:
+        why = NOT_NEEDED if self.ending.has_enough else STOPPED
+        await self.ending.give_back(episode.abort(why, patience=self.ending.seconds))
+        if self.ending.has_enough:
             self._report(slot, not_needed(slot.task, episode), True)
 
     async def _finish(self, slot: Slot, episode: Attempt, reward: Reward) -> None:

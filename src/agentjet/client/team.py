@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from agentjet.client.asynchronous import AsyncSwarm
-from agentjet.client.checking import check_policy, check_run
+from agentjet.client.checking import check_policy, check_run, some_tasks
 from agentjet.client.code import Version, code_version_of
 from agentjet.client.endpoint import Endpoint
 from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
@@ -82,7 +82,7 @@ class AsyncTeam:
     async def train(
         self,
         agent: Agent,
-        tasks: Sequence[Task],
+        tasks: Iterable[Task],
         *,
         steps: int,
         concurrency: int = 32,
@@ -97,7 +97,8 @@ class AsyncTeam:
         client left in doubt are settled before, meanwhile and in the end. A server may learn more than `steps` batches
         while another is behind (it dropped groups, say); one at its `max_steps` plays on without learning.
         """
-        check_run("train", agent, tasks, steps=steps, concurrency=concurrency)
+        check_run(agent, steps=steps, concurrency=concurrency)
+        tasks = some_tasks("train", tasks)
         version = Version(code_version_of(agent) if code_version is None else code_version, agent)
         training = TeamTraining(self._swarms, version, tasks, self._deciding, self.recover)
         try:
@@ -108,7 +109,7 @@ class AsyncTeam:
     async def evaluate(
         self,
         agent: Agent,
-        tasks: Sequence[Task],
+        tasks: Iterable[Task],
         *,
         repeats: int = 1,
         concurrency: int = 64,
@@ -123,7 +124,8 @@ class AsyncTeam:
         `at_version` is for all members, or by member: those left out are played by whichever version is the newest.
         With `endpoint` all members talk to that model, or those that are named to theirs.
         """
-        check_run("evaluate", agent, tasks, repeats=repeats, concurrency=concurrency)
+        check_run(agent, repeats=repeats, concurrency=concurrency)
+        tasks = some_tasks("evaluate", tasks)
         outside = self._by_member(endpoint, "endpoint", list(self._swarms))
         versions: dict[str, int | Literal["newest"]] = self._by_member(
             at_version, "at_version", [name for name in self._swarms if name not in outside]

@@ -60,6 +60,7 @@ class TeamTraining:
                     wait=math.inf,
                     deciding=self.deciding,
                     refused=lambda member: self._look_whether_over(member, shown),
+                    ending=runner.ending,
                 )
                 return Begun(episode, self.version.agent)
 
@@ -72,10 +73,14 @@ class TeamTraining:
                         for place, (member, server) in enumerate(servers.items())
                     ]
                 )
-                runner.has_enough = True
+                runner.ending.has_enough = True
 
             waiting = say_what_it_waits_for([swarm.connection for swarm in self.swarms.values()], runner, shown)
-            await first_to_end([runner.run(slots, concurrency), follow(), waiting, self._recover_now_and_then()])
+            try:
+                await first_to_end([runner.run(slots, concurrency), follow(), waiting, self._recover_now_and_then()])
+            finally:
+                if runner.ending.num_left:
+                    shown.say(str(runner.ending))
         with suppress(AgentJetError):
             await self.recover()
         return TeamReport(

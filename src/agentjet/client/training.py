@@ -74,9 +74,9 @@ class Training:
                         unless_full=len(slots.task_sets) > 1,
                         code_version=code_version,
                     )
-                    return begin(self.connection, request, wait=math.inf, given_back=give_back)
+                    return begin(self.connection, request, wait=math.inf, given_back=give_back, ending=runner.ending)
 
-                episode, agent = await live.begin(slot, ask, give_back)
+                episode, agent = await live.begin(slot, ask, give_back, runner.ending)
                 return Begun(episode, agent)
 
             runner = Runner(begun, note, needs_calls=True, is_on_trial=live.is_on_trial)
@@ -90,18 +90,22 @@ class Training:
 
             async def follow() -> None:
                 await server.follow(learned, shown.say)
-                runner.has_enough = True
+                runner.ending.has_enough = True
 
             async def evaluate(held_out: HeldOut) -> None:
                 held_out.learned(0)
                 await held_out.watch(lambda: live.current.version, shown.say)
-                runner.has_enough = True
+                runner.ending.has_enough = True
 
             running = runner.run(slots, concurrency)
             beside = [follow(), say_what_it_waits_for([self.connection], runner, shown)]
             beside += [live.watch()] if self.code is not None else []
             beside += [evaluate(held_out)] if held_out is not None else []
-            await first_to_end([running, *beside])
+            try:
+                await first_to_end([running, *beside])
+            finally:
+                if runner.ending.num_left:
+                    shown.say(str(runner.ending))
             if held_out is not None and not held_out.stalled:
                 await held_out.finish(live.current.version, server.target, shown.say)
         return TrainReport(
@@ -111,4 +115,5 @@ class Training:
             code_changes=tuple(live.changes),
             evaluations=tuple(held_out.done) if held_out is not None else (),
             stopped_early=len(server.learned) < steps,
+            num_left=runner.ending.num_left,
         )

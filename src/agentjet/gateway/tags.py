@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound
+from agentjet.protocol import check_tag
 
 FILE = "tags.json"
 BEST = "best"
 """The checkpoint with the best recorded evaluation; the server's own tag, see `job.keep_best`."""
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,15 @@ class Tags:
 
     def check_new(self, name: str, policy_version: int) -> None:
         """Raises `InvalidRequest` for what cannot be a name, `Conflict` for one that another version has."""
-        check_name(name)
+        if name == BEST:
+            raise InvalidRequest(
+                f"The tag {BEST!r} is the server's own: it marks the best recorded evaluation (job.keep_best). Choose "
+                "another name.",
+                code="tag_reserved",
+                status=422,
+                param="name",
+            )
+        check_tag(name)
         taken = self.read().get(name, policy_version)
         if taken != policy_version:
             raise Conflict(
@@ -74,23 +81,3 @@ class Tags:
             partial.replace(path)
         except OSError as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
-
-
-def check_name(name: str) -> None:
-    """Raises `InvalidRequest` for a name that a tag of the user's cannot have."""
-    if name == BEST:
-        raise InvalidRequest(
-            f"The tag {BEST!r} is the server's own: it marks the best recorded evaluation (job.keep_best). Choose "
-            "another name.",
-            code="tag_reserved",
-            status=422,
-            param="name",
-        )
-    if not NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"The tag {name!r} is not a name: give a letter, then up to 63 letters, digits, dots, dashes or "
-            "underscores.",
-            code="tag_invalid",
-            status=422,
-            param="name",
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from agentjet.errors import CheckpointError, RequestError
+from agentjet.errors import CheckpointError, InvalidRequest, RequestError
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.commits import Commits
 from agentjet.gateway.engine import Engine
@@ -80,6 +80,14 @@ class Versions:
         return await self.checkpoints()
 
     async def untag(self, name: str) -> list[CheckpointInfo]:
-        """Remove a name; returns all checkpoints. Raises `NotFound`, `CheckpointError`."""
+        """Remove a name; returns all checkpoints. Raises `InvalidRequest`, `NotFound`, `CheckpointError`."""
+        if name == BEST and self._swarm.job.keep_best:
+            raise InvalidRequest(
+                f"The tag {BEST!r} is the server's own: it marks the best recorded evaluation. Set job.keep_best=false "
+                "first.",
+                code="tag_reserved",
+                status=422,
+                param="name",
+            )
         self._store.tags.remove(name)
         return await self.checkpoints()

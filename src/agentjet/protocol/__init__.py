@@ -30,6 +30,7 @@ from agentjet.protocol.bodies import (
     Temperature,
     ZeroVariance,
 )
+from agentjet.protocol.tags import check_tag
 from agentjet.protocol.variance import REPORTED_BATCHES, batches_without_variance, report_lines
 
 PREFIX = "/swarm/v1"
@@ -67,5 +68,6 @@ __all__ = [
     "Temperature",
     "ZeroVariance",
     "batches_without_variance",
+    "check_tag",
     "report_lines",
 ]

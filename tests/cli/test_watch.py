@@ -1,0 +1,32 @@
+"""What `status` and `watch` show: clients of late, and for a file one text for each change."""
+
+from __future__ import annotations
+
+from agentjet.cli.status import described
+from agentjet.cli.watch import frames
+from agentjet.protocol import StatusResponse
+
+
+def seen(
+    *, step: int = 0, clients: dict[str, float] | None = None, holding: dict[str, int] | None = None
+) -> StatusResponse:
+    return StatusResponse(
+        version="0", state="rolling", waiting_for="somebody", model="tiny", policy_version=step, batch_size=1,
+        group_size=2, max_steps=0, groups_complete=0, groups_open=0, episodes={}, calls_active=0, last_step={},
+        clients=clients or {}, holding=holding or {}, last_event=0, uptime=1.0,
+    )  # fmt: skip
+
+
+def test_clients_of_long_ago_are_counted() -> None:
+    clients = {"new": 3.0, "holder": 5000.0, "old": 601.0, "older": 9000.0}
+    assert dict(described(seen(clients=clients, holding={"holder": 2})))["clients"] == (
+        "new (seen 3 s ago), holder (holds 2, seen 5000 s ago), 2 seen over 10 minutes ago"
+    )
+    assert dict(described(seen()))["clients"] == "none yet"
+
+
+def test_a_file_gets_a_text_for_each_change() -> None:
+    looks = [seen(clients={"a": age}) for age in (1.0, 2.0)] + [seen(step=1), seen(step=1), seen()]
+    texts = list(frames(looks))
+    assert [text.split("step")[1].split()[0] for text in texts] == ["0", "1", "0"]
+    assert "a (seen 1 s ago)" in texts[0]
