@@ -92,6 +92,7 @@ def test_spare_episodes_are_surplus_on_all_servers_or_on_none(tmp_path: Path) ->
     run(scenario, tmp_path, spare_episodes=1)
 
 
+@pytest.mark.thorough
 def test_a_server_that_has_learned_its_last_batch_plays_on_for_the_others(tmp_path: Path) -> None:
     """Somebody else has the anchor learn a batch meanwhile, so that it is at its `max_steps` before the other is."""
 

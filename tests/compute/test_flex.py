@@ -77,7 +77,7 @@ def test_a_cpu_keeps_the_forest_plan() -> None:
     assert isinstance(forest_plan(a_forest(0), CPU), ForestPlan)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
 def test_compiled_it_attends_by_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(2):

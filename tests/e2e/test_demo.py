@@ -94,6 +94,7 @@ def test_demo_and_the_model_it_exports(model: Path, tmp_path: Path) -> None:
             assert evaluate(str(out / "model"), *PLAIN, *how) == answers
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_demo_and_its_server(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "demo.log"
     with log.open("wb") as output:
@@ -120,6 +121,7 @@ def test_ctrl_c_ends_the_demo_and_its_server(model: Path, tmp_path: Path) -> Non
     assert list((tmp_path / "server" / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.thorough
 def test_a_demo_that_is_killed_leaves_no_server(model: Path, tmp_path: Path) -> None:
     arguments = ("--model", str(model), "--steps", "5000", "--tasks", "2", "--out", str(tmp_path), *SMALL)
     demo = subprocess.Popen(command("demo", *arguments), stdout=subprocess.DEVNULL, env=environment())

@@ -69,6 +69,7 @@ def test_the_reward_rises_well_outside_noise(tmp_path: Path) -> None:
     assert statistics.mean(end) > 3 * statistics.mean(start), means
 
 
+@pytest.mark.thorough
 def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     means = train(tmp_path, shuffled=True)
     assert statistics.mean(means[-4:]) < statistics.mean(means[:4]) + 0.1, means

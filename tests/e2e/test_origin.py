@@ -25,6 +25,7 @@ def learn_and_kill(model: Path, data_dir: Path) -> str:
     return weights
 
 
+@pytest.mark.thorough
 def test_other_adapters_are_refused(tmp_path: Path) -> None:
     model, data_dir = make_model(tmp_path / "tiny"), tmp_path / "run"
     learn_and_kill(model, data_dir)

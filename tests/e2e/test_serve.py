@@ -135,6 +135,7 @@ def refused(model: Path | str, data_dir: Path, *options: str, **settings: Any) -
     return said
 
 
+@pytest.mark.thorough
 def test_a_stalled_reader_delays_no_stop(model: Path, tmp_path: Path) -> None:
     with Server(model, tmp_path / "run", sampler__cache_tokens=16384) as server, socket.socket() as reader:
         episode = server.begin()

@@ -17,7 +17,7 @@ from agentjet.client import Retry, TeamEpisode
 from tests.e2e.server import Server
 from tests.tiny import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 STEPS = 4
 MEMBERS = ("describer", "guesser")

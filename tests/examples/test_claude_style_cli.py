@@ -244,6 +244,7 @@ def test_the_shipped_settings_load() -> None:
     assert job.max_steps > 0 and job.group_size > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.e2e
 def test_the_run_shortened(tmp_path: Path) -> None:
     sets = set_options(make_model(tmp_path / "model", template="qwen3"), max_steps=1, batch_size=1, group_size=2)

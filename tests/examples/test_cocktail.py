@@ -46,7 +46,7 @@ def test_what_counts_as_right() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_batches_are_mixed_by_weight(tmp_path: Path) -> None:
     settings = overrides(
         make_model(tmp_path / "model"),

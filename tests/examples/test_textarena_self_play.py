@@ -101,6 +101,7 @@ def test_the_evaluation_plays_both_sides_and_speaks_for_one(served: Served, side
         assert {call.role for call in swarm.episode_tree(episode.id).calls} == {f"player_{side}"}
 
 
+@pytest.mark.thorough
 @pytest.mark.e2e
 def test_the_run_shortened(tmp_path: Path) -> None:
     sets = set_options(make_model(tmp_path / "model"), max_steps=2, batch_size=2, group_size=2)

@@ -50,7 +50,7 @@ def tiny_run(folder: Path, seed: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_both_models_learn(tmp_path: Path, seed: int) -> None:
     rewards = tiny_run(tmp_path, seed)

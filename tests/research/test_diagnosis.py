@@ -33,6 +33,8 @@ from bench.researching.failing import STEPS, Plant
 from bench.researching.kills import Doomed
 from bench.researching.planted import HEALTHY, KINDS, FailingRunner, Kind, Side, said, single
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 STUDY = Study(
     topic="which rate?",

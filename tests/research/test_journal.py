@@ -22,6 +22,8 @@ from agentjet.research.models import Arm, Knob, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
 from tests.research.world import STUDY, Doomed, Formula
 
+pytestmark = pytest.mark.thorough
+
 FEW = replace(
     STUDY,
     arms=(replace(STUDY.arms[0], nuisance=(Knob("lr", (8.0, 16.0)),)), Arm("b", {"gain": 3.0, "lr": 16.0})),

@@ -25,6 +25,8 @@ from agentjet.research.statistics import (
     welch,
 )
 
+pytestmark = pytest.mark.thorough
+
 LOOKS = (4, 8, 12)
 
 

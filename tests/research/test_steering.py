@@ -24,6 +24,8 @@ from agentjet.research.scheduler import Chapter, conduct, see_through
 from agentjet.research.steering import Steering
 from tests.research.world import STUDY, Doomed, Formula
 
+pytestmark = pytest.mark.thorough
+
 PLAIN = replace(
     STUDY,
     arms=(

@@ -135,6 +135,7 @@ def check_forest(forest: Forest, trees: list[ConversationTree]) -> None:
     assert forest.num_sequences == ROLLOUTS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "history", "forgets"),
     [
