@@ -37,7 +37,6 @@ from tests.research.reported import RICH, Told, interrupted, rich_book
 from tests.research.world import KNOB, STUDY, Formula, hill
 
 pytestmark = pytest.mark.thorough
-
 ROOT = Path(__file__).parent.parent.parent
 PATHS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
