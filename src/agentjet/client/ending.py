@@ -10,7 +10,7 @@ from agentjet.client.episode import GOODBYE_SECONDS
 from agentjet.errors import AgentJetError, RequestError
 
 COMPLETE_SECONDS = 30.0
-"""How long a run that has its steps gives episodes back: a busy server answers late, and each one left behind blocks a
+"""Seconds for giving episodes back after the last step: a busy server answers late, and each one left behind blocks a
 place of the next run until its lease runs out."""
 
 
@@ -25,7 +25,7 @@ class Ending:
 
     @property
     def seconds(self) -> float:
-        """How long one step of giving an episode back may take. Whoever interrupts a run waits for little."""
+        """Seconds that one step of giving an episode back may take. They are few after an interruption."""
         return COMPLETE_SECONDS if self.has_enough else GOODBYE_SECONDS / 2
 
     async def give_back(self, asking: Awaitable[object], *, at_least: float = 0.0) -> None:

@@ -184,7 +184,7 @@ class CheckpointStore:
 
 
 def _digest(folder: Path) -> str | None:
-    """As the checkpoint's state has it; whoever loads it verifies that."""
+    """The digest in the checkpoint's state, not verified; loading verifies it."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
     except (OSError, ValueError):

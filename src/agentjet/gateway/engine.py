@@ -315,7 +315,7 @@ class Engine:
         return f"{error} (set aside as {aside})"
 
     def _unusable(self) -> list[str]:
-        """What lies beside the journal from earlier starts, for the message of a refusal."""
+        """The unusable checkpoints of earlier starts, for the message of a refusal."""
         found = [path.name for path in self._store.unusable()]
         return [f"Unusable checkpoints in {self._store.folder}: {', '.join(found)}."] if found else []
 

@@ -445,7 +445,7 @@ class Gateway:
                 self._room.wake(body["client_id"])
 
     def _admission(self) -> tuple[int, bool, int, int]:
-        """What everybody's admission depends on: how many groups may be begun, and what changes the answer to all."""
+        """The facts that the admission of every client depends on; a change of them may admit one that waits."""
         swarm = self.swarm
         return swarm.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
 

@@ -18,7 +18,7 @@ from agentjet.types import Ask, Call, Conversation, Fork, Message
 UNLIKELY = 8
 """Bytes a token above which a text is counted before it is tokenised."""
 FORM_FACTOR = 2
-"""How much longer a text may be than its shortest Unicode form."""
+"""Largest ratio of a text's length to its shortest Unicode form."""
 
 
 @dataclass(frozen=True, slots=True)

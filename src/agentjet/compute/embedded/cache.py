@@ -99,7 +99,7 @@ class Cache:
         return row
 
     def awaits_prefix(self, prompt: NDArray[np.int32]) -> bool:
-        """Whether a row still being filled will soon hold a longer prefix of `prompt` than any row does now.
+        """True if a row still being filled will soon hold a longer prefix of `prompt` than any row does now.
 
         To wait for it is cheaper than to compute it twice.
         """

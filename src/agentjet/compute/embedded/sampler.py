@@ -79,7 +79,7 @@ class Sampler:
     _waiting: deque[Completion] = field(default_factory=deque)
     _running: dict[int, Completion] = field(default_factory=dict)
     _may_admit: bool = False
-    """Whether anything happened since the last try that could let a waiting request start."""
+    """True if something happened since the last try that could let a waiting request start."""
     num_computed: int = 0
     """Tokens computed since the start."""
 
