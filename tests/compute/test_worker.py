@@ -173,7 +173,14 @@ def test_verbs_refusals_and_idempotent_learning(
     asyncio.run(scenario())
 
 
-def test_killed_workers_are_reported_and_replay_to_the_same_weights(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "moments",
+    [("stopped", "learning"), pytest.param(("idle", "sampling", "saving"), marks=pytest.mark.thorough)],
+    ids=["at-work", "elsewhere"],
+)
+def test_killed_workers_are_reported_and_replay_to_the_same_weights(
+    tiny_folder: Path, tmp_path: Path, moments: tuple[str, ...]
+) -> None:
     async def scenario() -> None:
         server = {"data_dir": tmp_path, "worker_timeout": 1.0}
         compute = EmbeddedCompute(
@@ -189,7 +196,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(tiny_folder:
                 await compute.save(tmp_path / "step_000002")
         await compute.save(tmp_path / "undisturbed")
 
-        for moment in ("idle", "stopped", "sampling", "learning", "saving"):
+        for moment in moments:
             doomed = {
                 "idle": lambda: asyncio.sleep(0),
                 "stopped": lambda: compute.learn(4, forests[0], job),

@@ -70,7 +70,7 @@ def test_serve_learn_stop_and_resume(model: Path, tmp_path: Path) -> None:
         assert [event for event in (data_dir / "metrics.jsonl").read_text().splitlines() if '"step": 2' in event]
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 4])
 def test_killed_and_started_again_it_has_the_same_weights(model: Path, tmp_path: Path, rank: int) -> None:
     data_dir = tmp_path / "run"
 
