@@ -148,7 +148,7 @@ async def run(
     try:
         await server.start()
         await server.up()
-        await server.rolling()
+        await server.sampling()
         scene.clients += make_clients(
             folder, NUM_CLIENTS, wire, server.token, seed=seed, group_size=GROUP_SIZE, lease=LEASE_SECONDS
         )
@@ -202,7 +202,7 @@ async def calm(scene: Scene, num_stuck: int) -> tuple[float, float]:
     the server's clock is ahead.
     """
     await scene.settle_clients()
-    await scene.steady(rolling=True)
+    await scene.steady(sampling=True)
     status = await scene.server.status()
     assert status is not None
     await scene.server.at(status.policy_version + 2)

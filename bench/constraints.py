@@ -15,14 +15,14 @@ from statistics import median
 
 import numpy as np
 
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import NewToken, Sampler
+from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
 from agentjet.config import ModelConfig
 from agentjet.rendering import Renderer
-from agentjet.timeline.allowed import decode_set, pack_sets
 from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.support import decode_set, pack_sets
 from agentjet.types import Constraint, Conversation, Message, SamplingParams
 
 AT_A_TIME = 8
@@ -72,7 +72,7 @@ def main() -> None:
         "JSON": Kind(SamplingParams(max_tokens=160, grammar=plain)),
         "JSON, bounded": Kind(SamplingParams(max_tokens=160, grammar=bounded)),
     }
-    sampler = Sampler(policy, AT_A_TIME, 16384)
+    sampler = PrefixSampler(policy, AT_A_TIME, 16384)
     for round in range(arguments.rounds):
         for kind in kinds.values():
             sample(sampler, prompt, kind, round)
@@ -89,7 +89,7 @@ def main() -> None:
     print(json.dumps({"vocabulary": policy.vocabulary, "kinds": results}))
 
 
-def sample(sampler: Sampler, prompt: np.ndarray, kind: Kind, round: int) -> None:
+def sample(sampler: PrefixSampler, prompt: np.ndarray, kind: Kind, round: int) -> None:
     """Eight completions."""
     calls: list[list[NewToken]] = [[] for _ in range(AT_A_TIME)]
     for i in range(AT_A_TIME):
@@ -108,10 +108,10 @@ def sample(sampler: Sampler, prompt: np.ndarray, kind: Kind, round: int) -> None
 
 def report(policy: Policy, prompt: np.ndarray, kind: Kind) -> dict[str, float]:
     """What a kind's tokens and sets come to."""
-    sets = [new.allowed for call in kind.calls for new in call]
+    sets = [new.support for call in kind.calls for new in call]
     alone = sum(bool(one) and int(decode_set(one, policy.vocabulary).sum()) == 1 for one in sets)
     forest = build_forest([row(prompt, call, i) for i, call in enumerate(kind.calls)])
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     seconds = []
     for _ in range(3):
         began = time.process_time()
@@ -120,7 +120,7 @@ def report(policy: Policy, prompt: np.ndarray, kind: Kind) -> dict[str, float]:
     return {
         "tokens": len(sets),
         "no_choice": alone / len(sets),
-        "bytes_per_token": sum(len(pack_sets([new.allowed for new in call])) for call in kind.calls) / len(sets),
+        "bytes_per_token": sum(len(pack_sets([new.support for new in call])) for call in kind.calls) / len(sets),
         "step_ms": 1000 * median(kind.seconds),
         "learn_us_per_token": 1e6 * min(seconds) / len(sets),
     }
@@ -135,7 +135,7 @@ def row(prompt: np.ndarray, call: list[NewToken], sequence: int) -> Row:
         1.0,
         1.0,
         sequence,
-        tuple(new.allowed for new in call),
+        tuple(new.support for new in call),
     )
 
 

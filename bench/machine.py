@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from agentjet.compute.embedded.backend import WAITING, WAITING_VARIABLES, WORKER
+from agentjet.compute.embedded.backend import THREAD_WAIT, THREAD_WAIT_VARIABLES, WORKER_VARIABLES
 
 SERVED = "as served"
 """The product's own way of waiting."""
 WAITS = {
-    SERVED: WAITING,
+    SERVED: THREAD_WAIT,
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     "spin 1000": {"GOMP_SPINCOUNT": "1000"},
     "spin 10000": {"GOMP_SPINCOUNT": "10000"},
@@ -45,9 +45,9 @@ class Finished:
 
 def environment(threads: int, waiting: str = SERVED, **extra: str) -> dict[str, str]:
     """The served worker's environment, with a number of threads and a way of waiting. The caller's own is ignored."""
-    kept = {name: value for name, value in os.environ.items() if name not in WAITING_VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in THREAD_WAIT_VARIABLES}
     count = str(threads)
-    return {**kept, **WORKER, **WAITS[waiting], "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, **extra}
+    return {**kept, **WORKER_VARIABLES, **WAITS[waiting], "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, **extra}
 
 
 def run_contender(name: str, module: Sequence[str], environment: dict[str, str]) -> Finished:

@@ -14,15 +14,14 @@ import time
 import numpy as np
 import torch
 
-from agentjet.algorithms.advantages import grpo
 from agentjet.compute.embedded.fingerprint import Fingerprints
-from agentjet.compute.embedded.learner import Learner
-from agentjet.compute.embedded.memory import give_back
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import Policy, load_policy
-from agentjet.compute.embedded.sampler import NewToken, Sampler
-from agentjet.compute.embedded.worker import make_deterministic
+from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
+from agentjet.compute.embedded.worker import make_deterministic, trim_malloc
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.schema import OptimizerConfig
+from agentjet.recipes.advantages import grpo
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.types import Conversation, Message, SamplingParams
@@ -38,8 +37,8 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
     policy.end_tokens = frozenset()  # as in every contender: end tokens are ordinary here
     renderer = Renderer(policy.card)
     settings = SamplerConfig()
-    sampler = Sampler(policy, settings.max_concurrent, settings.cache_tokens)
-    learner = Learner(policy)
+    sampler = PrefixSampler(policy, settings.max_concurrent, settings.cache_tokens)
+    learner = PolicyLearner(policy)
     fingerprints = Fingerprints(learner, policy)
     job = JobConfig(
         batch_size=workload.num_prompts,
@@ -61,7 +60,7 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
         learner.learn(forest, job, step)
         fingerprints.changed()
         sampler.invalidate()
-        give_back()
+        trim_malloc()
         _synchronise(policy)
         steps.append(
             StepTime(
@@ -79,7 +78,7 @@ def _tokens(renderer: Renderer, question: str) -> np.ndarray:
     return np.array(renderer.tokenize(encoded), np.int32)
 
 
-def _sample(sampler: Sampler, prompts: list[np.ndarray], workload: Workload, step: int) -> list[list[NewToken]]:
+def _sample(sampler: PrefixSampler, prompts: list[np.ndarray], workload: Workload, step: int) -> list[list[NewToken]]:
     """All completions of a step, submitted at once."""
     completions: list[list[NewToken]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):

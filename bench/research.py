@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from agentjet.research.journal import Book
+from agentjet.research.journal import StudyLog
 from agentjet.research.models import Verdict
 from agentjet.research.scheduler import conduct
 from bench.researching.adversary import attacks, honest_are_granted, table_of_attacks
@@ -85,7 +85,7 @@ def conduct_all(case: Case, answers: list[Truth], repeats: int, first: int) -> t
     tallies, costs = blank(case, answers), []
     for repeat in range(repeats):
         study = case.study(first + repeat)
-        findings, desk = conduct(study, Book(), WorldRunner(case.world, study.rungs))
+        findings, desk = conduct(study, StudyLog(), WorldRunner(case.world, study.rungs))
         costs.append(desk.ledger.total)
         for tally, finding in zip(tallies, findings, strict=True):
             tally.verdicts.append(finding.verdict)

@@ -26,7 +26,7 @@ from rich.table import Table
 from bench.machine import environment, run_contender
 
 if TYPE_CHECKING:
-    from agentjet.compute.embedded.sampler import Sampler
+    from agentjet.compute.embedded.sampler import PrefixSampler
 
 SHORT, LONG = 40, 2000
 WORKLOADS = {"8": [SHORT] * 8, "32": [SHORT] * 32, "64": [SHORT] * 64, "mixed": [LONG, SHORT] * 32}
@@ -43,17 +43,17 @@ def prompts(lengths: list[int]) -> list[list[int]]:
     return [rng.integers(20, 40_000, length).tolist() for length in lengths]
 
 
-def our_sampler(model: str, threads: int, *, max_concurrent: int, cache_tokens: int) -> Sampler:
+def our_sampler(model: str, threads: int, *, max_concurrent: int, cache_tokens: int) -> PrefixSampler:
     """The served sampler. Its policy never ends by itself."""
     from agentjet.compute.embedded.model import load_policy
-    from agentjet.compute.embedded.sampler import Sampler
+    from agentjet.compute.embedded.sampler import PrefixSampler
     from agentjet.compute.embedded.worker import make_deterministic
     from agentjet.config import ModelConfig
 
     make_deterministic()
     policy = load_policy(ModelConfig.model_validate({"name": model, "dtype": "bfloat16", "threads": threads}))
     policy.end_tokens = frozenset()
-    return Sampler(policy, max_concurrent, cache_tokens)
+    return PrefixSampler(policy, max_concurrent, cache_tokens)
 
 
 def agentjet(model: str, threads: int, new_tokens: int) -> Callable[[list[list[int]]], None]:
@@ -77,11 +77,11 @@ def continuous(model: str, threads: int, new_tokens: int) -> Callable[[list[list
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
-    from agentjet.compute.embedded.model import resolve_model
+    from agentjet.compute.embedded.model import locate_model
 
     torch.set_num_threads(threads)
     policy = AutoModelForCausalLM.from_pretrained(
-        resolve_model(model), dtype=torch.bfloat16, attn_implementation="sdpa"
+        locate_model(model), dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
 
     def sample(batch: list[list[int]]) -> None:
@@ -115,7 +115,7 @@ def lengths_in_order_of_arrival(num_short: int, short: int, long: int) -> list[i
     return [length for i in range(1, num_short + 1) for length in ([short, long] if i % 16 == 8 else [short])]
 
 
-def sample_arrivals(sampler: Sampler, batch: list[list[int]], new_tokens: int, in_flight: int) -> None:
+def sample_arrivals(sampler: PrefixSampler, batch: list[list[int]], new_tokens: int, in_flight: int) -> None:
     """Sample a workload in its order, with at most so many requests under way."""
     from agentjet.types import SamplingParams
 

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentjet import AsyncSwarm, AsyncTeam, Task
-from agentjet.cli.child import ChildServer
+from agentjet.cli.serve import ChildServer
 from agentjet.client import AsyncEpisode, AsyncTeamEpisode
-from agentjet.client.signals import signals_unwind
+from agentjet.client.threads import raise_on_signals
 from tests.tiny import make_model
 
 MEMBERS = ("planner", "coder")
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6, help="batches of each run")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, signals_unwind(), ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name, raise_on_signals(), ExitStack() as stack:
         folder = Path(name)
         (folder / "settings.toml").write_text(SETTINGS)
         layers, hidden, max_tokens = SIZES[options.size]

@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from agentjet.compute.embedded.model import resolve_model
+from agentjet.compute.embedded.model import locate_model
 from bench.workload import StepTime, Workload, report, reward
 
 NEVER = -1
@@ -69,7 +69,7 @@ class Stopwatch(TrainerCallback):
 def run(workload: Workload, generation: str, weights: str) -> dict[str, object]:
     """Train for the workload's steps; `generation` is plain or continuous, `weights` bfloat16 or autocast."""
     torch.set_num_threads(workload.threads)
-    folder = resolve_model(workload.model)
+    folder = locate_model(workload.model)
     dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")

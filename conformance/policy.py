@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentjet.compute.embedded.grammar import Grammars
+from agentjet.compute.embedded.token_sampling import Grammars
 from agentjet.config import JobConfig
 from agentjet.errors import ComputeError
 from agentjet.timeline import Forest

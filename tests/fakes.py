@@ -19,18 +19,18 @@ from agentjet.errors import OutOfCache, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline import Forest
-from agentjet.timeline.allowed import encode_set
+from agentjet.timeline.support import encode_set
 from agentjet.types import (
     Call,
     CheckpointStamp,
     Conversation,
     Message,
-    ModelCard,
+    ModelInfo,
     Sampled,
     SamplingParams,
     TokenScore,
 )
-from tests.tiny import SPECIAL, make_card, tokenizer
+from tests.tiny import SPECIAL, make_model_info, tokenizer
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 """Prompt tokens and parameters to the completion's tokens; an end token in it ends the completion."""
@@ -66,7 +66,7 @@ class ScriptedCompute:
     -0.5. What is asked for under a grammar or truncated was chosen among two tokens.
     """
 
-    def __init__(self, card: ModelCard, script: Script, *, piece: int = 1, cache_tokens: int | None = None) -> None:
+    def __init__(self, card: ModelInfo, script: Script, *, piece: int = 1, cache_tokens: int | None = None) -> None:
         """Completions come in pieces of `piece` tokens."""
         self.card = card
         self.script = script
@@ -107,7 +107,7 @@ class ScriptedCompute:
         self._death: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self, *, dtype: str = "") -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelInfo:
         await self.may_start.wait()
         self.dtype = dtype
         self.starts += 1
@@ -288,7 +288,7 @@ class Running:
             for member in range(job.group_size):
                 await self.episode(float(member % 2), task=f"t{group}", **request)
         await self.until(
-            lambda: self.gateway.swarm.policy_version == version + 1 and self.gateway.engine.state == "rolling"
+            lambda: self.gateway.swarm.policy_version == version + 1 and self.gateway.engine.state == "sampling"
         )
 
 
@@ -300,12 +300,12 @@ async def running(
     job: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
     call_timeout: float = 5.0,
-    card: ModelCard | None = None,
+    card: ModelInfo | None = None,
     prepare: Callable[[ScriptedCompute], None] = lambda compute: None,
     wait_ready: bool = True,
 ) -> AsyncIterator[Running]:
     """A gateway on `data_dir`, started and closed again. The job is two groups of two unless `job` says otherwise."""
-    card = card or make_card(data_dir.parent / "tokenizer")
+    card = card or make_model_info(data_dir.parent / "tokenizer")
     settings = {"batch_size": 2, "group_size": 2, "max_tokens": 32, "checkpoint_every": 0, **(job or {})}
     config = ServeConfig.model_validate(
         {

@@ -48,14 +48,14 @@ ROOMS = {
     "protocol": room(VOCABULARY, "pydantic"),
     "timeline": room(VOCABULARY, "numpy"),
     "rendering": room(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
-    "algorithms": room(f"{VOCABULARY} config", "numpy", lazy="torch"),
-    "swarm": room(f"{VOCABULARY} config protocol timeline algorithms.advantages", "numpy"),
+    "recipes": room(f"{VOCABULARY} config", "numpy", lazy="torch"),
+    "swarm": room(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
     "compute": room(
-        f"{VOCABULARY} config timeline rendering algorithms",
+        f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",
     ),
     "gateway": room(
-        f"{VOCABULARY} config protocol timeline rendering swarm algorithms.advantages compute.protocol",
+        f"{VOCABULARY} config protocol timeline rendering swarm recipes.advantages compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),
@@ -169,7 +169,7 @@ def test_arrows_point_up_the_table() -> None:
     [
         ("timeline", "import torch", "may use"),
         ("client", "import rich.progress", "only inside functions"),
-        ("swarm", "from agentjet.algorithms import losses", "may import"),
+        ("swarm", "from agentjet.recipes import losses", "may import"),
         ("gateway", "from agentjet.compute.embedded import EmbeddedCompute", "may import"),
         ("gateway", "from agentjet.compute import Compute", None),
         ("client", "def f():\n    import rich", None),

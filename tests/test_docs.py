@@ -29,8 +29,8 @@ import typer
 from agentjet import Episode, Swarm
 from agentjet.cli.main import app
 from agentjet.config import load_config, setting_names, settings_table
-from agentjet.config.table import sections, settings
-from agentjet.research.journal import Journal
+from agentjet.config.reference import sections, settings
+from agentjet.research.journal import StudyJournal
 from agentjet.research.report import check
 from bench.readme import Example, free_port, run
 from tests.test_architecture import ROOMS
@@ -185,7 +185,7 @@ def test_tree_in_the_readme_is_the_tree() -> None:
 def test_reports_of_shipped_studies_are_those_of_their_journals(study: Path, tmp_path: Path) -> None:
     """Their figures were drawn by some version of matplotlib, and are not compared."""
     shutil.copy(study / "journal.jsonl", tmp_path)
-    with Journal(tmp_path / "journal.jsonl") as journal:
+    with StudyJournal(tmp_path / "journal.jsonl") as journal:
         problems = check(study / "report.md", journal)
     assert [problem for problem in problems if not problem.startswith("figures/")] == []
 

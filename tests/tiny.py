@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from agentjet.types import ModelCard
+from agentjet.types import ModelInfo
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -124,11 +124,11 @@ def make_tokenizer(folder: Path | str, template_name: str = "chatml") -> Path:
     return folder
 
 
-def make_card(folder: Path | str, template_name: str = "chatml", *, tool_format: str = "") -> ModelCard:
+def make_model_info(folder: Path | str, template_name: str = "chatml", *, tool_format: str = "") -> ModelInfo:
     """A tokenizer in `folder` and the card a worker would send for a tiny model."""
     path = make_tokenizer(folder, template_name)
     speaks, ids = dialect(template_name), tokenizer(template_name)
-    return ModelCard(
+    return ModelInfo(
         name="tiny",
         tokenizer_path=str(path),
         chat_template=template(template_name),

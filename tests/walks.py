@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 
-from agentjet.compute.embedded.grammar import Grammars
+from agentjet.compute.embedded.token_sampling import Grammars
 from agentjet.rendering.vocabulary import Vocabulary
-from agentjet.types import ModelCard
+from agentjet.types import ModelInfo
 
 LONGEST = 4000
 NUM_TOKENS = 320
@@ -18,7 +18,7 @@ NUM_TOKENS = 320
 class Walker:
     """Walks over one model's tokens. Ends and markers are taken more often than their share, so that walks end."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelInfo) -> None:
         self._vocabulary = Vocabulary(card.tokenizer_path)
         self._ends = card.end_tokens
         self._markers = {token.literal: id for id, token in self._vocabulary.control.items()}

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentjet.compute.embedded.digests import STATE, seal
+from agentjet.compute.embedded.digests import STATE_FILE, seal
 from bench.breaking.victims import ROOT, environment
 
 WEIGHTS = "policy/model.safetensors"
@@ -61,21 +61,22 @@ def _delete(file: str, checkpoints: Path) -> None:
 
 def _edit(checkpoints: Path, **changes: object) -> None:
     """Change the state and leave its digest; a value of None takes the key away."""
-    path = _newest(checkpoints) / STATE
+    path = _newest(checkpoints) / STATE_FILE
     state = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in state.items() if value is not None}))
 
 
 def _off_by(versions: int, checkpoints: Path) -> None:
     _edit(
-        checkpoints, policy_version=json.loads((_newest(checkpoints) / STATE).read_text())["policy_version"] + versions
+        checkpoints,
+        policy_version=json.loads((_newest(checkpoints) / STATE_FILE).read_text())["policy_version"] + versions,
     )
 
 
 def _sealed_again(folder: Path, policy_version: int) -> None:
     """Give a checkpoint another version with digests that agree: only the journal can tell."""
-    state = json.loads((folder / STATE).read_text())
-    (folder / STATE).unlink()
+    state = json.loads((folder / STATE_FILE).read_text())
+    (folder / STATE_FILE).unlink()
     seal(folder, {**_bare(state), "policy_version": policy_version})
 
 
@@ -105,7 +106,7 @@ def _of_the_future(checkpoints: Path) -> None:
 def _without_digests(checkpoints: Path) -> None:
     """As AgentJet 0.1 wrote it, but of another run."""
     _of_another_run(checkpoints)
-    path = _newest(checkpoints) / STATE
+    path = _newest(checkpoints) / STATE_FILE
     path.write_text(json.dumps({**_bare(json.loads(path.read_text())), "format": 1}))
 
 
@@ -146,18 +147,18 @@ NEWEST: dict[str, Damage] = {
     "a bit of the optimiser's tensors": partial(_flip, TRAINER, 0.2),
     "a bit of the optimiser's pickle": partial(_flip, TRAINER, 0.0005),
     "a bit of the optimiser's index": partial(_flip, TRAINER, 0.9995),
-    "a bit of the state": partial(_flip, STATE, 0.1),
-    "a bit of the state's digest": partial(_flip, STATE, 0.99),
+    "a bit of the state": partial(_flip, STATE_FILE, 0.1),
+    "a bit of the state's digest": partial(_flip, STATE_FILE, 0.99),
     "weights cut": partial(_truncate, WEIGHTS),
     "optimiser cut": partial(_truncate, TRAINER),
-    "state cut": partial(_truncate, STATE),
+    "state cut": partial(_truncate, STATE_FILE),
     "weights zeroed": partial(_zero, WEIGHTS),
     "optimiser zeroed": partial(_zero, TRAINER),
-    "state zeroed": partial(_zero, STATE),
+    "state zeroed": partial(_zero, STATE_FILE),
     "optimiser empty": partial(_empty, TRAINER),
     "weights gone": partial(_delete, WEIGHTS),
     "optimiser gone": partial(_delete, TRAINER),
-    "state gone": partial(_delete, STATE),
+    "state gone": partial(_delete, STATE_FILE),
     "version too low": partial(_off_by, -1),
     "version too high": partial(_off_by, 1),
     "state without a version": partial(_edit, policy_version=None),
@@ -173,7 +174,7 @@ NEWEST: dict[str, Damage] = {
 """Done to the newest checkpoint: the one before must lead to the same weights."""
 REFUSED: dict[str, Damage] = {
     "a bit of every optimiser": partial(_every, partial(_flip, TRAINER, 0.5)),
-    "every state gone": partial(_every, partial(_delete, STATE)),
+    "every state gone": partial(_every, partial(_delete, STATE_FILE)),
     "every folder gone": partial(_every, _gone),
     "one of another run with a later version": _of_the_future,
 }

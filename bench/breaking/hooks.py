@@ -21,7 +21,7 @@ from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.swarm import Journal
 from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams
 from bench.breaking.plan import TRANSITIONS
 
 Say = Callable[..., None]
@@ -139,7 +139,7 @@ class MortalCompute(EmbeddedCompute):
         self.say(killed="worker", pid=self.pid, at=verb)
         os.kill(self.pid, self._signal)
 
-    async def start(self, *, dtype: str = "") -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelInfo:
         self._strike("start")
         card = await super().start(dtype=dtype)
         self.say(worker=self.pid)

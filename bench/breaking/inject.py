@@ -22,14 +22,14 @@ HANG_UPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6) * 4
 """Seconds into a call for several completions: when some are recorded and others not depends on the machine."""
 HANG_UP_SECONDS = 1.5
 POISON = 2
-"""Workers that one batch must fail to be set aside (`gateway.engine.MAX_DEATHS`)."""
+"""Workers that one batch must fail to be set aside (`gateway.engine.MAX_CRASHES`)."""
 
 
 async def inject(scene: Scene, fault: Fault) -> bool:
     """Bring it about, and bring back what it killed."""
     kind = fault.kind
     # Some gateways die while their worker is still loading.
-    await scene.steady(rolling=not kind.startswith("gateway") or scene.dice.random() < 0.7)
+    await scene.steady(sampling=not kind.startswith("gateway") or scene.dice.random() < 0.7)
     if kind in ("gateway killed at a transition", "gateway killed, WAL tail torn"):
         return await _at_transition(scene, fault)
     if kind == "gateway killed at a random time":
@@ -116,7 +116,7 @@ async def _worker(scene: Scene, fault: Fault) -> bool:
             await server.order("worker")
             return False
         facts, killed = hit.last()
-    status = await server.rolling(facts)
+    status = await server.sampling(facts)
     seconds = scene.tally.worker_s if fault.kind == "worker killed" else scene.tally.hung_s
     seconds.append(time.monotonic() - killed)
     # Or the next such fault is the second that the same batch meets, or one too many without anything learned.
@@ -159,7 +159,7 @@ async def _poison(scene: Scene) -> bool:
     if not await server.until(lambda: hit.number >= POISON, 2 * MOMENT_SECONDS):
         await server.order("worker")
         return False
-    status = await server.rolling(hit.last()[0])
+    status = await server.sampling(hit.last()[0])
     await server.at(status.policy_version + 1)
     scene.tally.faults["worker killed"] += POISON - 1
     return True

@@ -24,7 +24,7 @@ from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
 from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, Damage, ordered
 from bench.breaking.reference import WEIGHTS
 
@@ -39,11 +39,11 @@ class LocalWorker:
 
     def __init__(self, config: ServeConfig) -> None:
         self._worker = Worker(io.BytesIO())
-        self._card = ModelCard(**self._worker._start(config.model_dump(mode="json"), ""))
+        self._card = ModelInfo(**self._worker._start(config.model_dump(mode="json"), ""))
         self._first = copy.deepcopy(self._worker.learner.state())
         self.num_starts = 0
 
-    async def start(self, *, dtype: str = "") -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelInfo:
         self.num_starts += 1
         self._worker.learner.restore(copy.deepcopy(self._first))
         self._worker._metrics = {}

@@ -64,7 +64,7 @@ class Scene:
         await self.server.up()
         self.tally.gateway_s.append(time.monotonic() - died)
 
-    async def steady(self, *, rolling: bool) -> None:
+    async def steady(self, *, sampling: bool) -> None:
         """Wait until the server answers, or samples; one that ended by itself is noted, and started again as its
         supervisor would.
 
@@ -72,7 +72,7 @@ class Scene:
         """
         while True:
             try:
-                await (self.server.rolling() if rolling else self.server.up())
+                await (self.server.sampling() if sampling else self.server.up())
                 return
             except ServerEnded as ended:
                 await self.server.dead(PATIENCE)

@@ -164,10 +164,10 @@ class Server:
         """Wait until it answers."""
         return await self._wait(lambda status: True)
 
-    async def rolling(self, since: int = 0) -> StatusResponse:
+    async def sampling(self, since: int = 0) -> StatusResponse:
         """Wait until it samples, with a worker that it told of after the first `since` facts."""
         await self.until(lambda: not self.is_running or any("worker" in fact for fact in self._life(since)))
-        return await self._wait(lambda status: status.state in ("rolling", "learning"))
+        return await self._wait(lambda status: status.state in ("sampling", "learning"))
 
     async def at(self, policy_version: int) -> StatusResponse:
         """Wait until that version is learned."""

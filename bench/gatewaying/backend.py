@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from agentjet.server.listening import listen
+from agentjet.server.http import listen
 from bench.gatewaying.scripted import ANSWER, MODEL
 
 HEAD: dict[str, Any] = {"id": "chatcmpl-scripted", "created": 1_700_000_000, "model": MODEL}

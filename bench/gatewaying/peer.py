@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from agentjet.config.paths import cache_dir
+from agentjet.config.loader import cache_dir
 from bench.gatewaying.processes import DidNotStart, module, started
 from bench.gatewaying.scripted import MODEL
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from agentjet.config import JobConfig
 from agentjet.errors import WorkerDied
 from agentjet.timeline import Forest
-from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams
+from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams
 
 MODEL = "scripted"
 ANSWER = "Look at row 42 next"
@@ -31,7 +31,7 @@ TEMPLATE = (
 )
 
 
-def make_card(folder: Path) -> ModelCard:
+def make_model_info(folder: Path) -> ModelInfo:
     """Write the tokenizer into `folder`, which is made; returns the card that a worker would send."""
     special = ("<|endoftext|>", "<|im_start|>", END)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -41,7 +41,7 @@ def make_card(folder: Path) -> ModelCard:
     made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
-    return ModelCard(
+    return ModelInfo(
         name=MODEL,
         tokenizer_path=str(folder),
         chat_template=TEMPLATE,
@@ -51,7 +51,7 @@ def make_card(folder: Path) -> ModelCard:
     )
 
 
-def answer_tokens(card: ModelCard) -> tuple[int, ...]:
+def answer_tokens(card: ModelInfo) -> tuple[int, ...]:
     """What the script says, as the card's tokenizer writes it, and the token that ends the turn."""
     made = Tokenizer.from_file(f"{card.tokenizer_path}/tokenizer.json")
     return (*made.encode(ANSWER, add_special_tokens=False).ids, card.end_tokens[0])
@@ -60,12 +60,12 @@ def answer_tokens(card: ModelCard) -> tuple[int, ...]:
 class ScriptedCompute:
     """See `compute.protocol.Compute`. A completion takes `seconds`, its tokens evenly spread over them."""
 
-    def __init__(self, card: ModelCard, seconds: float) -> None:
+    def __init__(self, card: ModelInfo, seconds: float) -> None:
         self._card = card
         self._answer = answer_tokens(card)
         self._seconds = seconds
 
-    async def start(self, *, dtype: str = "") -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelInfo:
         return self._card
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:

@@ -18,10 +18,10 @@ import uvicorn
 from agentjet.config import ServeConfig
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
-from agentjet.server.listening import calm_collector, listen, options
+from agentjet.server.http import listen, tune_gc, uvicorn_config
 from agentjet.swarm import Journal
 from bench.gatewaying.report import Counters, percentile
-from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_card
+from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_model_info
 
 ROOM = 1000
 """Groups of a batch, and episodes of a group: far more than any run begins, so that nothing is ever learned."""
@@ -61,7 +61,7 @@ def counters(timed: TimedSync) -> Counters:
 
 
 async def serve(data_dir: Path, seconds: float, *, wait: bool) -> None:
-    gateway = Gateway(config(data_dir), ScriptedCompute(make_card(data_dir / "tokenizer"), seconds))
+    gateway = Gateway(config(data_dir), ScriptedCompute(make_model_info(data_dir / "tokenizer"), seconds))
     if not wait:
         gateway._journal._db.execute("PRAGMA synchronous = OFF")
     timed = TimedSync(gateway._journal, wait=wait)
@@ -70,9 +70,9 @@ async def serve(data_dir: Path, seconds: float, *, wait: bool) -> None:
     with listen("127.0.0.1", 0, backlog=4096) as listener:
         await gateway.start()
         await gateway.ready()
-        calm_collector()
+        tune_gc()
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-        await uvicorn.Server(options(app, gateway.config.server)).serve([listener])
+        await uvicorn.Server(uvicorn_config(app, gateway.config.server)).serve([listener])
     await gateway.close()
 
 

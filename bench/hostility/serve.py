@@ -20,8 +20,8 @@ import uvicorn
 from agentjet.config import ServeConfig
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
-from agentjet.server.listening import calm_collector, listen, options
-from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_card
+from agentjet.server.http import listen, tune_gc, uvicorn_config
+from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_model_info
 
 EVERY = 0.002
 """Seconds between two looks."""
@@ -62,7 +62,7 @@ def config(data_dir: Path, megabytes: int) -> ServeConfig:
 
 
 async def serve(data_dir: Path, megabytes: int) -> None:
-    card = replace(make_card(data_dir / "tokenizer"), context_length=CONTEXT_LENGTH)
+    card = replace(make_model_info(data_dir / "tokenizer"), context_length=CONTEXT_LENGTH)
     gateway = Gateway(config(data_dir, megabytes), ScriptedCompute(card, 0.0))
     app = create_app(gateway, Keys.open(data_dir))
     watch: list[Watch] = []
@@ -74,10 +74,10 @@ async def serve(data_dir: Path, megabytes: int) -> None:
     with listen("127.0.0.1", 0) as listener:
         await gateway.start()
         await gateway.ready()
-        calm_collector()
+        tune_gc()
         watch.append(Watch())
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-        await uvicorn.Server(options(app, gateway.config.server)).serve([listener])
+        await uvicorn.Server(uvicorn_config(app, gateway.config.server)).serve([listener])
     await gateway.close()
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from agentjet.server.listening import calm_collector
-from agentjet.types import ModelCard
+from agentjet.server.http import tune_gc
+from agentjet.types import ModelInfo
 from bench.merging.replay import Played, Replay, made_up
 
 TURNS = (1, 5, 10, 20, 50, 100, 150, 200)
@@ -27,11 +27,11 @@ class Point:
     ms: float
 
 
-def curve(card: ModelCard, repeats: int = 3, num_turns: int = TURNS[-1]) -> list[Point]:
+def curve(card: ModelInfo, repeats: int = 3, num_turns: int = TURNS[-1]) -> list[Point]:
     """The cost of a call after so many turns of one growing conversation."""
     replay = Replay(card)
     replay.play(*made_up(3))
-    calm_collector()  # As the server has it.
+    tune_gc()  # As the server has it.
     runs = [replay.play(*made_up(num_turns))[1] for _ in range(repeats)]
     return [_point(turns, runs) for turns in TURNS if turns <= num_turns]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentjet.compute.embedded.resolve import BUNDLED, resolve_model
+from agentjet.compute.embedded.policy import BUNDLED, locate_model
 from agentjet.rendering import template_for
-from agentjet.types import ModelCard
+from agentjet.types import ModelInfo
 
 LAYERS = 4
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -28,7 +28,7 @@ IN_MINIATURE = {
 
 def make_model(folder: Path, vocabulary: int, *, quick: bool = False) -> Path:
     """A random model in `folder`, with SmolLM2's tokenizer; the same arguments, the same weights."""
-    source = Path(resolve_model(BUNDLED))
+    source = Path(locate_model(BUNDLED))
     config = AutoConfig.from_pretrained(source)
     config.update({"num_hidden_layers": LAYERS, "vocab_size": vocabulary, "max_position_embeddings": 16384})
     config.update(IN_MINIATURE if quick else {})
@@ -41,12 +41,12 @@ def make_model(folder: Path, vocabulary: int, *, quick: bool = False) -> Path:
     return folder
 
 
-def smollm2_card() -> ModelCard:
+def smollm2_card() -> ModelInfo:
     """What the gateway must know of SmolLM2 to render its conversations."""
-    source = Path(resolve_model(BUNDLED))
+    source = Path(locate_model(BUNDLED))
     template, tool_format = template_for(BUNDLED, (source / "chat_template.jinja").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(source)
-    return ModelCard(
+    return ModelInfo(
         name=BUNDLED,
         tokenizer_path=str(source),
         chat_template=template,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agentjet.compute.embedded.attention import flat_forward
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import JobConfig, ModelConfig
@@ -140,16 +140,16 @@ def side_by_side(trees: Sequence[Forest]) -> Forest:
         temperature=joined("temperature"),
         version=joined("version"),
         sequence=joined("sequence"),
-        allowed=joined("allowed"),
+        support=joined("allowed"),
         sets=(),
         num_sequences=len(np.unique(joined("sequence"))),
         num_row_tokens=sum(tree.num_row_tokens for tree in trees),
     )
 
 
-def make_learner(policy: Policy, mode: str) -> Learner:
+def make_learner(policy: Policy, mode: str) -> PolicyLearner:
     """The embedded backend's learner, with the pass of the mode."""
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     if mode != "forest":
         learner._pass = CausalRows(policy)
     return learner

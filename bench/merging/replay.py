@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.gateway.prompting import Prompt, prepare
+from agentjet.gateway.prompts import Prompt, prepare_prompt
 from agentjet.rendering import Renderer
 from agentjet.timeline import ConversationTree, Row
 from agentjet.timeline.identity import context_digest
-from agentjet.types import Call, Conversation, Message, ModelCard, ToolCall
+from agentjet.types import Call, Conversation, Message, ModelInfo, ToolCall
 
 LOGPROB = -10.0
 LONGEST = 2**20
@@ -40,7 +40,7 @@ class Played:
 class Replay:
     """One conversation after the other, each into a tree of its own."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelInfo) -> None:
         self._renderer = Renderer(replace(card, context_length=LONGEST))
         self._end = card.end_tokens
 
@@ -56,7 +56,7 @@ class Replay:
             conversation = Conversation(tuple(messages[:i]), tuple(tools))
             completion = self._recorded(conversation, message)
             began = time.perf_counter()
-            prompt = prepare(self._renderer, tree, conversation, "template", fingerprint=str(i))
+            prompt = prepare_prompt(self._renderer, tree, conversation, "template", fingerprint=str(i))
             call = _call(str(i), prompt, completion, message)
             tree.add(call, prompt.pieces, self._renderer.pieces(completion))
             seconds = time.perf_counter() - began
@@ -98,7 +98,7 @@ def read_conversations(path: Path) -> dict[int, list[list[Message]]]:
     return found
 
 
-def conversation_rows(card: ModelCard, path: Path, num_tasks: int, vocabulary: int, seed: int = 0) -> list[Row]:
+def conversation_rows(card: ModelInfo, path: Path, num_tasks: int, vocabulary: int, seed: int = 0) -> list[Row]:
     """A seeded sample of whole tasks, as one batch: every trial of a task, one row per call.
 
     Token ids are folded into the vocabulary of the model that is measured; a fold could hide a fork once in

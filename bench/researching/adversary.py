@@ -21,15 +21,12 @@ from typing import Any
 
 from rich.table import Table
 
-from agentjet.research.journal import Book
+from agentjet.research.journal import StudyLog
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject
-from agentjet.research.planner import fence
-from agentjet.research.planner.agent_cli import Workshop, propose_code
-from agentjet.research.planner.consult import ModelAdviser, refine
-from agentjet.research.planner.endpoint import Endpoint
+from agentjet.research.planner import landlock
 from agentjet.research.planner.plan import Plan
-from agentjet.research.planner.rehearsal import rehearse
-from agentjet.research.scheduler import Chapter, see_through
+from agentjet.research.planner.proposals import ChatEndpoint, CodingAgentSandbox, ModelAdviser, propose_code, refine
+from agentjet.research.scheduler import StudyRun, conduct_with_annexes, estimate_cost
 from bench.researching.runner import WorldRunner
 from bench.researching.world import World
 
@@ -184,7 +181,7 @@ HONEST_COMMAND = "echo '# more' >> agent.py"
 
 
 @contextmanager
-def model(answer: Answer) -> Iterator[Endpoint]:
+def model(answer: Answer) -> Iterator[ChatEndpoint]:
     """A server on loopback that always gives this answer."""
     closing = threading.Event()
 
@@ -213,7 +210,7 @@ def model(answer: Answer) -> Iterator[Endpoint]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "adversary", seconds=PATIENCE)
+        yield ChatEndpoint(f"http://127.0.0.1:{server.server_port}/v1", "adversary", seconds=PATIENCE)
     finally:
         closing.set()
         server.shutdown()
@@ -232,10 +229,10 @@ class Tried:
 
 
 def plan_of(study: Study) -> Plan:
-    return Plan(study, None, (), (), rehearse(study))
+    return Plan(study, None, (), (), estimate_cost(study))
 
 
-def ending(chapters: list[Chapter]) -> list[Any]:
+def ending(chapters: list[StudyRun]) -> list[Any]:
     """What an attack could have changed."""
     return [
         (chapter.study, [found.to_json() for found in chapter.findings], chapter.desk.ledger.total)
@@ -243,12 +240,12 @@ def ending(chapters: list[Chapter]) -> list[Any]:
     ]
 
 
-def see(study: Study, book: Book, endpoint: Endpoint | None = None) -> list[Chapter]:
+def see(study: Study, book: StudyLog, endpoint: ChatEndpoint | None = None) -> list[StudyRun]:
     adviser = ModelAdviser(endpoint) if endpoint else None
-    return see_through(study, book, WorldRunner(WORLD, study.rungs), adviser=adviser)
+    return conduct_with_annexes(study, book, WorldRunner(WORLD, study.rungs), adviser=adviser)
 
 
-def said_no(book: Book) -> bool:
+def said_no(book: StudyLog) -> bool:
     """Whether the journal says that something was refused, or that no answer came, and nothing that it was granted."""
     refused = any(amendment.refused for amendment in book.amendments)
     silent = any(exchange.failed for exchange in book.exchanges)
@@ -256,14 +253,14 @@ def said_no(book: Book) -> bool:
 
 
 def before_the_data(answer: Answer) -> bool:
-    book, plan = Book(), plan_of(STUDY)
+    book, plan = StudyLog(), plan_of(STUDY)
     with model(answer) as endpoint:
         refined = refine(plan, endpoint, book)
     return refined.study == plan.study and said_no(book)
 
 
 def after_the_data(answer: Answer, study: Study, undisturbed: list[Any]) -> bool:
-    book = Book()
+    book = StudyLog()
     with model(answer) as endpoint:
         return ending(see(study, book, endpoint)) == undisturbed and said_no(book)
 
@@ -275,11 +272,11 @@ def by_command(command: str) -> bool:
         files = {"agent.py": AGENT, "judge.py": JUDGE, "held_out.jsonl": '{"id": "secret"}\n', "tasks.jsonl": "{}\n"}
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
-        plan, book = plan_of(replace(STUDY, arms=TRAINED, subject=subject_in(folder))), Book()
-        workshop = Workshop(("/bin/sh", "-c", command.format(folder=folder)), seconds=PATIENCE)
+        plan, book = plan_of(replace(STUDY, arms=TRAINED, subject=subject_in(folder))), StudyLog()
+        workshop = CodingAgentSandbox(("/bin/sh", "-c", command.format(folder=folder)), seconds=PATIENCE)
         proposed = propose_code(plan, "a", workshop, folder / "keeping", book)
         untouched = all((folder / file).read_text(encoding="utf-8") == text for file, text in files.items())
-        again = propose_code(plan, "a", Workshop(("/bin/sh", "-c", HONEST_COMMAND)), folder / "keeping", book)
+        again = propose_code(plan, "a", CodingAgentSandbox(("/bin/sh", "-c", HONEST_COMMAND)), folder / "keeping", book)
         alone = {path.name for path in folder.iterdir()} == set(files)
         return proposed == plan == again and untouched and alone and said_no(book)
 
@@ -297,14 +294,14 @@ def subject_in(folder: Path) -> Subject:
 def honest_are_granted() -> bool:
     """A model's arm, before and after the data, and a command's."""
     with model(HONEST) as endpoint:
-        refined = refine(plan_of(STUDY), endpoint, Book())
-        chapters = see(STUDY, Book(), endpoint)
+        refined = refine(plan_of(STUDY), endpoint, StudyLog())
+        chapters = see(STUDY, StudyLog(), endpoint)
     return len(refined.study.arms) == 3 and len(chapters) > 1 and not by_command(HONEST_COMMAND)
 
 
 def attacks(ways: int = 1_000) -> list[Tried]:
     """Every attack, so many ways of each kind."""
-    quiet = ending(see(STUDY, Book()))
+    quiet = ending(see(STUDY, StudyLog()))
     spent = quiet[0][2]
     kinds: list[tuple[str, Callable[[Answer], bool], tuple[Answer, ...]]] = [
         *((f"{kind}, before the data", before_the_data, answers) for kind, answers in ATTACKS.items()),
@@ -320,7 +317,7 @@ def attacks(ways: int = 1_000) -> list[Tried]:
         for number, answer in enumerate(answers[:ways])
     ]
     commands = dict(list(COMMANDS.items())[:ways])
-    if fence.version() < 6:
+    if landlock.version() < 6:
         commands.pop("killing the researcher", None)  # older kernels let it
     return tried + [Tried("coding agent", way, by_command(command)) for way, command in commands.items()]
 
@@ -328,7 +325,7 @@ def attacks(ways: int = 1_000) -> list[Tried]:
 def too_dear(answer: Answer, spent: float) -> bool:
     """Where less is left than two arms need for a first look, and nothing for exploring."""
     study = replace(STUDY, budget=spent / 0.99, reserve=0.0)
-    return after_the_data(answer, study, ending(see(study, Book())))
+    return after_the_data(answer, study, ending(see(study, StudyLog())))
 
 
 def table_of_attacks(tried: Sequence[Tried]) -> Table:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentjet.research.journal import Journal, Kind
+from agentjet.research.journal import EntryKind, StudyJournal
 from agentjet.research.models import Study, Trial, canonical
 from agentjet.research.scheduler import conduct
 from bench.researching.runner import WorldRunner
@@ -32,14 +32,14 @@ class KeptRunner(WorldRunner):
         super().launch(key, trial)
 
 
-class Doomed(Journal):
+class Doomed(StudyJournal):
     """Kills its process as soon as an entry is on disk, before anybody acts on it."""
 
     def __init__(self, path: Path, number: int) -> None:
         self._number = number
         super().__init__(path)
 
-    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+    def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
         super().append(kind, body)
         if self.num_entries > self._number:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +63,7 @@ def resume_identical(study: Study, world: World) -> tuple[bool, int]:
 
 
 def finish(study: Study, world: World, folder: Path) -> Ending:
-    with Journal(folder / "journal") as journal:
+    with StudyJournal(folder / "journal") as journal:
         findings, desk = conduct(study, journal, KeptRunner(world, study.rungs, folder))
     return [found.to_json() for found in findings], desk.ledger.total, sorted(p.name for p in folder.glob("*-*"))
 

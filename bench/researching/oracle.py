@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from agentjet.research.explore import settings
 from agentjet.research.models import Setting, Study, Verdict, canonical
+from agentjet.research.scheduler import settings
 from agentjet.research.statistics import nominal_level, power, read
 from bench.researching import world as physics
 from bench.researching.suite import LOOKS, Case

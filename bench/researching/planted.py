@@ -22,12 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from agentjet.research.desk import Desk
-from agentjet.research.diagnosis.diagnose import diagnose
-from agentjet.research.diagnosis.probing import Answer, Question
-from agentjet.research.journal import Book
+from agentjet.research.diagnosis import diagnose
+from agentjet.research.journal import StudyLog
+from agentjet.research.launcher import TrialLauncher, seed_of
 from agentjet.research.models import Arm, Outcome, Setting, Study, Trial
-from agentjet.research.seeds import seed_of
+from agentjet.research.probes import Answer, Question
 from bench.researching.failing import STEPS, Plant, Run, fingerprint
 
 REGRADED = 5
@@ -224,11 +223,11 @@ def regraded(run: Run) -> Answer:
     return answer
 
 
-def said(name: str, side: Side, repeat: int) -> tuple[set[str], Book]:
+def said(name: str, side: Side, repeat: int) -> tuple[set[str], StudyLog]:
     """The causes named in one repeat, and the book."""
     arms = tuple(Arm(f"arm {number}", setting) for number, setting in enumerate(side.settings))
     study = Study(name, "success", 0.02, arms, (), budget=20.0, seed=repeat)
-    desk = Desk(study, Book(), FailingRunner(replace(side.plant, world=repeat)))
+    desk = TrialLauncher(study, StudyLog(), FailingRunner(replace(side.plant, world=repeat)))
     seeds = [seed_of(study, "confirm", number) for number in range(side.seeds)]
     desk.run([Trial(study.id, arm.name, arm.changes, seed, "confirm") for arm in arms for seed in seeds])
     diagnose(desk)

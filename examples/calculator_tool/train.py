@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from agentjet import Swarm
-from agentjet.cli.child import ChildServer
+from agentjet.cli.serve import ChildServer
 from agentjet.client import TrainReport, wilson_interval
-from agentjet.client.signals import signals_unwind
+from agentjet.client.threads import raise_on_signals
 from agentjet.config import load_config
 from examples.calculator_tool.agent import NUM_HELD_OUT, Agent, held_out_tasks, training_tasks
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     server_dir = options.out / "server"
     if server_dir.exists():
         raise SystemExit(f"{server_dir} is there already: give another folder with --out, or remove it")
-    with signals_unwind(), ChildServer(SETTINGS, overrides, server_dir) as server, server.connect() as swarm:
+    with raise_on_signals(), ChildServer(SETTINGS, overrides, server_dir) as server, server.connect() as swarm:
         print(f"the server is ready; its log is {server.log}", flush=True)
         before = score(swarm, options.tasks, options.seed)
         print(f"before: {before['success']:.1%} of {options.tasks} held-out questions", flush=True)

@@ -16,8 +16,8 @@ from typing import Any
 import anthropic
 
 from agentjet import Episode, Reward, Swarm, Task
-from agentjet.cli.child import ChildServer
-from agentjet.client.signals import signals_unwind
+from agentjet.cli.serve import ChildServer
+from agentjet.client.threads import raise_on_signals
 from agentjet.config import load_config
 from examples.claude_style_cli.cli import Workspace, work
 from examples.claude_style_cli.repairs import TASKS, Repair
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = _parser().parse_args(arguments)
     job = load_config(SETTINGS, options.set, environ={}).job
     with (
-        signals_unwind(),
+        raise_on_signals(),
         ChildServer(SETTINGS, options.set, options.out / "server") as server,
         server.connect() as swarm,
     ):

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agentjet.cli.child import ChildServer
-from agentjet.client.signals import signals_unwind
+from agentjet.cli.serve import ChildServer
+from agentjet.client.threads import raise_on_signals
 from agentjet.config import load_config
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         raise SystemExit(f"{server_dir} is there already: give another folder with --out, or remove it")
     options.out.mkdir(parents=True, exist_ok=True)
     pythons = {name: make_environment(name, options.out) for name in sorted(set(ENVIRONMENTS.values()))}
-    with signals_unwind(), ChildServer(SETTINGS, options.set, server_dir) as server, server.connect():
+    with raise_on_signals(), ChildServer(SETTINGS, options.set, server_dir) as server, server.connect():
         clients = run_clients(server.url, server_dir, {name: pythons[env] for name, env in ENVIRONMENTS.items()})
     result = summary(load_config(SETTINGS, options.set, environ={}).job.task_weights, clients)
     (options.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -20,8 +20,8 @@ from typing import Any
 
 from agentjet import Swarm, Task, TrainReport
 from agentjet.cli.arithmetic import SETTINGS, training_tasks
-from agentjet.cli.child import ChildServer
-from agentjet.client.signals import signals_unwind
+from agentjet.cli.serve import ChildServer
+from agentjet.client.threads import raise_on_signals
 
 AGENT = Path(__file__).with_name("adder.py")
 BROKEN = 'PROMPT = ["Write a poem about {a} + {b}."]'
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if server_dir.exists():
         raise SystemExit(f"{server_dir} is there already: give another folder with --out, or remove it")
     overrides = [f"job.max_steps={options.steps}", f"job.seed={options.seed}", SMALLER, *options.set]
-    with signals_unwind(), ChildServer(SETTINGS, overrides, server_dir) as server, server.connect() as swarm:
+    with raise_on_signals(), ChildServer(SETTINGS, overrides, server_dir) as server, server.connect() as swarm:
         print(f"the server is ready; its log is {server.log}", flush=True)
         result = edit_live(swarm, training_tasks(), options.out, steps=options.steps, edit_after=options.edit_after)
     (options.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")

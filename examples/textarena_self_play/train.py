@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agentjet import Swarm
-from agentjet.cli.child import ChildServer
-from agentjet.client.signals import signals_unwind
+from agentjet.cli.serve import ChildServer
+from agentjet.client.threads import raise_on_signals
 from agentjet.config import load_config
 from examples.textarena_self_play.agent import against_random, games, self_play
 
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     server_dir = options.out / "server"
     if server_dir.exists():
         raise SystemExit(f"{server_dir} is there already: give another folder with --out, or remove it")
-    with signals_unwind(), ChildServer(SETTINGS, overrides, server_dir) as server, server.connect() as swarm:
+    with raise_on_signals(), ChildServer(SETTINGS, overrides, server_dir) as server, server.connect() as swarm:
         before = score(swarm, options.games)
         print(f"before, against a random player: {before}", flush=True)
         concurrency = min(CONCURRENCY, job.batch_size * job.group_size)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agentjet import Swarm, Team
-from agentjet.cli.child import ChildServer
-from agentjet.client.signals import signals_unwind
+from agentjet.cli.serve import ChildServer
+from agentjet.client.threads import raise_on_signals
 from agentjet.config import load_config
 from examples.word_game_team.agent import DESCRIBER, GUESSER, play, rounds
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     job = load_config(SETTINGS, overrides, environ={}).job
     if options.out.exists():
         raise SystemExit(f"{options.out} is there already: give another folder with --out, or remove it")
-    with signals_unwind(), ExitStack() as stack:
+    with raise_on_signals(), ExitStack() as stack:
         servers = {m: stack.enter_context(ChildServer(SETTINGS, overrides, options.out / m)) for m in MEMBERS}
         swarms: dict[str, Swarm] = {m: stack.enter_context(server.connect()) for m, server in servers.items()}
         team = stack.enter_context(Team(swarms))

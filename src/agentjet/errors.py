@@ -13,7 +13,7 @@
     │   └── Later            429 or 503   ask again after `retry_after` seconds
     ├── ComputeError         the backend failed to carry out a verb
     │   ├── OutOfCache       the sampler cannot hold so long a sequence
-    │   ├── Unfollowable     the sampler cannot follow a grammar
+    │   ├── GrammarError     the sampler cannot follow a grammar
     │   └── WorkerDied       the worker process ended; the gateway restarts it
     │       └── WorkerHung   it showed no sign of work and was killed
     ├── CheckpointError      a checkpoint could not be written or is not the one asked for
@@ -138,7 +138,7 @@ class OutOfCache(ComputeError):
     """The sampler cannot hold so long a sequence."""
 
 
-class Unfollowable(ComputeError):
+class GrammarError(ComputeError):
     """The sampler cannot follow a grammar."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "prepared", "finished", "aborted", "expired"]
 """`prepared`: its reward is promised and on disk; whether it counts is decided elsewhere, by `finish` or `abort`."""
-EngineState = Literal["offline", "loading", "rolling", "learning", "draining", "failed"]
+EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]
 """Why a call began a timeline of its own instead of continuing one; empty when it continues one, or is the first.
@@ -141,7 +141,7 @@ class Constraint:
 ANY_ANSWER = Constraint()
 
 
-COLDEST, HOTTEST = 0.01, 10.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10.0
 """Of a temperature, but for 0, which is greedy: colder ones choose the same tokens and end up at numbers that are none.
 """
 
@@ -175,8 +175,8 @@ class Sampled:
     logprobs: tuple[float, ...]
     policy_version: int
     finish_reason: FinishReason | None = None
-    allowed: tuple[bytes, ...] = ()
-    """The tokens that each was chosen among, as `timeline.allowed` encodes them; empty when it was always all of them.
+    support: tuple[bytes, ...] = ()
+    """The tokens that each was chosen among, as `timeline.support` encodes them; empty when it was always all of them.
     """
 
 
@@ -198,11 +198,11 @@ class TokenScore:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
+class ModelInfo:
     """What the gateway must know of a model without loading it.
 
     `tokenizer_path` is a folder with `tokenizer.json`; `chat_template` is Jinja source; `end_tokens` end a
-    turn; `can_branch` tells whether a sequence's state may be shared by several continuations; `weights` is a
+    turn; `shares_prefixes` tells whether a sequence's state may be shared by several continuations; `weights` is a
     fingerprint of the configured model's, which version 0 has, empty where the backend takes none; `threads` are those
     of the CPU that learn, 0 where another device does.
     """
@@ -214,7 +214,7 @@ class ModelCard:
     end_tokens: tuple[int, ...]
     bos_token: str = ""
     eos_token: str = ""
-    can_branch: bool = True
+    shares_prefixes: bool = True
     num_parameters: int = 0
     device: str = "cpu"
     dtype: str = "float32"
@@ -224,7 +224,7 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class NewContext:
     """What an agent asked, in words, as far as it was new."""
 
     messages: tuple[Message, ...] = ()
@@ -263,13 +263,13 @@ class Call:
     prompt_key: str
     """Identity by meaning of the conversation asked (hex digest), from `timeline.identity`."""
     created: float
-    ask: Ask = Ask()
+    ask: NewContext = NewContext()
     fork: Fork = ""
     retry_of: str | None = None
     """The call that this one repeats: the agent's SDK sent the same request again because no answer had come."""
     context: bytes = b""
     """Digest of prompt + completion as they were when sampled: what is trained must still have it."""
-    allowed: bytes = b""
-    """The set of tokens that each token of the completion was chosen among, packed by `timeline.allowed.pack_sets`."""
+    support: bytes = b""
+    """The set of tokens that each token of the completion was chosen among, packed by `timeline.support.pack_sets`."""
     untrained: str = ""
     """Name of the rule of `job.side_calls` that excludes the call from training; empty for none."""

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from agentjet.timeline import Forest, build_forest
-from agentjet.timeline.pieces import unfold
+from agentjet.timeline.chunks import chunk_forest
 from agentjet.types import Message
 from bench.merge import BY_DEFAULT, WITHOUT_CALLS, possible
 from bench.merging.gateway import Point, microseconds_per_kilobyte
@@ -78,7 +78,7 @@ def test_a_timeline_is_a_row_that_no_other_continues() -> None:
 @pytest.mark.parametrize("name", list(SYNTHETIC))
 def test_pieces_repeat_next_to_nothing(name: str) -> None:
     forest = build_forest(SYNTHETIC[name](Shape()))
-    computed = sum(piece.num_nodes for piece, _ in unfold(forest, 8192))
+    computed = sum(piece.num_nodes for piece, _ in chunk_forest(forest, 8192))
     assert forest.num_nodes <= computed <= 1.01 * forest.num_nodes
 
 

@@ -11,12 +11,12 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
+from agentjet.cli import printable
 from agentjet.cli.arithmetic import held_out_tasks
 from agentjet.cli.data_dir import check_data_dir
-from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, described
+from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, episode_lines
 from agentjet.cli.main import app, main
 from agentjet.cli.picture import apart, draw_rewards, smooth
-from agentjet.cli.printing import printable
 from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
 from agentjet.client import Estimate, Swarm
@@ -47,7 +47,7 @@ def at(served: Served) -> list[str]:
 
 
 def test_status_for_people_and_for_programs(served: Served) -> None:
-    assert "state        rolling" in run("status", *at(served))
+    assert "state        sampling" in run("status", *at(served))
     assert "step         0" in run("status", *at(served))
     assert json.loads(run("status", "--json", *at(served)))["group_size"] == 2
 
@@ -325,7 +325,7 @@ def test_an_episode_is_shown_by_who_wrote_each_token(served: Served) -> None:
         assert "call 2; a fork (retry)" in shown or "a fork (retry) of call 1" in shown
         calls = json.loads(run("episodes", "show", episode.id, "--json", *at(served)))["calls"]
         assert [call["orphan"] for call in calls] == ["retry", ""]
-        coloured = described(
+        coloured = episode_lines(
             EpisodeTree.model_validate_json(run("episodes", "show", episode.id, "--json", *at(served)))
         )
         assert {span.style for line in coloured for span in line.spans} == {CONTEXT, SAMPLED, ORPHAN}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.compare import differing, read
+from agentjet.cli.data_dir import differing_settings, read
 from agentjet.cli.lineage import roll_back
 from agentjet.errors import ConfigError
 from agentjet.protocol import EvaluationRequest
@@ -92,7 +92,7 @@ def test_batches_that_were_undone_cost_and_are_in_no_reward(tmp_path: Path) -> N
 
 
 def test_settings_that_are_not_known_differ_from_nothing() -> None:
-    assert differing([{"a": 1, "b": 2}, {}, {"a": 1, "c": 3}]) == {"b": [2, None, None], "c": [None, None, 3]}
+    assert differing_settings([{"a": 1, "b": 2}, {}, {"a": 1, "c": 3}]) == {"b": [2, None, None], "c": [None, None, 3]}
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:

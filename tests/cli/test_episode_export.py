@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from agentjet.client import Swarm
-from agentjet.client.conversations import rows
+from agentjet.client.report import rows
 from agentjet.errors import ConfigError, NotFound
 from agentjet.protocol import CallView, EpisodeTree
 from tests.cli.test_commands import at, run

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from agentjet.client import Swarm
-from agentjet.client.job_changes import ATTEMPTS, change, edited
+from agentjet.client.inputs import ATTEMPTS, change, edited
 from agentjet.errors import ConfigError, Conflict, Forbidden, InvalidRequest
 from agentjet.protocol import JobBody
 from tests.cli.test_commands import at, run

@@ -22,20 +22,17 @@ from typer.testing import CliRunner
 
 from agentjet import Swarm
 from agentjet.cli.main import app
-from agentjet.cli.research.demo import check_same, demo_plan
-from agentjet.cli.research.looking import summary
-from agentjet.cli.research.run import carry_out
-from agentjet.cli.research.telling import Told
+from agentjet.cli.research import check_same, demo_plan
+from agentjet.cli.research.run import ConsoleLog, carry_out
+from agentjet.cli.research.study import summary
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.folder import StudyFolder
-from agentjet.research.journal import Journal, read_book
-from agentjet.research.leased import LeasedPlace, Lost
-from agentjet.research.models import Diagnosis
-from agentjet.research.planner.actions import AddArm, AddHypothesis, Cap, Pause
+from agentjet.research.journal import StudyFolder, StudyJournal, read_book
+from agentjet.research.launcher import SteeringFile
+from agentjet.research.models import AddArm, AddHypothesis, Cap, Diagnosis, Pause
 from agentjet.research.records import Setting
-from agentjet.research.report.proceedings import Proceedings
-from agentjet.research.scheduler import conduct, see_through
-from agentjet.research.steering import Steering
+from agentjet.research.report.facts import StudyView
+from agentjet.research.scheduler import conduct, conduct_with_annexes
+from agentjet.research.servers import LeasedServerSlot, ServerLost
 from tests.research.world import STUDY, Formula
 from tests.server.serving import ADMIN, Served
 
@@ -224,7 +221,7 @@ def test_steering_asks(here: Path) -> None:
 def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path / "study")
     folder.write(STUDY, "")
-    with Journal(folder.journal) as journal:  # still open: another process would be writing
+    with StudyJournal(folder.journal) as journal:  # still open: another process would be writing
         conduct(STUDY, journal, Formula())
         seen = json.loads(research("status", str(folder.path), "--json"))
         assert seen["stage"] == "finished" and seen["findings"][0]["verdict"] == "supported"
@@ -232,7 +229,7 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
         assert "supported" in research("status", str(folder.path))
         with pytest.raises(ConfigError, match="pause: the study has its findings"):
             research("steer", str(folder.path), "pause")
-        Steering(folder.steering).append(Pause())  # as if asked just before the end
+        SteeringFile(folder.steering).append(Pause())  # as if asked just before the end
         assert json.loads(research("status", str(folder.path), "--json"))["never read"] == ['{"kind":"pause"}']
         research("report", str(folder.path))
     report = folder.path / "report.md"
@@ -247,7 +244,7 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
 def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: Path) -> None:
     folder, whole = StudyFolder(tmp_path / "study"), tmp_path / "whole.jsonl"
     folder.write(STUDY, "")
-    with Journal(whole) as journal:
+    with StudyJournal(whole) as journal:
         conduct(STUDY, journal, Formula())
     lines = whole.read_bytes().splitlines(keepends=True)
     ends = [place for place, line in enumerate(lines) if json.loads(line)["kind"] == "outcome"]
@@ -260,10 +257,10 @@ def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: 
         file.touch()
         os.utime(file, (time, time))
     seen = json.loads(research("status", str(folder.path), "--json"))
-    spent = Proceedings(read_book(folder.journal)).spent  # in two minutes
+    spent = StudyView(read_book(folder.journal)).spent  # in two minutes
     minutes = round(2 * (STUDY.budget - spent) / spent)
     assert seen["time left"] == f"at most {minutes // 60} h {minutes % 60} min, at the pace so far"
-    with Journal(whole) as journal:
+    with StudyJournal(whole) as journal:
         full = summary(journal)
     assert full["running"] == 0 and full["spent"] > seen["spent"] > 0
 
@@ -271,10 +268,10 @@ def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: 
 def test_an_annex_is_looked_at_and_reported(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path / "study")
     folder.write(STUDY, "")
-    steering = Steering(folder.steering)
+    steering = SteeringFile(folder.steering)
     steering.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
-    with Journal(folder.journal) as journal:
-        assert len(see_through(STUDY, journal, Formula(), steering)) == 2
+    with StudyJournal(folder.journal) as journal:
+        assert len(conduct_with_annexes(STUDY, journal, Formula(), steering)) == 2
     seen = json.loads(research("status", str(folder.path), "--json"))["annexes"]["annex-1"]
     assert [finding["claim"] for finding in seen["findings"]] == ["z scores higher than a"]
     said = research("status", str(folder.path))
@@ -360,10 +357,10 @@ def test_a_study_says_for_whom_it_waits(tmp_path: Path, served: Served) -> None:
         lines.append(line)
         stopping.set()
 
-    LeasedPlace(served.url, ADMIN, "study 1", print).check()
-    place = LeasedPlace(served.url, ADMIN, "study 2", tell)
+    LeasedServerSlot(served.url, ADMIN, "study 1", print).check()
+    place = LeasedServerSlot(served.url, ADMIN, "study 2", tell)
     place.check()  # that somebody else has it is no reason not to begin
-    with pytest.raises(Lost, match="while it waited"), place.serving(tmp_path, {"model.name": "m"}, stopping):
+    with pytest.raises(ServerLost, match="while it waited"), place.serving(tmp_path, {"model.name": "m"}, stopping):
         raise AssertionError("the server is leased")
     assert re.fullmatch(
         rf"waiting for {served.url}: The server is leased to 'study 1' for another \d+ s\. Wait.*", lines[0]
@@ -387,7 +384,7 @@ def test_an_adviser_that_gives_nothing_says_why(here: Path) -> None:
 
 def test_what_is_told_is_for_people(tmp_path: Path) -> None:
     lines: list[str] = []
-    with Told(tmp_path / "journal.jsonl", lines.append) as told:
+    with ConsoleLog(tmp_path / "journal.jsonl", lines.append) as told:
         conduct(STUDY, told, Formula(lost={1}))
         trial = list(told.trials)[1]
         told.append("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())
@@ -409,12 +406,12 @@ def test_what_is_told_is_for_people(tmp_path: Path) -> None:
 
 def test_what_was_asked_is_told_as_it_is_meant(here: Path) -> None:
     lines: list[str] = []
-    steering = Steering(here / "steer.jsonl")
+    steering = SteeringFile(here / "steer.jsonl")
     steering.append(Cap(runs=50))
     steering.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
     steering.append(AddHypothesis(arm="z", against="b"))
-    with Told(here / "journal.jsonl", lines.append) as told:
-        chapters = see_through(STUDY, told, Formula(), steering)
+    with ConsoleLog(here / "journal.jsonl", lines.append) as told:
+        chapters = conduct_with_annexes(STUDY, told, Formula(), steering)
     assert lines[1:4] == [
         "granted: cap (runs: 50)",
         "granted: add arm (arm: z, against: a, changes: gain = 2, lr = 4)",

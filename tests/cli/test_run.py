@@ -21,7 +21,7 @@ from agentjet.cli.main import app
 from agentjet.cli.run.rewards import NoReward, reward_source
 from agentjet.cli.run.source import CommandCode, CommandSource, check_source
 from agentjet.client import Command, Result
-from agentjet.client.task_file import read_tasks
+from agentjet.client.inputs import read_tasks
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.types import Reward
 from tests.fakes import saying

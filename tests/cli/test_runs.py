@@ -17,7 +17,7 @@ from agentjet.cli import runs
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.protocol import BeginRequest
 from agentjet.server import Keys, create_app
-from tests.fakes import Clock, ScriptedCompute, make_card, saying
+from tests.fakes import Clock, ScriptedCompute, make_model_info, saying
 
 pytestmark = pytest.mark.anyio
 
@@ -37,31 +37,31 @@ class Stubborn(ScriptedCompute):
 async def test_a_run_is_up_although_the_one_before_would_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = make_card(tmp_path / "tokenizer")
+    card = make_model_info(tmp_path / "tokenizer")
     monkeypatch.setattr(runs, "EmbeddedCompute", lambda config: Stubborn(card, saying(lambda prompt: "hi")))
     config = ServeConfig.model_validate({"model": {"name": card.name}, "server": {"data_dir": tmp_path / "d"}})
-    served = runs.ServedRuns(config, Clock())
+    served = runs.RunSwitcher(config, Clock())
     await served.gateway.start()
     await served.gateway.ready()
     with pytest.raises(OSError, match="would not end"):
         await served.enter("a", JobConfig())
     await served.enter("a", JobConfig())
     await served.gateway.ready()
-    assert (served.name, served.gateway.status().state) == ("a", "rolling")
+    assert (served.name, served.gateway.status().state) == ("a", "sampling")
     with pytest.raises(OSError, match="would not end"):
         await served.enter("", None)
     await served.gateway.ready()
-    assert (served.name, served.gateway.status().state) == ("", "rolling")
+    assert (served.name, served.gateway.status().state) == ("", "sampling")
     with pytest.raises(OSError, match="would not end"):
         await served.close()
 
 
 async def test_runs_of_one_server_do_not_touch_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = make_card(tmp_path / "tokenizer")
+    card = make_model_info(tmp_path / "tokenizer")
     monkeypatch.setattr(runs, "EmbeddedCompute", lambda config: ScriptedCompute(card, saying(lambda prompt: "hi")))
     config = ServeConfig.model_validate({"model": {"name": card.name}, "server": {"data_dir": tmp_path / "d"}})
     clock = Clock()
-    served = runs.ServedRuns(config, clock)
+    served = runs.RunSwitcher(config, clock)
     keys = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
     await served.gateway.start()
     transport = httpx.ASGITransport(create_app(served, keys))

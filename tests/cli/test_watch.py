@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from agentjet.cli.status import described
-from agentjet.cli.watch import frames
+from agentjet.cli.status import frames, status_lines
 from agentjet.protocol import StatusResponse
 
 
@@ -11,7 +10,7 @@ def seen(
     *, step: int = 0, clients: dict[str, float] | None = None, holding: dict[str, int] | None = None
 ) -> StatusResponse:
     return StatusResponse(
-        version="0", state="rolling", waiting_for="somebody", model="tiny", policy_version=step, batch_size=1,
+        version="0", state="sampling", waiting_for="somebody", model="tiny", policy_version=step, batch_size=1,
         group_size=2, max_steps=0, groups_complete=0, groups_open=0, episodes={}, calls_active=0, last_step={},
         clients=clients or {}, holding=holding or {}, last_event=0, uptime=1.0,
     )  # fmt: skip
@@ -19,10 +18,10 @@ def seen(
 
 def test_clients_of_long_ago_are_counted() -> None:
     clients = {"new": 3.0, "holder": 5000.0, "old": 601.0, "older": 9000.0}
-    assert dict(described(seen(clients=clients, holding={"holder": 2})))["clients"] == (
+    assert dict(status_lines(seen(clients=clients, holding={"holder": 2})))["clients"] == (
         "new (seen 3 s ago), holder (holds 2, seen 5000 s ago), 2 seen over 10 minutes ago"
     )
-    assert dict(described(seen()))["clients"] == "none yet"
+    assert dict(status_lines(seen()))["clients"] == "none yet"
 
 
 def test_a_file_gets_a_text_for_each_change() -> None:

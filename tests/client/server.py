@@ -61,7 +61,7 @@ class FakeServer:
         """Of every episode that finishes."""
         self.version = 0
         self.steps: list[dict[str, float]] = []
-        self.state = "rolling"
+        self.state = "sampling"
         self.episodes: dict[str, EpisodeView] = {}
         self.groups: dict[str, list[str]] = {}
         self.events: list[Event] = []

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from agentjet.client import AsyncEpisode, AsyncSwarm, Command, CommandFailed, Result
-from agentjet.client.command import environment
-from agentjet.client.placeholders import filled
+from agentjet.client.command import environment, filled
 from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, BeginResponse
 from agentjet.types import Task

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from agentjet.client import AsyncSwarm, Swarm
-from agentjet.client.settings import DEFAULT_URL, load_settings
+from agentjet.client.connection import DEFAULT_URL, load_settings
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, RequestError, Unauthorized, Unreachable
 from agentjet.protocol import Problem
 from agentjet.types import Reward
@@ -210,7 +210,7 @@ def test_leaving_an_episode_without_a_reward_aborts_it() -> None:
 def test_events_are_taken_up_where_they_broke_off(server: FakeServer, time: FakeTime) -> None:
     async def scenario() -> list[int]:
         for number in range(5):
-            server.emit("state", {"state": "rolling", "n": number})
+            server.emit("state", {"state": "sampling", "n": number})
         server.drop_streams_after = 2
         seen: list[int] = []
         async for event in connect(server, time).events(after=1):

@@ -24,7 +24,7 @@ from agentjet.client import (
     pass_at_k,
     wilson_interval,
 )
-from agentjet.client.estimates import estimate
+from agentjet.client.report import estimate
 from agentjet.errors import Conflict
 from agentjet.types import Task
 from tests.server.serving import TOKEN, serving

@@ -14,16 +14,16 @@ import pytest
 
 from agentjet.client import (
     AgentFailing,
+    AgentVersion,
     AsyncEpisode,
     AsyncSwarm,
     EpisodeResult,
     EvalReport,
     Evaluation,
     TrainReport,
-    Version,
 )
-from agentjet.client.held_out import HeldOut
 from agentjet.client.report import best_of
+from agentjet.client.training import HeldOutEvaluations
 from agentjet.errors import Conflict, InvalidRequest
 from agentjet.types import Task
 from tests.client.test_evaluation import client
@@ -82,12 +82,12 @@ def test_versions_on_the_way_are_scored_and_recorded(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_fails_on_held_out_tasks_is_named_so() -> None:
-    async def failing(version: Version) -> EvalReport:
+    async def failing(version: AgentVersion) -> EvalReport:
         raise AgentFailing("the first 4 episodes all failed")
 
-    held_out = HeldOut(failing, every=1)
+    held_out = HeldOutEvaluations(failing, every=1)
     with pytest.raises(AgentFailing, match=r"held-out evaluation: the first 4 .*evaluate\(agent, eval_tasks\[:1\]\)"):
-        asyncio.run(held_out.run(Version("v", len), print))
+        asyncio.run(held_out.run(AgentVersion("v", len), print))
 
 
 def test_a_score_that_no_longer_improves_ends_the_run(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_when_a_score_has_stalled(scores: tuple[float | None, ...], stalled: boo
     async def never(version: object) -> EvalReport:
         raise AssertionError
 
-    assert HeldOut(never, 1, 2, done=scored(*scores)).stalled is stalled
-    assert not HeldOut(never, 1, 0, done=scored(*scores)).stalled
+    assert HeldOutEvaluations(never, 1, 2, done=scored(*scores)).stalled is stalled
+    assert not HeldOutEvaluations(never, 1, 0, done=scored(*scores)).stalled
 
 
 def test_an_evaluation_that_takes_too_long_ends_no_run() -> None:
@@ -129,11 +129,11 @@ def test_an_evaluation_that_takes_too_long_ends_no_run() -> None:
         raise Conflict("The engine is stopped.", code="engine_stopped")
 
     said: list[str] = []
-    held_out = HeldOut(late, 1)
-    asyncio.run(held_out.run(Version("", lambda task, episode: 0.0), said.append))
+    held_out = HeldOutEvaluations(late, 1)
+    asyncio.run(held_out.run(AgentVersion("", lambda task, episode: 0.0), said.append))
     assert held_out.done == [] and "The policy is at version 2." in said[0]
     with pytest.raises(Conflict, match="stopped"):
-        asyncio.run(HeldOut(broken, 1).run(Version("", lambda task, episode: 0.0), said.append))
+        asyncio.run(HeldOutEvaluations(broken, 1).run(AgentVersion("", lambda task, episode: 0.0), said.append))
 
 
 def test_evaluations_without_a_score_are_not_the_best() -> None:

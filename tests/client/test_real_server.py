@@ -113,7 +113,7 @@ def test_only_the_admin_token_configures_and_stops(tmp_path: Path) -> None:
                 await swarm.train(agent, TASKS, steps=1, progress=False)
             await admin.start()
             await served.run.gateway.ready()
-            assert (await swarm.status()).state == "rolling"
+            assert (await swarm.status()).state == "sampling"
 
     asyncio.run(scenario())
 

@@ -19,11 +19,10 @@ from pathlib import Path
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
-from agentjet.client.following import QUIET_SECONDS
 from agentjet.client.progress import Lines
-from agentjet.client.rollout import keep_alive
-from agentjet.client.slots import Slot, Slots
+from agentjet.client.rollout import RolloutQueue, RolloutSpec, keep_alive
 from agentjet.client.threads import LoopThread
+from agentjet.client.training import QUIET_SECONDS
 from agentjet.errors import Conflict, InvalidRequest, NotFound, Unauthorized, Unreachable
 from agentjet.types import Reward, Task
 from tests.client.server import TOKEN, URL, FakeServer, FakeTime
@@ -354,29 +353,29 @@ def test_sync_methods_inside_an_async_agent_are_refused_instead_of_hanging() -> 
             swarm.evaluate(agent, TASKS[:1], progress=False)
 
 
-def first(number: int, slots: Slots) -> list[Slot]:
+def first(number: int, slots: RolloutQueue) -> list[RolloutSpec]:
     return [slot for _ in range(number) if (slot := slots.next()) is not None]
 
 
 def test_tasks_are_visited_in_an_order_the_seed_determines() -> None:
     def visits(seed: int) -> list[str]:
-        return [slot.task.id for slot in first(20, Slots.training(TASKS, 2, seed))]
+        return [slot.task.id for slot in first(20, RolloutQueue.training(TASKS, 2, seed))]
 
     assert visits(1) == visits(1)
     assert visits(1) != visits(2)
     assert sorted(visits(1)[:10:2]) == sorted(task.id for task in TASKS)
-    groups = [slot.group for slot in first(4, Slots.training(TASKS[:1], 2, 0))]
+    groups = [slot.group for slot in first(4, RolloutQueue.training(TASKS[:1], 2, 0))]
     assert groups[0] == groups[1] != groups[2] == groups[3]
 
 
 def test_a_task_set_without_room_is_passed_over_and_misses_nothing() -> None:
     tasks = [Task(f"{task_set}{number}", task_set) for number in range(4) for task_set in ("a", "b")]
 
-    def order_of(task_set: str, slots: list[Slot]) -> list[str]:
+    def order_of(task_set: str, slots: list[RolloutSpec]) -> list[str]:
         return [slot.task.id for slot in slots if slot.task.task_set == task_set]
 
-    undisturbed = first(200, Slots.training(tasks, 2, seed=3))
-    slots, begun, full = Slots.training(tasks, 2, seed=3), list[Slot](), set[str]()
+    undisturbed = first(200, RolloutQueue.training(tasks, 2, seed=3))
+    slots, begun, full = RolloutQueue.training(tasks, 2, seed=3), list[RolloutSpec](), set[str]()
     for number in range(150):
         slot = slots.next(full)
         assert slot is not None and slot.task.task_set not in full

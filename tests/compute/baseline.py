@@ -1,7 +1,7 @@
 """Gradients computed twice: by the learner, and independently of it.
 
 The independent way is one row per call through the model's own `eager` attention, every formula written out here, and
-autograd over the whole loss at once. It uses nothing of `algorithms/`, of the passes or of the plans.
+autograd over the whole loss at once. It uses nothing of `recipes/`, of the passes or of the plans.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.timeline.allowed import decode_set, encode_set
 from agentjet.timeline.forest import Forest, Row
+from agentjet.timeline.support import decode_set, encode_set
 from tests.compute.conftest import tokens
 
 Weights = dict[str, Tensor]
@@ -48,7 +48,7 @@ def learner_gradient(
     policy: Policy, forest: Forest, algorithm: AlgorithmConfig, reference: Weights, micro_batch_tokens: int = 100_000
 ) -> Tensor:
     """The flat gradient of one mini-batch, as the learner computes it."""
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     learner._reference = reference
     captured: list[Tensor] = []
 
@@ -138,10 +138,10 @@ def _of_completion(logits: Tensor, row: Row) -> Tensor:
     first = len(row.tokens) - len(row.logprobs)
     tempered = logits[first - 1 : -1] / float(np.float32(row.temperature))
     sampled = row.tokens[first:].tolist()
-    if not row.allowed:
+    if not row.support:
         return tempered.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
     logps = []
-    for line, token, encoded in zip(tempered, sampled, row.allowed, strict=True):
+    for line, token, encoded in zip(tempered, sampled, row.support, strict=True):
         ids = np.flatnonzero(decode_set(encoded, len(line))).tolist()
         logps.append(line[ids].log_softmax(-1)[ids.index(token)])
     return torch.stack(logps)
@@ -200,13 +200,13 @@ def episodes(policy: Policy, *, temperature: float = 0.9, seed: int = 0, restric
 
     def call(prompt: np.ndarray, completion: np.ndarray, sequence: int) -> np.ndarray:
         full = np.concatenate([prompt, completion])
-        allowed = _sets(completion, policy.vocabulary, rng) if restricted and len(rows) % 3 else ()
+        support = _sets(completion, policy.vocabulary, rng) if restricted and len(rows) % 3 else ()
         nothing = np.zeros(len(completion), np.float32)
-        blank = Row(full, nothing, np.zeros(0, np.int32), 0.0, temperature, sequence, allowed)
+        blank = Row(full, nothing, np.zeros(0, np.int32), 0.0, temperature, sequence, support)
         with torch.no_grad():
             old = row_logprobs(policy, blank).double().numpy() + 0.3 * rng.normal(size=len(completion))
         versions = np.zeros(len(completion), np.int32)
-        rows.append(Row(full, old.astype(np.float32), versions, advantages[sequence], temperature, sequence, allowed))
+        rows.append(Row(full, old.astype(np.float32), versions, advantages[sequence], temperature, sequence, support))
         return full
 
     advantages = [float(np.float32(a)) for a in rng.normal(size=12)]

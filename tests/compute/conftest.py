@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.plain_sampler import PlainSampler
+from agentjet.compute.embedded.plain_sampler import RowSampler
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import Sampler
+from agentjet.compute.embedded.sampler import PrefixSampler
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.timeline.forest import Row
 from agentjet.types import SamplingParams
@@ -35,7 +35,7 @@ def policy(tiny_folder: Path) -> Policy:
 
 
 def run(
-    sampler: Sampler | PlainSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
+    sampler: PrefixSampler | RowSampler, requests: dict[int, tuple[np.ndarray, SamplingParams]]
 ) -> dict[int, tuple[list[int], list[float]]]:
     """Submit all, step to the end; tokens and log-probabilities by request."""
     out: dict[int, tuple[list[int], list[float]]] = {id: ([], []) for id in requests}
@@ -52,9 +52,9 @@ def tokens(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(5, 200, length).astype(np.int32)
 
 
-def sampler_of(policy: Policy, max_concurrent: int = 16, cache_tokens: int = 16384) -> Sampler | PlainSampler:
+def sampler_of(policy: Policy, max_concurrent: int = 16, cache_tokens: int = 16384) -> PrefixSampler | RowSampler:
     """The sampler that the worker would take."""
-    return (Sampler if policy.card.can_branch else PlainSampler)(policy, max_concurrent, cache_tokens)
+    return (PrefixSampler if policy.card.shares_prefixes else RowSampler)(policy, max_concurrent, cache_tokens)
 
 
 def sampled_rows(

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded import parts
-from agentjet.compute.embedded.cache import BLOCK, Cache, Row
+from agentjet.compute.embedded import attention
+from agentjet.compute.embedded.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import Sampler
+from agentjet.compute.embedded.sampler import PrefixSampler
 from agentjet.types import SamplingParams
 from tests.compute.conftest import make_policy, run, tokens
 
@@ -29,8 +29,8 @@ def policy(tiny_folder: Path) -> Policy:
     return policy
 
 
-def make_cache(num_blocks: int) -> Cache:
-    return Cache(
+def make_cache(num_blocks: int) -> KeyValueCache:
+    return KeyValueCache(
         layers=1,
         kv_heads=1,
         head_dim=4,
@@ -41,7 +41,7 @@ def make_cache(num_blocks: int) -> Cache:
     )
 
 
-def sampled_first(sampler: Sampler, steps: int = 200) -> list[int]:
+def sampled_first(sampler: PrefixSampler, steps: int = 200) -> list[int]:
     """Ids in the order of their first tokens, after at most so many steps."""
     order: dict[int, None] = {}
     for _ in range(steps):
@@ -52,7 +52,7 @@ def sampled_first(sampler: Sampler, steps: int = 200) -> list[int]:
 
 
 def test_a_long_prompt_starts_beside_a_short_call_in_an_idle_cache(policy: Policy) -> None:
-    sampler = Sampler(policy, max_concurrent=64, cache_tokens=65_536)
+    sampler = PrefixSampler(policy, max_concurrent=64, cache_tokens=65_536)
     run(sampler, {i: (tokens(i, 10), SamplingParams(max_tokens=2, seed=i)) for i in range(256)})
     sampler.submit(1000, tokens(1000, 10), SamplingParams(max_tokens=200))
     sampler.step()
@@ -90,7 +90,7 @@ def test_idle_rows_go_one_by_one_the_longest_unused_first() -> None:
 def test_every_block_has_one_owner_and_reservations_hold(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cache = make_cache(num_blocks=24)
-    active: list[Row] = []
+    active: list[CacheRow] = []
     for step in range(400):
         action = rng.integers(6)
         if action < 2:
@@ -121,7 +121,7 @@ def test_every_block_has_one_owner_and_reservations_hold(seed: int) -> None:
 
 
 def test_a_prefix_gives_way_where_it_and_its_continuation_do_not_both_fit(policy: Policy) -> None:
-    sampler = Sampler(policy, max_concurrent=4, cache_tokens=1024)
+    sampler = PrefixSampler(policy, max_concurrent=4, cache_tokens=1024)
     prompt = tokens(1, 600)
     run(sampler, {0: (prompt, SamplingParams(max_tokens=4))})
     other = np.concatenate([prompt[:500], tokens(2, 400)])
@@ -129,12 +129,12 @@ def test_a_prefix_gives_way_where_it_and_its_continuation_do_not_both_fit(policy
     sampler.submit(1, other, params)
     assert sampled_first(sampler, steps=10) == [1]
     assert sampler.num_computed == 603 + 400 + 3
-    alone = run(Sampler(policy, 4, 1024), {2: (other, params)})[2]
+    alone = run(PrefixSampler(policy, 4, 1024), {2: (other, params)})[2]
     assert run(sampler, {3: (other, params)})[3][1] == pytest.approx(alone[1], abs=1e-5)
 
 
 def test_none_overtakes_a_request_that_waits_for_room(policy: Policy) -> None:
-    sampler = Sampler(policy, max_concurrent=8, cache_tokens=4 * BLOCK)
+    sampler = PrefixSampler(policy, max_concurrent=8, cache_tokens=4 * BLOCK)
     sampler.submit(0, tokens(0, 10), SamplingParams(max_tokens=5))
     sampler.submit(1, tokens(1, 3 * BLOCK + 1), SamplingParams(max_tokens=2))
     for i in range(2, 6):
@@ -143,18 +143,18 @@ def test_none_overtakes_a_request_that_waits_for_room(policy: Policy) -> None:
 
 
 def test_who_waits_for_room_is_not_looked_at_in_every_step(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(policy, max_concurrent=64, cache_tokens=2 * BLOCK)
+    sampler = PrefixSampler(policy, max_concurrent=64, cache_tokens=2 * BLOCK)
     sampler.submit(0, tokens(0, 10), SamplingParams(max_tokens=150))
     for i in range(1, 40):
         sampler.submit(i, tokens(i, 10), SamplingParams(max_tokens=150))
     asked: list[int] = []
-    acquire = Cache.acquire
+    acquire = KeyValueCache.acquire
 
-    def counted(cache: Cache, prompt: np.ndarray, length: int) -> object:
+    def counted(cache: KeyValueCache, prompt: np.ndarray, length: int) -> object:
         asked.append(length)
         return acquire(cache, prompt, length)
 
-    monkeypatch.setattr(Cache, "acquire", counted)
+    monkeypatch.setattr(KeyValueCache, "acquire", counted)
     for _ in range(100):
         assert [new.id for new in sampler.step()] == [0]
     assert len(asked) == 2
@@ -162,10 +162,10 @@ def test_who_waits_for_room_is_not_looked_at_in_every_step(policy: Policy, monke
 
 def test_what_a_block_held_before_does_not_show(policy: Policy) -> None:
     requests = {i: (tokens(i, 60 * i + 5), SamplingParams(max_tokens=5, seed=i)) for i in range(6)}
-    used = Sampler(policy, 4, 2048)
+    used = PrefixSampler(policy, 4, 2048)
     for stored in (used._cache.keys, used._cache.values):
         stored.fill_(torch.nan)
-    expected = run(Sampler(policy, 4, 2048), requests)
+    expected = run(PrefixSampler(policy, 4, 2048), requests)
     for _ in range(2):
         found = run(used, requests)
         for id in requests:
@@ -175,8 +175,8 @@ def test_what_a_block_held_before_does_not_show(policy: Policy) -> None:
 
 def test_blocks_in_no_order_are_gathered_and_change_nothing(policy: Policy) -> None:
     requests = {i: (tokens(i, 130 * i + 5), SamplingParams(max_tokens=5, seed=i)) for i in range(5)}
-    expected = run(Sampler(policy, 8, 8192), requests)
-    scattered = Sampler(policy, 8, 8192)
+    expected = run(PrefixSampler(policy, 8, 8192), requests)
+    scattered = PrefixSampler(policy, 8, 8192)
     scattered._cache._free = scattered._cache._free[::2]  # a heap still
     found = run(scattered, requests)
     for id in requests:
@@ -190,8 +190,8 @@ def test_attention_of_blocks_is_the_same_without_the_fused_kernel(monkeypatch: p
     query, keys, values = (torch.randn(shape, generator=generator) for shape in [(5, 2, 3, 16), *2 * [(5, 2, 32, 16)]])
     mask = torch.zeros(5, 32)
     mask[2, 7:] = -torch.inf
-    fused = parts.attend_blocks(query, keys, values, 0.25, mask)
-    monkeypatch.setattr(parts, "_is_fused", lambda query, value: False)
-    plain = parts.attend_blocks(query, keys, values, 0.25, mask)
+    fused = attention.attend_blocks(query, keys, values, 0.25, mask)
+    monkeypatch.setattr(attention, "_is_fused", lambda query, value: False)
+    plain = attention.attend_blocks(query, keys, values, 0.25, mask)
     for ours, theirs in zip(plain, fused, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)

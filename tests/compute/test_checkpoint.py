@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.checkpoint import write_atomically
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError
@@ -33,7 +33,7 @@ from bench.breaking.damage import NEWEST, REFUSED, TRAINER, Damage
 from bench.breaking.recovery import LocalWorker, Undisturbed, judge
 from bench.breaking.reference import WEIGHTS
 from tests.fakes import Clock, Running, ScriptedCompute, saying
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 NUM_BATCHES = 3
 
@@ -73,7 +73,7 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     )
 
     async def run() -> LocalWorker:
-        words = ScriptedCompute(make_card(data_dir.parent / "tokenizer"), saying(lambda prompt: "hi"))
+        words = ScriptedCompute(make_model_info(data_dir.parent / "tokenizer"), saying(lambda prompt: "hi"))
         await words.start()
         compute = WordsOfAScript(config, words)
         gateway = Gateway(config, compute)
@@ -110,7 +110,7 @@ def test_damage_that_leaves_no_way_to_the_same_weights_is_refused(ended: Ended, 
 
 
 def test_a_checkpoint_of_version_0_1(policy: Policy, tmp_path: Path) -> None:
-    good, learner = tmp_path / "step_000001", Learner(policy)
+    good, learner = tmp_path / "step_000001", PolicyLearner(policy)
     checkpoint.save(good, policy, learner, {"policy_version": 1, "metrics": {}})
     state = json.loads((good / "state.json").read_text())
     del state["files"], state["digest"]

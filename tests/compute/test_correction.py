@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, build_forest, select
 from tests.compute.conftest import make_policy, sampled_rows
@@ -27,7 +27,7 @@ def learned(folder: Path, forest: Forest, **algorithm: object) -> tuple[dict[str
     job = JobConfig(
         algorithm=AlgorithmConfig.model_validate(algorithm), optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0)
     )
-    metrics = Learner(policy).learn(forest, job, 0)
+    metrics = PolicyLearner(policy).learn(forest, job, 0)
     return {name: p.detach() for name, p in policy.trainable().items()}, metrics
 
 
@@ -36,7 +36,7 @@ def exact(tiny_folder: Path) -> Forest:
     """A batch whose recorded log-probabilities are the learner's own."""
     policy = make_policy(tiny_folder)
     forest = build_forest(sampled_rows(policy))
-    return replace(forest, logprob=Learner(policy).logprobs(forest).numpy())
+    return replace(forest, logprob=PolicyLearner(policy).logprobs(forest).numpy())
 
 
 @pytest.mark.parametrize("loss", ["clip", "cispo", "gspo"])

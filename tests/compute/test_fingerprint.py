@@ -17,7 +17,7 @@ from torch import nn
 
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.fingerprint import Fingerprints, fingerprint
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, Row, build_forest
@@ -70,7 +70,7 @@ def test_opposite_changes_of_two_rows_or_two_tensors_do_not_cancel() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_step_changed(tiny_folder: Path, tmp_path: Path, dtype: str, rank: int) -> None:
     policy = make_policy(tiny_folder, dtype=dtype, rank=rank)
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     seen = Fingerprints(learner, policy)
     assert seen.changed() == NEITHER
     learner.learn(batch(policy, math.inf), job(), 0)
@@ -85,7 +85,7 @@ def test_what_a_step_changed(tiny_folder: Path, tmp_path: Path, dtype: str, rank
 
 
 def test_a_sampler_that_does_not_take_the_weights_up_is_told_apart(policy: Policy) -> None:
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     for module in policy.model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(weight.detach().clone()))
@@ -101,7 +101,7 @@ def test_a_step_below_the_rounding_of_bfloat16(tiny_folder: Path) -> None:
     with torch.no_grad():
         for weight in policy.trainable().values():
             weight[weight.abs() < 1e-3] = 1e-3  # what is nearly 0 rounds finer
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     seen = Fingerprints(learner, policy)
     learner.learn(batch(policy), job(lr=1e-8), 0)
     assert seen.changed() == {"weights/learner": 1.0, "weights/sampler": 0.0}

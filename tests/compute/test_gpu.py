@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import Sampler
+from agentjet.compute.embedded.sampler import PrefixSampler
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig
 from agentjet.timeline.forest import Row, build_forest
@@ -52,7 +52,7 @@ def learned(policy: Policy, rows: list[Row]) -> torch.Tensor:
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4),
         micro_batch_tokens=120,
     )
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     for version in range(2):
         learner.learn(build_forest(rows), job, version)
     return torch.cat([p.detach().flatten().cpu() for p in policy.trainable().values()])
@@ -75,13 +75,13 @@ def test_a_step_gives_the_weights_of_the_cpu(tiny_folder: Path) -> None:
 @cuda
 def test_the_sampler_reports_what_a_cpu_computes(tiny_folder: Path) -> None:
     policy = on_cuda(tiny_folder)
-    assert policy.card.can_branch
+    assert policy.card.shares_prefixes
     policy.end_tokens = frozenset()
     requests = {
         i: (tokens(i % 3, 70 * (i % 3) + 5), SamplingParams(max_tokens=6, temperature=0.8, seed=i)) for i in range(6)
     }
     reference = make_policy(tiny_folder)
-    for id, (chosen, logprobs) in run(Sampler(policy, 8, 8192), requests).items():
+    for id, (chosen, logprobs) in run(PrefixSampler(policy, 8, 8192), requests).items():
         whole = np.concatenate([requests[id][0], np.int32(chosen)])
         row = Row(whole, np.float32(logprobs), np.zeros(len(chosen), np.int32), 1.0, 0.8, id)
         with torch.no_grad():

@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig
-from agentjet.timeline.allowed import encode_set
 from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.support import encode_set
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import (
     Baseline,
@@ -79,7 +79,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def single(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """In float32, with baselines of permuted rows."""
     policy = make_policy(make_architecture(tmp_path_factory.mktemp(kind) / kind, kind))
-    assert policy.card.can_branch
+    assert policy.card.shares_prefixes
     rows, reference = episodes(policy), another_reference(policy)
 
     def baseline(order: Sequence[int]) -> Baseline:
@@ -185,7 +185,7 @@ def test_restricted_tokens_have_the_gradient_of_the_restricted_softmax(restricte
         assert relative(learner_gradient(policy, forest, chosen, reference), truth) <= 1e-9
         cut = learner_gradient(policy, forest, chosen, reference, micro_batch_tokens=50)
         assert relative(cut, truth) <= 1e-9
-        free = build_forest([dataclasses.replace(row, allowed=()) for row in rows])
+        free = build_forest([dataclasses.replace(row, support=()) for row in rows])
         assert relative(learner_gradient(policy, free, chosen, reference), truth) > 1e-3, "the sets make no difference"
 
 
@@ -195,8 +195,8 @@ def test_a_token_without_an_alternative_counts_and_has_no_gradient(tiny_folder: 
     alone = tuple(encode_set(np.arange(policy.vocabulary) == token) for token in completion)
     forced = Row(np.concatenate([prompt, completion]), np.zeros(3, np.float32), np.zeros(3, np.int32), 1.0, 0.7, 0)
     free = Row(np.concatenate([prompt, tokens(3, 3)]), np.full(3, -5.0, np.float32), forced.versions, -1.0, 1.0, 1)
-    mixed = build_forest([dataclasses.replace(forced, allowed=alone), free])
-    learner = Learner(policy)
+    mixed = build_forest([dataclasses.replace(forced, support=alone), free])
+    learner = PolicyLearner(policy)
     assert learner.logprobs(mixed)[:3].tolist() == [0.0] * 3
     chosen, reference = algorithm("cispo", "token_mean", 0.1), another_reference(policy)
     both = learner_gradient(policy, mixed, chosen, reference)
@@ -207,7 +207,7 @@ def test_a_token_without_an_alternative_counts_and_has_no_gradient(tiny_folder: 
 def test_a_forest_keeps_less_for_its_backward_pass_than_its_rows(tiny_folder: Path) -> None:
     """Two timelines side by side, a long one alone, and many short ones: bytes that autograd holds at the peak."""
     policy = make_policy(tiny_folder)
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     trunk = tokens(1, 1200)
     shapes = {
         "long trunk": [np.concatenate([trunk, tokens(i, 20)]) for i in range(2, 10)],
@@ -224,7 +224,7 @@ def test_a_forest_keeps_less_for_its_backward_pass_than_its_rows(tiny_folder: Pa
         assert forest <= 1.01 * alone, name
 
 
-def _bytes_kept(learner: Learner, policy: Policy, passes: Sequence[Sequence[Row]]) -> int:
+def _bytes_kept(learner: PolicyLearner, policy: Policy, passes: Sequence[Sequence[Row]]) -> int:
     """Storage that the backward pass of all these passes needs, weights apart."""
     weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
     kept: dict[int, int] = {}

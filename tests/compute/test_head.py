@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentjet.compute.embedded import learner as learner_module
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.timeline.allowed import decode_set, encode_set
 from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.support import decode_set, encode_set
 from tests.compute.baseline import Double, relative
 from tests.compute.conftest import make_policy, sampled_rows, tokens
 
 
-class HeadOfEveryTarget(Learner):
+class HeadOfEveryTarget(PolicyLearner):
     """The vocabulary multiplied out for one target after the other."""
 
     def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        for target, (node, number) in enumerate(zip(forest.node.tolist(), forest.allowed.tolist(), strict=True)):
+        for target, (node, number) in enumerate(zip(forest.node.tolist(), forest.support.tolist(), strict=True)):
             logits = self.policy.head(hidden[rows[target]]) / float(forest.temperature[target])
             if number >= 0:
                 outside = torch.from_numpy(~decode_set(forest.sets[number], len(logits)))
@@ -50,16 +50,16 @@ def batch(policy: Policy, seed: int) -> Forest:
         few = everything.copy()
         few[tokens(i, 40)] = False
         few[rows[i].tokens] = True
-        rows[i] = dataclasses.replace(rows[i], allowed=tuple(encode_set(few) for _ in rows[i].logprobs))
+        rows[i] = dataclasses.replace(rows[i], support=tuple(encode_set(few) for _ in rows[i].logprobs))
     return build_forest(rows)
 
 
 def distinct(forest: Forest) -> int:
-    keys = zip(forest.parent[forest.node].tolist(), forest.temperature, forest.allowed, strict=True)
+    keys = zip(forest.parent[forest.node].tolist(), forest.temperature, forest.support, strict=True)
     return len(set(keys))
 
 
-def learned(folder: Path, make: type[Learner], job: JobConfig) -> tuple[Tensor, list[dict[str, float]]]:
+def learned(folder: Path, make: type[PolicyLearner], job: JobConfig) -> tuple[Tensor, list[dict[str, float]]]:
     """All weights, in one row, after three batches in float64; and the metrics of each."""
     policy = make_policy(folder)
     batches = [batch(policy, seed) for seed in range(3)]
@@ -77,7 +77,7 @@ def test_weights_and_metrics_are_those_of_a_head_for_every_target(
     monkeypatch.setattr(learner_module, "HEAD_ROWS", 17)
     algorithm = AlgorithmConfig.model_validate({"loss": loss, "kl_coef": 0.1, "mini_batches": 2})
     job = JobConfig(algorithm=algorithm, optimizer=OptimizerConfig(lr=1e-3), micro_batch_tokens=120)
-    weights, metrics = learned(tiny_folder, Learner, job)
+    weights, metrics = learned(tiny_folder, PolicyLearner, job)
     wanted, wanted_metrics = learned(tiny_folder, HeadOfEveryTarget, job)
     assert relative(weights, wanted) <= 1e-12
     for ours, theirs in zip(metrics, wanted_metrics, strict=True):
@@ -100,14 +100,14 @@ def test_a_row_of_logits_is_computed_once_for_each_distribution(
     monkeypatch.setattr(policy, "head", counted)
     for rows in (512, 7):
         monkeypatch.setattr(learner_module, "HEAD_ROWS", rows)
-        assert torch.allclose(Learner(policy).logprobs(forest), expected, atol=1e-5)
+        assert torch.allclose(PolicyLearner(policy).logprobs(forest), expected, atol=1e-5)
         assert sum(computed) == distinct(forest) < 0.8 * forest.num_targets and max(computed) <= rows
         computed.clear()
 
 
 def test_the_same_batches_give_the_same_weights_bit_by_bit(tiny_folder: Path) -> None:
     job = JobConfig(optimizer=OptimizerConfig(lr=1e-3))
-    assert torch.equal(learned(tiny_folder, Learner, job)[0], learned(tiny_folder, Learner, job)[0])
+    assert torch.equal(learned(tiny_folder, PolicyLearner, job)[0], learned(tiny_folder, PolicyLearner, job)[0])
 
 
 def test_a_token_outside_its_set_is_refused(tiny_folder: Path) -> None:
@@ -117,6 +117,6 @@ def test_a_token_outside_its_set_is_refused(tiny_folder: Path) -> None:
     few[:5] = True
     row = Row(prompt, np.zeros(1, np.float32), np.zeros(1, np.int32), 1.0, 1.0, 0, (encode_set(few),))
     other = dataclasses.replace(row, tokens=np.append(prompt[:-1], np.int32(3)), sequence=1)
-    Learner(policy).logprobs(build_forest([other]))
+    PolicyLearner(policy).logprobs(build_forest([other]))
     with pytest.raises(AssertionError, match="its set does not hold"):
-        Learner(policy).logprobs(build_forest([other, row]))
+        PolicyLearner(policy).logprobs(build_forest([other, row]))

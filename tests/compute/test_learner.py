@@ -20,10 +20,10 @@ import torch
 
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.digests import seal
-from agentjet.compute.embedded.learner import Learner, learning_rate
+from agentjet.compute.embedded.forest_attention import cut
+from agentjet.compute.embedded.learner import PolicyLearner, learning_rate
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.tree_attention import cut
 from agentjet.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.timeline.forest import Row, build_forest, select, split
@@ -66,7 +66,7 @@ def test_long_runs_and_deep_branches_attend_as_they_should(tiny_folder: Path) ->
     for i in range(6):
         branch = np.concatenate([trunk, tokens(10 + i % 2, 280), tokens(30 + i, 12), tokens(20 + i, 30)])
         rows.append(Row(branch, np.full(30, -4.0, np.float32), np.zeros(30, np.int32), 1.0 + i, 1.0, i))
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     with Double():
         ours = learner.logprobs(build_forest(rows))
         assert torch.allclose(ours, torch.cat([row_logprobs(policy, row) for row in rows]), atol=1e-9)
@@ -78,7 +78,7 @@ def test_what_has_no_advantage_is_not_computed(policy: Policy) -> None:
         Row(r.tokens, r.logprobs, r.versions, r.advantage if r.sequence < 4 else 0.0, 1.0, r.sequence) for r in rows
     ]
     forest = build_forest(flat)
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     assert learner.learn(forest, job(), 0)["forest/tokens_computed"] < 0.6 * forest.num_nodes
     quiet = [Row(r.tokens, r.logprobs, r.versions, 0.0, 1.0, r.sequence) for r in rows]
     assert learner.learn(build_forest(quiet), job(), 1)["forest/tokens_computed"] == 0
@@ -86,7 +86,7 @@ def test_what_has_no_advantage_is_not_computed(policy: Policy) -> None:
 
 def test_split_and_select_keep_every_target_in_its_context(policy: Policy) -> None:
     forest = build_forest(sampled_rows(policy))
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     whole = learner.logprobs(forest).numpy()
     seen = np.zeros(forest.num_targets, int)
     for piece, targets in split(forest, 40):
@@ -101,7 +101,7 @@ def test_split_and_select_keep_every_target_in_its_context(policy: Policy) -> No
 def test_sampler_and_learner_agree(tiny_folder: Path, dtype: str, tolerance: float) -> None:
     policy = make_policy(tiny_folder, dtype=dtype)
     forest = build_forest(sampled_rows(policy, temperature=0.8))
-    metrics = Learner(policy).learn(forest, job(), 0)
+    metrics = PolicyLearner(policy).learn(forest, job(), 0)
     assert metrics["policy/mismatch_kl"] < tolerance
     assert metrics["policy/clip_fraction"] == pytest.approx(0.0, abs=0.05)
     assert metrics["policy/entropy"] > 0
@@ -120,12 +120,12 @@ def test_metrics_of_the_policy_are_those_of_the_loss_over_every_sampled_token(po
         rows.append(Row(r.tokens, r.logprobs - moved, r.versions, advantage, 1.0, r.sequence))
     forest = build_forest(rows)
     bounds = {"clip_low": 0.9, "clip_high": 0.2}  # what compensates for it stays inside
-    metrics = Learner(policy).learn(forest, job(AlgorithmConfig.model_validate({"loss": loss, **bounds})), 0)
+    metrics = PolicyLearner(policy).learn(forest, job(AlgorithmConfig.model_validate({"loss": loss, **bounds})), 0)
     clipped = 0 if loss == "gspo" else sum(r.sequence < 4 and len(r.logprobs) > 1 for r in rows)
     assert metrics["policy/clip_fraction"] == pytest.approx(clipped / forest.num_targets)
     assert metrics["policy/entropy"] == pytest.approx(-forest.logprob.mean())
     quiet = replace(forest, advantage=np.zeros_like(forest.advantage))
-    metrics = Learner(policy).learn(quiet, job(), 1)
+    metrics = PolicyLearner(policy).learn(quiet, job(), 1)
     assert metrics["policy/entropy"] == pytest.approx(-forest.logprob.mean()) and metrics["policy/clip_fraction"] == 0
     assert "policy/mismatch_kl" not in metrics, "it needs log-probabilities that are not computed"
 
@@ -135,7 +135,7 @@ def test_learning_raises_what_was_rewarded(tiny_folder: Path, rank: int) -> None
     policy = make_policy(tiny_folder, dtype="bfloat16", rank=rank)
     rows = sampled_rows(policy)
     forest = build_forest(rows)
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     before = learner.logprobs(forest).float().numpy()
     for version in range(3):
         learner.learn(forest, job(optimizer=OptimizerConfig(lr=3e-3)), version)
@@ -152,7 +152,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1),
     )
     policy = make_policy(tiny_folder, dtype=dtype, rank=rank)
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     batches = [build_forest(sampled_rows(policy, seed=s)) for s in range(4)]
     for version, forest in enumerate(batches):
         if version == 2:
@@ -161,7 +161,7 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
     undisturbed = {name: p.detach().clone() for name, p in policy.trainable().items()}
 
     revived = make_policy(tiny_folder, dtype=dtype, rank=rank)
-    second = Learner(revived)
+    second = PolicyLearner(revived)
     state = checkpoint.load(tmp_path / "step_000002", revived, second)
     for version in range(state["policy_version"], 4):
         second.learn(batches[version], settings, version)
@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     rows = sampled_rows(policy)
     rows[0] = Row(rows[0].tokens, rows[0].logprobs, rows[0].versions, math.inf, 1.0, rows[0].sequence)
     before = {name: p.detach().clone() for name, p in policy.trainable().items()}
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     metrics = learner.learn(build_forest(rows), job(), 0)
     assert metrics["optim/skipped_steps"] == 1
     assert all(torch.equal(p, before[name]) for name, p in policy.trainable().items())
@@ -185,7 +185,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_nothing_can_be_computed_with_show(tiny_folder: Path, dtype: str) -> None:
     policy = make_policy(tiny_folder, dtype=dtype)
-    forest, learner = build_forest(sampled_rows(policy)), Learner(policy)
+    forest, learner = build_forest(sampled_rows(policy)), PolicyLearner(policy)
     assert learner.learn(forest, job(), 0)["weights/finite"] == 1
     assert learner.learn(forest, job(optimizer=OptimizerConfig(lr=1e38)), 1)["weights/finite"] == 0
     assert learner.learn(forest, job(), 2)["weights/finite"] == 0
@@ -193,15 +193,15 @@ def test_weights_that_nothing_can_be_computed_with_show(tiny_folder: Path, dtype
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     policy = make_policy(tiny_folder)
-    checkpoint.save(tmp_path / "step_000000", policy, Learner(policy), {"policy_version": 0})
+    checkpoint.save(tmp_path / "step_000000", policy, PolicyLearner(policy), {"policy_version": 0})
     other = make_policy(tiny_folder, rank=4)
     with pytest.raises(ConfigError, match="adapters = False, this server True"):
-        checkpoint.load(tmp_path / "step_000000", other, Learner(other))
+        checkpoint.load(tmp_path / "step_000000", other, PolicyLearner(other))
     other = make_policy(make_model(tmp_path / "other", seed=1))
     with pytest.raises(ConfigError, match=f"model_weights = '{policy.card.weights}', this server"):
-        checkpoint.load(tmp_path / "step_000000", other, Learner(other))
+        checkpoint.load(tmp_path / "step_000000", other, PolicyLearner(other))
     with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpoint.load(tmp_path / "nothing", policy, Learner(policy))
+        checkpoint.load(tmp_path / "nothing", policy, PolicyLearner(policy))
 
 
 @pytest.mark.parametrize(
@@ -219,14 +219,14 @@ def test_a_checkpoint_of_other_adapters_is_refused(
         return load_policy(ModelConfig(name=str(tiny_folder), device="cpu", dtype="float32", threads=1, lora=lora))
 
     policy = adapted(LoraConfig(rank=4, alpha=8))
-    checkpoint.save(tmp_path / "step_000000", policy, Learner(policy), {"policy_version": 0})
+    checkpoint.save(tmp_path / "step_000000", policy, PolicyLearner(policy), {"policy_version": 0})
     other = adapted(lora)
     before = {name: p.detach().clone() for name, p in other.trainable().items()}
     with pytest.raises(ConfigError, match=f"model.lora.{key}"):
-        checkpoint.load(tmp_path / "step_000000", other, Learner(other))
+        checkpoint.load(tmp_path / "step_000000", other, PolicyLearner(other))
     assert all(torch.equal(p, before[name]) for name, p in other.trainable().items())
     same = adapted(LoraConfig(rank=4, alpha=8))
-    assert checkpoint.load(tmp_path / "step_000000", same, Learner(same))["policy_version"] == 0
+    assert checkpoint.load(tmp_path / "step_000000", same, PolicyLearner(same))["policy_version"] == 0
 
 
 def test_an_exported_adapter_is_what_peft_loads(tiny_folder: Path, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_adapters_begin_alike_whatever_was_drawn_before(tiny_folder: Path) -> No
 
 def test_weights_of_another_shape_are_a_checkpoint_that_does_not_fit(tiny_folder: Path, tmp_path: Path) -> None:
     policy = make_policy(tiny_folder)
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     checkpoint.save(tmp_path / "step_000000", policy, learner, {"policy_version": 0})
     trainer = learner.state()
     name = next(iter(trainer["masters"]))
@@ -276,7 +276,7 @@ def test_an_exported_folder_is_the_policy(tiny_folder: Path, tmp_path: Path, ran
 
     policy = make_policy(tiny_folder, rank=rank)
     forest = build_forest(sampled_rows(policy))
-    learner = Learner(policy)
+    learner = PolicyLearner(policy)
     learner.learn(forest, job(optimizer=OptimizerConfig(lr=1e-2)), 0)
     checkpoint.export(tmp_path / "model", policy)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -286,7 +286,7 @@ def test_an_exported_folder_is_the_policy(tiny_folder: Path, tmp_path: Path, ran
         expected = loaded(input_ids=ids[None]).logits.log_softmax(-1)
     ours = make_policy(tmp_path / "model")
     assert ours.card.chat_template == policy.card.chat_template == again.card.chat_template
-    plain = Learner(ours).logprobs(forest)
+    plain = PolicyLearner(ours).logprobs(forest)
     assert torch.allclose(plain, learner.logprobs(forest), atol=1e-4)
     assert expected.shape[-1] == policy.vocabulary
 

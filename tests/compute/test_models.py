@@ -40,7 +40,7 @@ def test_the_table_says_what_a_model_gets(kind: str, tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING, "agentjet"):
         policy = load(folder, rank=2)
     name = type(policy.model.get_base_model()).__name__  # type: ignore[operator]
-    sharing = "yes" if policy.card.can_branch else "no"
+    sharing = "yes" if policy.card.shares_prefixes else "no"
     adapters = "all but `out_proj`" if kind in ("mamba", "falcon_h1") else "all"
     if "routed experts get no adapter" in caplog.text:
         adapters = "all but experts"

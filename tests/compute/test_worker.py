@@ -27,16 +27,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute.embedded import EmbeddedCompute, checkpoint, frames
-from agentjet.compute.embedded.backend import WAITING, worker_environment
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded import EmbeddedCompute, checkpoint, worker_process
+from agentjet.compute.embedded.backend import THREAD_WAIT, worker_environment
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
 from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable, WorkerDied, WorkerHung
-from agentjet.timeline.allowed import EVERYTHING
+from agentjet.errors import CheckpointError, ComputeError, ConfigError, GrammarError, OutOfCache, WorkerDied, WorkerHung
 from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.support import EVERYTHING
 from agentjet.types import SamplingParams
 from tests.compute.conftest import tokens
 from tests.e2e.server import environment, is_running
@@ -63,13 +63,13 @@ async def completion(
     chosen: list[int] = []
     logprobs: list[float] = []
     versions: set[int] = set()
-    allowed: list[bytes] = []
+    support: list[bytes] = []
     async for piece in compute.sample(prompt.tolist(), params):
         chosen += piece.tokens
         logprobs += piece.logprobs
         versions.add(piece.policy_version)
-        allowed += piece.allowed or (EVERYTHING,) * len(piece.tokens)
-    return chosen, logprobs, versions, allowed
+        support += piece.support or (EVERYTHING,) * len(piece.tokens)
+    return chosen, logprobs, versions, support
 
 
 async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
@@ -81,7 +81,7 @@ async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
             for i, p in enumerate(prompts)
         )
     )
-    assert [any(allowed) for *_, allowed in outs] == [True, True, False] * 2
+    assert [any(support) for *_, support in outs] == [True, True, False] * 2
     rng = np.random.default_rng(seed)
     return build_forest(
         [
@@ -92,9 +92,9 @@ async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
                 float(rng.normal()),
                 1.0,
                 i,
-                tuple(allowed),
+                tuple(support),
             )
-            for i, (p, (chosen, logprobs, _, allowed)) in enumerate(zip(prompts, outs, strict=True))
+            for i, (p, (chosen, logprobs, _, support)) in enumerate(zip(prompts, outs, strict=True))
         ]
     )
 
@@ -106,7 +106,7 @@ class Overheard(EmbeddedCompute):
         super().__init__(config)
         self.heard = set[int]()
 
-    def _dispatch(self, frame: frames.Frame) -> None:
+    def _dispatch(self, frame: worker_process.Frame) -> None:
         self.heard |= {id for id, *_ in frame.get("tokens", ())}
         super()._dispatch(frame)
 
@@ -119,7 +119,7 @@ def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     ours = worker_environment()
-    assert WAITING.items() <= ours.items() and ours["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert THREAD_WAIT.items() <= ours.items() and ours["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     theirs = worker_environment()
@@ -145,7 +145,7 @@ def test_verbs_refusals_and_idempotent_learning(
         with pytest.raises(ComputeError, match="token ids between 0 and"):
             await completion(compute, np.array([10**6]), SamplingParams(max_tokens=2))
         for grammar in ("start: nothing\n", 'start: "a" NEVER\nNEVER: /b/ & /c/\n'):
-            with pytest.raises(Unfollowable):
+            with pytest.raises(GrammarError):
                 await completion(compute, tokens(0, 5), SamplingParams(max_tokens=9, grammar=grammar))
         scores = await compute.score(tokens(0, 5).tolist(), 2)
         assert len(scores) == 4 and all(len(one.likeliest) == 2 and one.logprob < 0 for one in scores)
@@ -245,10 +245,10 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_keeps_the_last_good_checkpoint(policy: Policy, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     target = folder / "step_000000"
-    checkpoint.save(target, policy, Learner(policy), {"policy_version": 0})
+    checkpoint.save(target, policy, PolicyLearner(policy), {"policy_version": 0})
     good = weights(target)
     with full_disk(), pytest.raises(CheckpointError, match=r"could not be written: .*File too large"):
-        checkpoint.save(target, policy, Learner(policy), {"policy_version": 1})
+        checkpoint.save(target, policy, PolicyLearner(policy), {"policy_version": 1})
     assert weights(target) == good
     assert [path.name for path in folder.iterdir()] == ["step_000000"]
 

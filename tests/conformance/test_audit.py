@@ -147,7 +147,7 @@ LOSSES: dict[str, tuple[Callable[[Evidence], Evidence], str]] = {
     "the tools are missing": (of_prompt(0, lambda prompt: prompt[-60:]), "call 1 was not told '<tools>'"),
     "a grammar out of nowhere": (of_said(2, grammar="x"), "call 3 was sampled under a grammar"),
     "an answer that no grammar allows": (of_said(2, is_allowed=False), "does not allow the scripted answer"),
-    "a set of choices is made up": (of_forest(allowed=lambda values: np.zeros_like(values)), "not trained in their"),
+    "a set of choices is made up": (of_forest(support=lambda values: np.zeros_like(values)), "not trained in their"),
     "a recorded token is another": (of_call(2, lambda call: first_changed(call["tokens"])), "other tokens"),
     "context is masked in": (of_call(3, lambda call: first_changed(call["mask"])), "mask does not cover"),
     "a sampled token is masked out": (of_call(1, lambda call: call["mask"].__setitem__(-1, 0)), "mask does not"),

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.research.local import LocalPlace, local_places
+from agentjet.cli.research.run import LocalServerSlot, local_places
 from agentjet.errors import ConfigError
-from agentjet.research.folder import StudyFolder
-from agentjet.research.journal import read_book
+from agentjet.research.journal import StudyFolder, read_book
 from agentjet.research.models import Subject, Trial
 from agentjet.research.swarm_runner import SwarmRunner, name_of_run
 from tests.e2e.researching import AGENT, LONG, STEPS, Researcher, children, scores_of, study_of
@@ -96,7 +95,7 @@ def test_a_dead_environment_is_no_score(subject: Subject, tmp_path: Path) -> Non
 
 def test_code_that_changed_stops_the_study(subject: Subject, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT + "# edited\n")
-    with SwarmRunner(subject, tmp_path, [LocalPlace(1, 1)]) as runner:
+    with SwarmRunner(subject, tmp_path, [LocalServerSlot(1, 1)]) as runner:
         runner.launch("k", Trial("s", "a", {}, 5, "confirm"))
         with pytest.raises(ConfigError, match=r"subject\.code = .* restore"):
             runner.collect("k")

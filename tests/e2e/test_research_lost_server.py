@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.research.folder import StudyFolder
-from agentjet.research.journal import read_book
+from agentjet.research.journal import StudyFolder, read_book
 from agentjet.research.models import Subject
-from agentjet.research.report.proceedings import Proceedings
+from agentjet.research.report.facts import StudyView
 from tests.e2e.researching import LONG, Researcher, server_options, study_of
 from tests.e2e.server import Server
 
@@ -37,4 +36,4 @@ def test_a_server_of_others_that_dies_for_good_costs_nothing(subject: Subject, t
     book = read_book(folder / "journal.jsonl")
     assert len(book.trials) == 8 and set(book.attempts.values()) == {1}, second.log
     assert {outcome.end for [outcome] in book.outcomes.values()} == {"completed"}
-    assert Proceedings(book).ledger.total == 8.0
+    assert StudyView(book).ledger.total == 8.0

@@ -14,10 +14,9 @@ import pytest
 
 from agentjet import Swarm
 from agentjet.errors import ConfigError, Conflict
-from agentjet.research.folder import StudyFolder
-from agentjet.research.journal import read_book
-from agentjet.research.leased import LeasedPlace
+from agentjet.research.journal import StudyFolder, read_book
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
+from agentjet.research.servers import LeasedServerSlot
 from agentjet.research.swarm_runner import SwarmRunner, name_of_run
 from tests.e2e.researching import LONG, STEPS, Researcher, admin_of, server_options
 from tests.e2e.server import Server
@@ -34,7 +33,9 @@ def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path:
     trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", fidelity) for seed, fidelity in LINES]
     with Server(Path(subject.model), tmp_path / "server", "--set", "job.checkpoint_every=0") as server:
         server.batch()
-        with SwarmRunner(subject, tmp_path, [LeasedPlace(server.url, admin_of(server), "a study", print)]) as runner:
+        with SwarmRunner(
+            subject, tmp_path, [LeasedServerSlot(server.url, admin_of(server), "a study", print)]
+        ) as runner:
             runner.launch("0", trials[0])
             server.until(lambda: server.get("/lease")["run"].startswith(name_of_run(trials[0])))
             stranger = server.http.post("/episodes", json={"task_id": "t"})
@@ -57,10 +58,10 @@ def test_a_server_of_other_weights_is_refused_whatever_they_are_called(subject: 
     other = make_model(tmp_path / "elsewhere" / Path(subject.model).name, seed=1)
     trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", 1 / 3) for seed in (5, 6)]
     with Server(Path(subject.model), tmp_path / "one") as one, Server(other, tmp_path / "two") as two:
-        with SwarmRunner(subject, tmp_path, [LeasedPlace(one.url, admin_of(one), "a study", print)]) as runner:
+        with SwarmRunner(subject, tmp_path, [LeasedServerSlot(one.url, admin_of(one), "a study", print)]) as runner:
             runner.launch("0", trials[0])
             assert runner.collect("0").end == "completed"
-        with SwarmRunner(subject, tmp_path, [LeasedPlace(two.url, admin_of(two), "a study", print)]) as runner:
+        with SwarmRunner(subject, tmp_path, [LeasedServerSlot(two.url, admin_of(two), "a study", print)]) as runner:
             runner.launch("1", trials[1])
             with pytest.raises(ConfigError, match=f"{two.url} serves other weights"):
                 runner.collect("1")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agentjet.cli.arithmetic import held_out_tasks
 from agentjet.cli.main import app
-from agentjet.client.task_file import read_tasks
+from agentjet.client.inputs import read_tasks
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 

@@ -26,7 +26,7 @@ from examples.calculator_tool.agent import (
 from examples.calculator_tool.train import SETTINGS, main
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
-from tests.tiny import make_card, make_model, set_options
+from tests.tiny import make_model, make_model_info, set_options
 
 
 def test_held_out_questions_are_neither_trained_on_nor_shown() -> None:
@@ -94,7 +94,7 @@ def uses_the_tool(prompt: str) -> str:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    card = make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes")
+    card = make_model_info(tmp_path / "tokenizer", "qwen3", tool_format="hermes")
     job = {"batch_size": 1, "group_size": 2, "max_tokens": 512}
     with in_thread(serving(tmp_path / "data", saying(uses_the_tool), card=card, job=job)) as (served, _):
         yield served

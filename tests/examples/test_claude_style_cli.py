@@ -29,7 +29,7 @@ from examples.claude_style_cli.repairs import TASKS, row
 from examples.claude_style_cli.reward import PARTLY, score
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
-from tests.tiny import make_card, make_model, set_options
+from tests.tiny import make_model, make_model_info, set_options
 
 EXAMPLE_FOLDER = Path(cli.__file__).parent
 ADD = TASKS[0]
@@ -112,7 +112,7 @@ def has_learned(prompt: str) -> str:
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(cli, "MAX_TOKENS", 512)  # the tiny vocabulary spells everything out
-    card = replace(make_card(tmp_path / "tokenizer", "qwen3", tool_format="hermes"), context_length=4096)
+    card = replace(make_model_info(tmp_path / "tokenizer", "qwen3", tool_format="hermes"), context_length=4096)
     job = {"batch_size": 1, "group_size": 2}
     with in_thread(serving(tmp_path / "data", saying(has_learned), card=card, job=job)) as (served, _):
         yield served

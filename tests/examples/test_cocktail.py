@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.child import ChildServer
-from agentjet.client.signals import signals_unwind
+from agentjet.cli.serve import ChildServer
+from agentjet.client.threads import raise_on_signals
 from agentjet.config import load_config
 from examples.cocktail.client import TASK_SETS, ends_with, is_same
 from examples.cocktail.train import ENVIRONMENTS, HERE, SETTINGS, run_clients, summary
@@ -56,7 +56,7 @@ def test_batches_are_mixed_by_weight(tmp_path: Path) -> None:
         task_weights="{addition = 3, subtraction = 1}",
     )
     folder = tmp_path / "server"
-    with signals_unwind(), ChildServer(SETTINGS, settings, folder) as server, server.connect():
+    with raise_on_signals(), ChildServer(SETTINGS, settings, folder) as server, server.connect():
         clients = run_clients(server.url, folder, dict.fromkeys(("addition", "subtraction"), Path(sys.executable)))
     assert [client["task_set"] for client in clients] == ["addition", "subtraction"]
     for client, weight in zip(clients, (0.75, 0.25), strict=True):  # 12 groups in all: never more than one astray

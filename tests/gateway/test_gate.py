@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from agentjet.errors import Later
-from agentjet.gateway.broadcast import Broadcast
-from agentjet.gateway.gate import Gate
+from agentjet.gateway.concurrency import Broadcast, Gate
 from tests.fakes import Clock
 
 pytestmark = pytest.mark.anyio

@@ -31,7 +31,7 @@ async def test_an_expired_lease_frees_its_place(tmp_path: Path) -> None:
 async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agentjet.gateway.gateway.LONGEST_NAP", 0.001)
+    monkeypatch.setattr("agentjet.gateway.gateway.LEASE_CHECK_SECONDS", 0.001)
     async with running(tmp_path / "d", job={"lease_seconds": 10}) as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         swarm, real, looks = run.gateway.swarm, run.gateway.swarm.next_deadline, 0

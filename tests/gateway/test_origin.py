@@ -16,13 +16,13 @@ import pytest
 
 from agentjet.errors import CheckpointError, ConfigError
 from tests.fakes import ScriptedCompute, running
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_other_base_weights_end_the_start(tmp_path: Path) -> None:
-    card = replace(make_card(tmp_path / "tokenizer"), weights="a1")
+    card = replace(make_model_info(tmp_path / "tokenizer"), weights="a1")
     async with running(tmp_path / "d", card=card) as run:
         await run.batch()
         run.compute.fail_save = [CheckpointError("as if the gateway had been killed")]
@@ -36,7 +36,7 @@ async def test_other_base_weights_end_the_start(tmp_path: Path) -> None:
 
 
 async def test_base_weights_that_change_under_a_running_server_end_it(tmp_path: Path) -> None:
-    card = replace(make_card(tmp_path / "tokenizer"), weights="a1")
+    card = replace(make_model_info(tmp_path / "tokenizer"), weights="a1")
     async with running(tmp_path / "d", card=card) as run:
         await run.batch()
         run.compute.card = replace(card, weights="b2")
@@ -58,7 +58,7 @@ async def test_a_checkpoint_of_other_settings_is_not_passed_over(tmp_path: Path)
     def become_other(compute: ScriptedCompute) -> None:
         compute.__class__ = Other
 
-    card = replace(make_card(tmp_path / "tokenizer"), weights="b2")
+    card = replace(make_model_info(tmp_path / "tokenizer"), weights="b2")
     async with running(tmp_path / "d", card=card, prepare=become_other, wait_ready=False) as run:
         with pytest.raises(ConfigError, match=r"step_000002 has model.lora.rank = 4"):
             await run.gateway.ready()
@@ -77,12 +77,12 @@ async def test_why_a_checkpoint_is_of_no_use_is_said_first(tmp_path: Path) -> No
 
 
 async def test_the_type_found_at_the_first_start_is_kept(tmp_path: Path) -> None:
-    card = replace(make_card(tmp_path / "tokenizer"), dtype="bfloat16")
+    card = replace(make_model_info(tmp_path / "tokenizer"), dtype="bfloat16")
     async with running(tmp_path / "d", card=card) as run:
         assert run.compute.dtype == ""
         await run.batch()
         run.compute.die()
-        await run.until(lambda: run.compute.starts == 2 and run.gateway.engine.state == "rolling")
+        await run.until(lambda: run.compute.starts == 2 and run.gateway.engine.state == "sampling")
         assert run.compute.dtype == "bfloat16"
     async with running(tmp_path / "d", card=card) as run:
         assert run.compute.dtype == "bfloat16"

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from agentjet.errors import Later
-from agentjet.gateway.metrics import StepTimer
+from agentjet.gateway.observability import StepTimer
 from agentjet.gateway.states import DEMANDS, NEXT, Demand, IllegalInState, check, demand
 from agentjet.protocol import BeginRequest
 from agentjet.types import EngineState
@@ -40,7 +40,7 @@ def test_only_what_the_table_names_follows(state: EngineState) -> None:
 
 
 def test_a_refusal_says_what_is_legal() -> None:
-    demand("checkpoint", "rolling")
+    demand("checkpoint", "sampling")
     with pytest.raises(IllegalInState, match="legal now: start") as refused:
         demand("export", "offline")
     assert (refused.value.status, refused.value.state, refused.value.legal) == (409, "offline", ("start",))
@@ -117,7 +117,7 @@ async def test_an_errand_whose_caller_was_cancelled_hurts_nobody(tmp_path: Path)
             may_end.set()
             await run.gateway.export()
             may_end.clear()
-        assert (run.compute.starts, engine.state) == (1, "rolling"), "no worker was blamed"
+        assert (run.compute.starts, engine.state) == (1, "sampling"), "no worker was blamed"
 
 
 @pytest.mark.anyio

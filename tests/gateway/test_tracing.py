@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.gateway.tracing import Tracing
+from agentjet.gateway.observability import Tracing
 from agentjet.protocol import AbortRequest, BeginRequest
 from tests.fakes import running
 
@@ -113,7 +113,7 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
 def test_without_a_tracer_nothing_is_imported() -> None:
     program = """
 import sys
-from agentjet.gateway.tracing import Tracing
+from agentjet.gateway.observability import Tracing
 with Tracing().call("ep1", ""), Tracing().step(0, ["ep1"], replay=False):
     Tracing().recorded(None)
 assert not any(name.startswith("opentelemetry") for name in sys.modules)

@@ -40,7 +40,7 @@ async def reference_weights(folder: Path, batches: int, **request: Any) -> str:
 
 async def test_a_full_batch_is_learned(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
-        assert run.gateway.status().state == "rolling"
+        assert run.gateway.status().state == "sampling"
         await run.batch()
         await run.batch()
         assert run.compute.learned == [0, 1]
@@ -65,7 +65,7 @@ async def test_calls_are_held_while_the_worker_learns(tmp_path: Path) -> None:
         refused = BeginRequest(task_id="t")
         with pytest.raises(Later) as refusal:
             await run.gateway.begin(refused)
-        assert (refusal.value.code, refusal.value.status) == ("not_rolling", 429)
+        assert (refusal.value.code, refusal.value.status) == ("not_sampling", 429)
         waiting = asyncio.create_task(run.gateway.begin(refused.model_copy(update={"wait": 5.0})))
         await asyncio.sleep(0.01)
         assert not held.done() and not waiting.done() and run.gateway.status().calls_active == 1
@@ -217,7 +217,7 @@ async def test_checkpoints_rotate_and_one_is_saved_at_the_stop(tmp_path: Path) -
 async def test_training_ends_at_max_steps_with_a_checkpoint(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"max_steps": 1}) as run:
         await run.batch()
-        await run.until(lambda: run.gateway.engine.state == "rolling")
+        await run.until(lambda: run.gateway.engine.state == "sampling")
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
         with pytest.raises(Later, match="max_steps"):
             await run.gateway.begin(BeginRequest(task_id="t"))
@@ -257,7 +257,7 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         run.compute.deadly = {1}
         members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
         await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
-        await run.until(lambda: run.gateway.engine.state == "rolling")
+        await run.until(lambda: run.gateway.engine.state == "sampling")
         swarm = run.gateway.swarm
         assert (run.compute.weights, swarm.policy_version, swarm.pending) == (weights, 1, None)
         assert {swarm.episode(member).dropped for member in members} == {"poisoned"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.status import described
+from agentjet.cli.status import status_lines
 from agentjet.protocol import BeginRequest, FinishRequest, ScoredAnswer, StatusResponse
 from tests.fakes import Running, running, saying
 
@@ -27,11 +27,11 @@ async def equal_batch(run: Running, reward: float = 0.0) -> None:
     for group in range(2):
         for _ in range(2):
             await run.episode(reward, task=f"t{group}", text="What is 1 + 1?")
-    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.engine.state == "rolling")
+    await run.until(lambda: run.gateway.swarm.policy_version == version + 1 and run.gateway.engine.state == "sampling")
 
 
 def warnings(status: StatusResponse) -> list[str]:
-    lines = described(status)
+    lines = status_lines(status)
     names = [name for name, _ in lines]
     start = names.index("warning") if "warning" in names else len(lines)
     return [line for name, line in lines[start:] if name in ("warning", "")]

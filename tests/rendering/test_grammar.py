@@ -18,8 +18,8 @@ import pytest
 
 from agentjet.errors import InvalidRequest
 from agentjet.rendering import Renderer
-from agentjet.types import Constraint, Conversation, Message, ModelCard
-from tests.tiny import MARKERS, make_card
+from agentjet.types import Constraint, Conversation, Message, ModelInfo
+from tests.tiny import MARKERS, make_model_info
 from tests.walks import Walker
 
 POINT = {
@@ -57,7 +57,7 @@ MODELS = {
 
 
 def make_model(folder: Path, template: str, tool_format: str, has_markers: bool) -> Model:
-    card = make_card(folder, template, tool_format=tool_format)
+    card = make_model_info(folder, template, tool_format=tool_format)
     if not has_markers:
         path = folder / "tokenizer.json"
         settings = json.loads(path.read_text())
@@ -70,7 +70,7 @@ def make_model(folder: Path, template: str, tool_format: str, has_markers: bool)
 class Model:
     """A renderer, and walks through its grammars."""
 
-    def __init__(self, card: ModelCard, head: str = "") -> None:
+    def __init__(self, card: ModelInfo, head: str = "") -> None:
         """Every walk begins with `head`."""
         self.renderer = Renderer(card)
         self._head = head
@@ -163,7 +163,7 @@ def test_no_constraint_is_no_grammar(model: Model) -> None:
 
 
 def test_reasoning_comes_first_where_the_template_knows_it(tmp_path: Path) -> None:
-    model = Model(make_card(tmp_path, "qwen3", tool_format="hermes"))
+    model = Model(make_model_info(tmp_path, "qwen3", tool_format="hermes"))
     for answer in model.answers(Constraint(calls="required"), hint="<think>so</think>\n\n"):
         assert answer.reasoning == "so"
         check_calls(answer)
@@ -180,7 +180,7 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize(("schema", "why"), IMPOSSIBLE)
 def test_a_schema_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, schema: dict[str, Any], why: str) -> None:
-    renderer = Renderer(make_card(tmp_path, tool_format="hermes"))
+    renderer = Renderer(make_model_info(tmp_path, tool_format="hermes"))
     plain = Conversation((Message("user", "x"),))
     with pytest.raises(InvalidRequest, match=f"^text.format: .*{why}") as refused:
         renderer.grammar(plain, Constraint(schema=schema, schema_param="text.format"))
@@ -192,7 +192,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_name(tmp_path: Path, sch
 
 
 def test_a_forced_call_that_is_not_strict_follows_what_is_known(tmp_path: Path) -> None:
-    renderer = Renderer(make_card(tmp_path, tool_format="hermes"))
+    renderer = Renderer(make_model_info(tmp_path, tool_format="hermes"))
     loose = Conversation((Message("user", "x"),), (function("f", {**FLAG, "not": {"const": 1}}),))
     assert '"on"' in renderer.grammar(loose, Constraint(calls="required"))
     with pytest.raises(InvalidRequest, match="not"):
@@ -200,7 +200,7 @@ def test_a_forced_call_that_is_not_strict_follows_what_is_known(tmp_path: Path) 
 
 
 def test_all_schemas_together_are_bounded(tmp_path: Path) -> None:
-    renderer = Renderer(make_card(tmp_path, tool_format="hermes"))
+    renderer = Renderer(make_model_info(tmp_path, tool_format="hermes"))
     long = {"type": "object", "properties": {"x": {"type": "string", "description": "d" * 100_000}}}
     tools = tuple(function(f"f{i}", long) for i in range(6))
     strict = Constraint(strict=frozenset(f"f{i}" for i in range(6)))

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering import Renderer, template_for
 from agentjet.rendering.vocabulary import escape
-from agentjet.types import Conversation, Message, ModelCard, ToolCall
+from agentjet.types import Conversation, Message, ModelInfo, ToolCall
 from tests import tiny
 
 FULL = tiny.tokenizer()
@@ -45,7 +45,7 @@ def build(folder: Path) -> Build:
     def build(template: str, **changes: Any) -> Renderer:
         source = template if "{" in template else tiny.template(template)
         tool_format = template_for("m", source)[1]
-        card = ModelCard(
+        card = ModelInfo(
             "tiny", str(folder), source, 2048, (END, 0), "<|endoftext|>", "<|im_end|>", tool_format=tool_format
         )
         return Renderer(replace(card, **changes))

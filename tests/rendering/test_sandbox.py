@@ -9,7 +9,7 @@ import pytest
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from agentjet.rendering.sandbox import sandbox
+from agentjet.rendering.chat_template import sandbox
 
 JINJAS = ImmutableSandboxedEnvironment()
 OURS = sandbox()

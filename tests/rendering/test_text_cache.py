@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentjet.rendering.text_cache import TextCache
+from agentjet.rendering.grammar import TextCache
 
 
 def test_the_longest_unused_goes_first() -> None:

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from agentjet.research.journal import Book
+from agentjet.research.journal import StudyLog
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study
 from agentjet.research.scheduler import conduct
 from tests.research.world import KNOB, STUDY, Formula
@@ -58,9 +58,9 @@ class Told(Formula):
 
 
 @cache
-def rich_book() -> Book:
+def rich_book() -> StudyLog:
     """Do not write to it."""
-    book = Book()
+    book = StudyLog()
     findings, _ = conduct(RICH, book, Told(lost={3, 4, 40}))
     assert [finding.verdict for finding in findings] == VERDICTS
     ill = next(outcomes[0].trial for outcomes in book.outcomes.values() if outcomes[0].end == "diverged")
@@ -71,9 +71,9 @@ def rich_book() -> Book:
     return book
 
 
-def interrupted(study: Study, outcomes: int) -> Book:
+def interrupted(study: Study, outcomes: int) -> StudyLog:
     """The book of a study that was stopped after so many outcomes."""
-    book = Book()
+    book = StudyLog()
     try:
         conduct(study, book, Told(outcomes_left=outcomes))
     except KeyboardInterrupt:

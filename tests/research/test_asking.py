@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentjet.research.desk import Desk
-from agentjet.research.explore import tune
-from agentjet.research.journal import Book
+from agentjet.research.journal import StudyLog
+from agentjet.research.launcher import TrialLauncher
 from agentjet.research.models import Arm, Knob, Setting, canonical
-from agentjet.research.planner.asking import EACH, FIRST, ROUNDS, is_searched, proposed
+from agentjet.research.scheduler import EACH, FIRST, ROUNDS, is_searched, proposed, tune
 from tests.research.world import KNOB, STUDY, Formula
 
 LADDER = tuple(float(value) for value in np.geomspace(1.0, 256.0, 25))
@@ -69,12 +68,12 @@ def test_proposals_are_better_than_chance() -> None:
 
 
 def test_a_wide_search_ends_near_the_best_and_is_repeatable() -> None:
-    book = Book()
-    desk = Desk(WIDE, book, Formula(score=height, noise=0.1))
+    book = StudyLog()
+    desk = TrialLauncher(WIDE, book, Formula(score=height, noise=0.1))
     chosen = tune(WIDE, desk)
     assert height(chosen["a"]) > 10.0 - 2.0
     assert desk.ledger.total < 60 < len(LADDER) * len(SHARES) ** 2
-    again = Desk(WIDE, book, Formula(score=height, noise=0.1))
+    again = TrialLauncher(WIDE, book, Formula(score=height, noise=0.1))
     entries = book.num_entries
     assert tune(WIDE, again) == chosen
     assert book.num_entries == entries, "nothing is launched or decided anew"

@@ -18,16 +18,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from agentjet.research.desk import Desk
-from agentjet.research.diagnosis.case import Rule
-from agentjet.research.diagnosis.diagnose import RULES, diagnose
-from agentjet.research.diagnosis.infrastructure import DEAD, SERVER, checked
-from agentjet.research.diagnosis.pairs import twins
-from agentjet.research.diagnosis.probing import NEEDS, Answer, Question
-from agentjet.research.diagnosis.signs import change, holds_since
-from agentjet.research.journal import Book, Journal
+from agentjet.research.diagnosis import RULES, diagnose, duplicate_runs
+from agentjet.research.journal import StudyJournal, StudyLog
+from agentjet.research.launcher import TrialLauncher
 from agentjet.research.models import Arm, Diagnosis, Hypothesis, Outcome, Study, Trial
+from agentjet.research.probes import NEEDS, Answer, Question, Rule
 from agentjet.research.report import facts_of
+from agentjet.research.run_signals import DEAD, SERVER, change, holds_since, with_dead_environment
 from agentjet.research.scheduler import conduct
 from bench.researching.failing import STEPS, Plant
 from bench.researching.kills import Doomed
@@ -47,7 +44,7 @@ STUDY = Study(
 )
 
 
-def causes(book: Book) -> dict[str, list[str]]:
+def causes(book: StudyLog) -> dict[str, list[str]]:
     """By arm."""
     found: dict[str, list[str]] = {}
     for name, diagnoses in book.diagnoses.items():
@@ -99,7 +96,7 @@ def test_a_ruined_policy_is_a_result() -> None:
 
 def test_an_outcome_without_signals_is_left_as_it_is() -> None:
     for outcome in (Outcome("t", "completed", score=0.5), Outcome("t", "infra_failed", note="lost")):
-        assert checked(outcome) is outcome
+        assert with_dead_environment(outcome) is outcome
 
 
 def test_rewards_that_became_perfect_are_no_dead_environment() -> None:
@@ -111,7 +108,7 @@ def test_rewards_that_became_perfect_are_no_dead_environment() -> None:
         "batch/episodes": (64.0,) * 15,
     }
     outcome = Outcome("t", "completed", score=1.0, signals=signals)
-    assert checked(outcome) is outcome
+    assert with_dead_environment(outcome) is outcome
 
 
 # ---- signs --------------------------------------------------------------------------------------------------------
@@ -159,7 +156,7 @@ class Silent:
 
 @pytest.mark.parametrize("plant", [Plant(hackable=True, difficulty=0.5), Plant(drift=0.4), Plant(sampler_stops_at=10)])
 def test_what_needs_an_answer_is_not_said_without(plant: Plant) -> None:
-    book = Book()
+    book = StudyLog()
     conduct(
         replace(STUDY, arms=(Arm("a"), Arm("b", {"job.algorithm.kl_coef": 0.01})), hypotheses=()),
         book,
@@ -190,8 +187,8 @@ ASKING = [(kind, rule) for kind in KINDS for rule in RULES if rule.asks and rule
 def test_a_cause_whose_question_has_no_answer_is_said_to_be_open(kind: Kind, rule: Rule) -> None:
     assert rule.asks
     arms = tuple(Arm(f"arm {number}", setting) for number, setting in enumerate(kind.ill.settings))
-    desk = Desk(
-        replace(STUDY, arms=arms, hypotheses=()), Book(), Ignorant(replace(kind.ill.plant, world=2), *rule.asks)
+    desk = TrialLauncher(
+        replace(STUDY, arms=arms, hypotheses=()), StudyLog(), Ignorant(replace(kind.ill.plant, world=2), *rule.asks)
     )
     desk.run([Trial(desk.study.id, arm.name, arm.changes, 1, "confirm") for arm in arms])
     diagnose(desk)
@@ -224,7 +221,7 @@ class Counting(FailingRunner):
 
 
 def test_a_step_too_large_is_tried_at_an_eighth_once_for_all_seeds() -> None:
-    book, runner = Book(), Counting(Plant(world=2))
+    book, runner = StudyLog(), Counting(Plant(world=2))
     [finding], desk = conduct(STUDY, book, runner)
     assert finding.verdict == "supported"
     assert causes(book) == {"large": ["step_too_large"] * 4}
@@ -238,7 +235,7 @@ def test_a_step_too_large_is_tried_at_an_eighth_once_for_all_seeds() -> None:
 
 
 def test_without_budget_the_cause_is_only_likely() -> None:
-    book = Book()
+    book = StudyLog()
     [finding], desk = conduct(replace(STUDY, budget=8.0), book, FailingRunner(Plant(world=2)))
     assert finding.verdict == "supported" and desk.ledger.total == 8.0
     found = [diagnosis for every in book.diagnoses.values() for diagnosis in every]
@@ -254,10 +251,10 @@ def test_times_do_not_make_two_runs_of_one() -> None:
             trial.id, "completed", score=1.0, signals={"reward/mean": values, "time/learn": (seconds,)}
         )
 
-    assert [diagnosis.cause for diagnosis in twins([run(1, 0.5), run(2, 0.6)])] == ["duplicated_seed"]
+    assert [diagnosis.cause for diagnosis in duplicate_runs([run(1, 0.5), run(2, 0.6)])] == ["duplicated_seed"]
     constant = {"reward/mean": (0.0,) * 10}
     same = [(trial, replace(outcome, signals=constant)) for trial, outcome in (run(1, 0.5), run(2, 0.6))]
-    assert twins(same) == [], "runs that never earned anything are alike, and not the same"
+    assert duplicate_runs(same) == [], "runs that never earned anything are alike, and not the same"
 
 
 # ---- kills --------------------------------------------------------------------------------------------------------
@@ -287,7 +284,7 @@ class Ending:
 
 
 def finish(folder: Path, plant: Plant) -> Ending:
-    with Journal(folder / "journal") as journal:
+    with StudyJournal(folder / "journal") as journal:
         findings, desk = conduct(STUDY, journal, Kept(plant, folder))
         launched = sorted(path.name for path in folder.glob("*-*"))
         return Ending([finding.to_json() for finding in findings], journal.diagnoses, desk.ledger.total, launched)

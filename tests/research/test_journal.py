@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.journal import Journal, entry
+from agentjet.research.journal import StudyJournal, entry
 from agentjet.research.models import Arm, Knob, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
 from tests.research.world import STUDY, Doomed, Formula
@@ -34,9 +34,9 @@ FEW = replace(
 TRIAL = Trial(STUDY.id, "a", {"lr": 1.0}, 3, "confirm")
 
 
-def written(path: Path) -> Journal:
+def written(path: Path) -> StudyJournal:
     """A study, a launch and its outcome."""
-    journal = Journal(path)
+    journal = StudyJournal(path)
     journal.open_study(STUDY)
     journal.append("intent", {"key": "k", "trial": TRIAL.to_json()})
     journal.append("ack", {"key": "k"})
@@ -48,7 +48,7 @@ def written(path: Path) -> Journal:
 
 def test_what_was_written_is_there(tmp_path: Path) -> None:
     before = written(tmp_path / "j")
-    with Journal(tmp_path / "j") as after:
+    with StudyJournal(tmp_path / "j") as after:
         assert after.study == STUDY
         assert after.trials == {TRIAL.id: TRIAL}
         assert after.outcomes == before.outcomes
@@ -63,7 +63,7 @@ def test_a_torn_line_is_cut_off_wherever_it_tore(tmp_path: Path) -> None:
     start = whole.rindex(b"\n", 0, -1) + 1
     for end in range(start, len(whole)):
         (tmp_path / "j").write_bytes(whole[:end])
-        with Journal(tmp_path / "j") as journal:
+        with StudyJournal(tmp_path / "j") as journal:
             assert (journal.num_entries, journal.decisions) == (4, {})
             journal.decide("rungs", [1.0])
         assert (tmp_path / "j").read_bytes() == whole
@@ -76,7 +76,7 @@ def test_a_changed_line_is_refused(tmp_path: Path, line: int) -> None:
     lines[line] = lines[line].replace(b'"kind"', b'"Kind"')
     (tmp_path / "j").write_bytes(b"".join(lines))
     with pytest.raises(ConfigError, match=f"line {line + 1}: was changed"):
-        Journal(tmp_path / "j")
+        StudyJournal(tmp_path / "j")
 
 
 def test_a_line_rewritten_with_its_sum_breaks_the_chain(tmp_path: Path) -> None:
@@ -86,18 +86,18 @@ def test_a_line_rewritten_with_its_sum_breaks_the_chain(tmp_path: Path) -> None:
     lines[3] = entry(3, fields["prev"], "outcome", {**fields["body"], "score": 9.0})
     (tmp_path / "j").write_bytes(b"".join(lines))
     with pytest.raises(ConfigError, match="line 5: was changed"):
-        Journal(tmp_path / "j")
+        StudyJournal(tmp_path / "j")
 
 
 def test_one_writer(tmp_path: Path) -> None:
-    with Journal(tmp_path / "j"), pytest.raises(ConfigError, match="another process"):
-        Journal(tmp_path / "j")
-    Journal(tmp_path / "j").close()
+    with StudyJournal(tmp_path / "j"), pytest.raises(ConfigError, match="another process"):
+        StudyJournal(tmp_path / "j")
+    StudyJournal(tmp_path / "j").close()
 
 
 def test_a_study_and_its_decisions_are_fixed(tmp_path: Path) -> None:
     written(tmp_path / "j")
-    with Journal(tmp_path / "j") as journal:
+    with StudyJournal(tmp_path / "j") as journal:
         with pytest.raises(ConfigError, match=r"they differ in sesoi\. A study is fixed before its data"):
             journal.open_study(replace(STUDY, sesoi=0.1))
         with pytest.raises(ConfigError, match="'rungs' was"):
@@ -106,7 +106,7 @@ def test_a_study_and_its_decisions_are_fixed(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
     """The limit lets half of the line through."""
-    with Journal(tmp_path / "j") as journal:
+    with StudyJournal(tmp_path / "j") as journal:
         journal.open_study(STUDY)
         before = (tmp_path / "j").read_bytes()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -118,7 +118,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert (journal.decisions, (tmp_path / "j").read_bytes()) == ({}, before)
         journal.decide("rungs", [1.0])
-    with Journal(tmp_path / "j") as journal:
+    with StudyJournal(tmp_path / "j") as journal:
         assert journal.decisions == {"rungs": [1.0]}
 
 
@@ -139,7 +139,7 @@ def study_until_killed(folder: Path, number: int, moment: str) -> None:
 
 def finish(study: Study, folder: Path) -> tuple[list[dict[str, Any]], float, set[str]]:
     """Findings, spending, and the keys that were launched."""
-    with Journal(folder / "journal") as journal:
+    with StudyJournal(folder / "journal") as journal:
         findings, desk = conduct(study, journal, Formula(folder=folder))
         assert journal.unacknowledged == {}
     keys = {path.name for path in folder.iterdir()} - {"journal"}

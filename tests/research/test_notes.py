@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentjet.research.notes import in_a_line, shortened
+from agentjet.research.records import in_a_line, shortened
 
 LOG = (
     "the server ended with exit code 1. The end of its log, serve.log:\n" + "    loading\n" * 300 + "    no such model"

@@ -14,15 +14,12 @@ import pytest
 
 from agentjet.config import setting_names
 from agentjet.errors import ConfigError
-from agentjet.research.journal import Book
+from agentjet.research.journal import StudyLog
 from agentjet.research.models import Subject
-from agentjet.research.planner.offline import plan, runs_of
+from agentjet.research.planner.plan import plan, read_space, runs_of
 from agentjet.research.planner.priors import base_value, check_job, knob, priors
-from agentjet.research.planner.reading import Kind
-from agentjet.research.planner.rehearsal import rehearse
-from agentjet.research.planner.space import read_space
-from agentjet.research.planner.topics import understand
-from agentjet.research.scheduler import conduct
+from agentjet.research.planner.topics import TopicKind, parse_topic
+from agentjet.research.scheduler import conduct, estimate_cost
 from tests.research.world import STUDY, Formula
 
 SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=30)
@@ -44,8 +41,8 @@ SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", ste
         ("why does my run collapse?", "diagnosis", [], ["run"]),
     ],
 )
-def test_topics_are_understood(topic: str, kind: Kind, settings: list[str], ignored: list[str]) -> None:
-    found = understand(topic)
+def test_topics_are_understood(topic: str, kind: TopicKind, settings: list[str], ignored: list[str]) -> None:
+    found = parse_topic(topic)
     assert (found.kind, found.settings, list(found.ignored)) == (kind, settings, ignored)
 
 
@@ -268,8 +265,8 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, old: str, new: str, 
 
 
 def test_a_rehearsal_costs_what_the_study_costs() -> None:
-    cost = rehearse(STUDY)
-    _, desk = conduct(STUDY, Book(), Formula())
+    cost = estimate_cost(STUDY)
+    _, desk = conduct(STUDY, StudyLog(), Formula())
     assert cost.least <= desk.ledger.total <= cost.most
     assert cost.most == 2 * 8 + 2 * 2 + 2 * 12, "both grids, a second seed of the finalists, the last look"
 

@@ -21,18 +21,14 @@ import numpy as np
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.explore import settings
-from agentjet.research.journal import Book
+from agentjet.research.journal import StudyLog
 from agentjet.research.models import Amendment, Arm, Diagnosis, Exchange, Finding, Outcome, Study, Subject, Trial
 from agentjet.research.report import build, check, facts_of
-from agentjet.research.report.building import Report, render
-from agentjet.research.report.comparing import compare
-from agentjet.research.report.plots.canvas import looks, wrapped
-from agentjet.research.report.plots.effects import shown_range as widest
-from agentjet.research.report.plots.scores import STEP, stacked
-from agentjet.research.report.plots.tuning import is_geometric
-from agentjet.research.report.prose import Printed
-from agentjet.research.scheduler import conduct
+from agentjet.research.report.document import Printed, Report, compare, render
+from agentjet.research.report.figures import effect_range as widest
+from agentjet.research.report.figures import looks, wrapped
+from agentjet.research.report.score_figures import STEP, is_geometric, stacked
+from agentjet.research.scheduler import conduct, settings
 from tests.research.reported import RICH, Told, interrupted, rich_book
 from tests.research.world import KNOB, STUDY, Formula, hill
 
@@ -46,7 +42,7 @@ def report() -> Report:
     return render(rich_book())
 
 
-def said(book: Book, ref: str) -> str:
+def said(book: StudyLog, ref: str) -> str:
     return facts_of(book).known[ref].text
 
 
@@ -80,7 +76,7 @@ def test_it_loads_matplotlib_when_it_draws() -> None:
 
 def test_a_journal_without_a_study_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to report"):
-        build(Book(), tmp_path)
+        build(StudyLog(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,7 +154,7 @@ def test_files_are_held_against_their_book(tmp_path: Path) -> None:
 
 
 def test_the_report_of_another_book_is_found(report: Report) -> None:
-    other = Book()
+    other = StudyLog()
     conduct(replace(RICH, seed=1), other, Told())
     assert len(compare(render(other).markdown, report.markdown.text)) > 20
 
@@ -206,7 +202,7 @@ def test_what_stopping_early_does_to_an_estimate_is_said_where_it_was_done() -> 
         ((6,), set(), 6, False),
         ((6,), {1, 13, 14}, 5, False),
     ):
-        book = Book()
+        book = StudyLog()
         [finding], _ = conduct(replace(study, looks=declared), book, Formula(noise=0.9, lost=lost))
         assert (finding.verdict, finding.seeds) == ("supported", seeds)
         text = render(book).markdown.text
@@ -215,7 +211,7 @@ def test_what_stopping_early_does_to_an_estimate_is_said_where_it_was_done() -> 
 
 
 def test_the_ledger_is_the_desks_and_the_grid_is_counted() -> None:
-    book = Book()
+    book = StudyLog()
     _, desk = conduct(RICH, book, Told(lost={40, 41}))
     known = facts_of(book).known
     assert known["ledger.total"].value == pytest.approx(desk.ledger.total)
@@ -228,7 +224,7 @@ def test_the_ledger_is_the_desks_and_the_grid_is_counted() -> None:
 
 @pytest.mark.parametrize(("sesoi", "text"), [(2.0, "+1.2"), (1.0, "+1.23"), (0.02, "+1.235"), (50.0, "+1")])
 def test_scores_are_rounded_by_what_matters(sesoi: float, text: str) -> None:
-    book = Book()
+    book = StudyLog()
     conduct(replace(STUDY, sesoi=sesoi, arms=(Arm("a"), Arm("b", {"gain": 1.23456}))), book, Formula(flat, noise=0.0))
     assert said(book, "F1.estimate") == text
 
@@ -255,7 +251,7 @@ def test_failures_are_told(report: Report) -> None:
 
 
 def test_lost_for_good_is_a_limitation(tmp_path: Path) -> None:
-    book = Book()
+    book = StudyLog()
     conduct(replace(STUDY, arms=(Arm("a"), Arm("b"))), book, Formula(hill_or_flat, always_lost=True))
     build(book, tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
@@ -282,7 +278,7 @@ def test_an_unfinished_study_says_so(outcomes: int, stage: str, sentence: str, s
 
 def test_what_a_look_called_is_told_before_the_study_ends() -> None:
     """Stopped within the second look: b against a was called at the first one, by four seeds."""
-    whole = Book()
+    whole = StudyLog()
     conduct(RICH, whole, Told())
     exploring = sum(trial.phase == "explore" for trial in whole.trials.values())
     book = interrupted(RICH, exploring + 4 * 4 + 2)
@@ -304,7 +300,7 @@ def test_what_a_look_called_is_told_before_the_study_ends() -> None:
 
 
 def test_a_plan_without_trials_has_a_report_too() -> None:
-    book = Book()
+    book = StudyLog()
     book.open_study(RICH)
     report = render(book)
     assert "Nothing was launched yet" in report.markdown.text
@@ -312,7 +308,7 @@ def test_a_plan_without_trials_has_a_report_too() -> None:
 
 
 def test_what_was_asked_later_is_told() -> None:
-    book = Book()
+    book = StudyLog()
     conduct(STUDY, book, Formula())
     asked = {"kind": "add_arm", "arm": "c", "against": "a", "changes": {"gain": 7.0}, "why": "", "code": ""}
     book.append("amendment", Amendment(3, "human", asked).to_json())
@@ -331,7 +327,7 @@ def test_what_was_trained_is_told() -> None:
     subject = Subject(
         "smollm2-135m", "agent.py:play", "tasks.jsonl", "held.jsonl", steps=48, evaluations=11, code="ab12"
     )
-    book = Book()
+    book = StudyLog()
     conduct(replace(RICH, subject=subject), book, Told())
     report = render(book)
     assert "| steps of a full run | 48 |" in report.markdown.text
@@ -345,7 +341,7 @@ def test_what_was_trained_is_told() -> None:
 def test_a_verdict_on_untested_runs_says_so() -> None:
     """Of seven or more of twelve on a side, next to the verdict and among the limitations."""
     for ill, told in ((6, False), (7, True)):
-        book = Book()
+        book = StudyLog()
         conduct(RICH, book, Told())
         runs = [trial.id for trial in book.trials.values() if (trial.arm, trial.phase) == ("c", "confirm")]
         assert len(runs) == 12
@@ -397,7 +393,7 @@ def test_the_page_is_whole_and_names_are_text(report: Report) -> None:
 
 
 def test_a_name_that_looks_like_a_reference_is_a_name() -> None:
-    book = Book()
+    book = StudyLog()
     book.open_study(replace(RICH, topic="what is {{F1.estimate}}?"))
     report = render(book)
     assert "# what is {{F1.estimate}}?" in report.markdown.text
@@ -408,7 +404,7 @@ def test_a_name_that_looks_like_a_reference_is_a_name() -> None:
 
 
 def limits(study: Study, runner: Formula) -> tuple[dict[str, object], str]:
-    book = Book()
+    book = StudyLog()
     conduct(study, book, runner)
     return facts_of(book).groups["limits"], render(book).markdown.text
 

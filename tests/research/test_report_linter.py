@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.journal import Book
+from agentjet.research.journal import StudyLog
 from agentjet.research.report import build, check, facts_of, narrate
-from agentjet.research.report.linter import lint, lint_narration
+from agentjet.research.report.document import lint, lint_narration
 from agentjet.research.scheduler import conduct
 from tests.research.reported import RICH, Told, rich_book
 
@@ -97,7 +97,7 @@ def test_claims_stronger_than_their_verdict(prose: str, problem: str) -> None:
 
 
 def test_an_open_claim_permits_nothing() -> None:
-    book = Book()
+    book = StudyLog()
     book.open_study(RICH)
     [problem] = lint("{{F1.arm}} is better.", facts_of(book))
     assert "F1 is 'open'" in problem
@@ -109,7 +109,7 @@ def test_narration_brings_no_markup(markup: str) -> None:
 
 
 def test_narration_is_refused_or_stands_in_the_report(tmp_path: Path) -> None:
-    book = Book()
+    book = StudyLog()
     conduct(RICH, book, Told())
     with pytest.raises(ConfigError, match=r"the narration is refused: '3.2' is a numeral.*'proves' is stronger"):
         narrate(book, "This proves a gain of 3.2 for {{F1.arm}}.")
@@ -125,7 +125,7 @@ def test_narration_is_refused_or_stands_in_the_report(tmp_path: Path) -> None:
 
 
 def test_a_journal_with_narration_that_was_not_linted_makes_no_report(tmp_path: Path) -> None:
-    book = Book()
+    book = StudyLog()
     conduct(RICH, book, Told())
     book.decide("narration", "It gained 40.")
     with pytest.raises(ConfigError, match=r"the journal's narration is refused: '40\.' is a numeral"):

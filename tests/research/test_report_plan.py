@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agentjet.research.journal import Book
+from agentjet.research.journal import StudyLog
 from agentjet.research.models import Arm, Hypothesis, Subject
-from agentjet.research.report.building import render
+from agentjet.research.report.document import render
 from agentjet.research.scheduler import conduct
 from tests.research.reported import rich_book
 from tests.research.world import KNOB, STUDY, Formula
@@ -23,7 +23,7 @@ def test_agents_and_evaluator_are_told_where_they_differ() -> None:
         ({}, ["| arm | changes |", "| a | gain = 0 |"]),
         ({"b": "b.py:play"}, ["| arm | agent | changes |", "| a | `agent.py:play` | gain", "| b | `b.py:play` | gain"]),
     ):
-        book = Book()
+        book = StudyLog()
         book.open_study(replace(STUDY, subject=replace(subject, agents=agents)))
         text = render(book).markdown.text
         for row in ("| evaluator, which plays the held-out tasks | `judge.py:score` |", *rows):
@@ -35,7 +35,7 @@ def test_what_the_plan_expected_is_told_and_nothing_else() -> None:
     assert "| F1 | b scores higher than a | b \\*bold\\* against a | confirmatory |" in old
     assert "expected" not in old, "of an older study nobody knows what was"
     claim, other = STUDY.hypotheses[0], Hypothesis("a scores higher than b", "a", "b", origin="llm")
-    book = Book()
+    book = StudyLog()
     conduct(replace(STUDY, hypotheses=(replace(claim, sign="-", why="it costs 3 turns"), other)), book, Formula())
     told = render(book).markdown.text
     assert "| compared | expected of the first | kind |" in told
@@ -48,7 +48,7 @@ def test_who_was_tuned_is_said() -> None:
     a, b = STUDY.arms
 
     def said(*arms: Arm) -> str:
-        book = Book()
+        book = StudyLog()
         conduct(replace(STUDY, arms=arms), book, Formula())
         return render(book).markdown.text
 
@@ -58,6 +58,6 @@ def test_who_was_tuned_is_said() -> None:
     only_b = said(fixed[0], b)
     assert "each tuned what the table of arms says, “a” nothing.\nWhat separates them includes that." in only_b
     assert "tuned what the table of arms says.\n" in said(a, replace(b, nuisance=(replace(KNOB, values=(1.0, 2.0)),)))
-    book = Book()
+    book = StudyLog()
     book.open_study(STUDY)
     assert "No setting was tried yet." in render(book).markdown.text

@@ -12,22 +12,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from agentjet.research.confirm import Evidence, Shares, give_up, judge, open_shares
-from agentjet.research.desk import Desk
-from agentjet.research.explore import lost
-from agentjet.research.journal import Book
-from agentjet.research.ledger import Ledger, OutOfBudget
+from agentjet.research.confirmation import Evidence, Shares, judge, open_shares, stop_for_futility
+from agentjet.research.journal import StudyLog
+from agentjet.research.launcher import OutOfBudget, Spending, TrialLauncher, seed_of
 from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial
-from agentjet.research.report.building import render
-from agentjet.research.report.proceedings import Proceedings
-from agentjet.research.scheduler import conduct
-from agentjet.research.seeds import seed_of
+from agentjet.research.report.document import render
+from agentjet.research.report.facts import StudyView
+from agentjet.research.scheduler import conduct, lost
 from agentjet.research.statistics import nominal_level
 from tests.research.world import STUDY, Formula, hill, late
 
 
-def conducted(study: Study, runner: Formula) -> tuple[Finding, Book, Ledger]:
-    book = Book()
+def conducted(study: Study, runner: Formula) -> tuple[Finding, StudyLog, Spending]:
+    book = StudyLog()
     [finding], desk = conduct(study, book, runner)
     return finding, book, desk.ledger
 
@@ -104,7 +101,7 @@ def test_too_small_a_budget_is_said() -> None:
 
 
 def test_a_continued_run_costs_what_it_adds() -> None:
-    ledger = Ledger(STUDY)
+    ledger = Spending(STUDY)
     third = Trial(STUDY.id, "a", {"lr": 1.0}, 1, "explore", 1 / 3)
     ledger.reserve([third])
     ledger.reserve([replace(third, fidelity=1.0), replace(third, seed=2, fidelity=1 / 9)])
@@ -191,8 +188,8 @@ def test_what_drifts_with_time_is_no_arms() -> None:
 
 def test_a_study_begun_arm_by_arm_is_gone_on_with() -> None:
     """Its first look as it was launched once; the same findings, and nothing anew."""
-    book, runner = Book(), Formula(lambda setting, fidelity: 0.0)
-    once = Desk(PLAIN, book, runner)
+    book, runner = StudyLog(), Formula(lambda setting, fidelity: 0.0)
+    once = TrialLauncher(PLAIN, book, runner)
     book.decide("frozen", {arm.name: dict(arm.changes) for arm in PLAIN.arms})
     once.run([Trial(PLAIN.id, "a", {}, seed_of(PLAIN, "confirm", number), "confirm") for number in range(4)])
     [finding], _ = conduct(PLAIN, book, runner)
@@ -200,7 +197,7 @@ def test_a_study_begun_arm_by_arm_is_gone_on_with() -> None:
     assert set(book.attempts.values()) == {1}
 
 
-def failing(**shares: float) -> Book:
+def failing(**shares: float) -> StudyLog:
     """The book of a study, so many of whose held-out plays failed."""
 
     class Failing(Formula):
@@ -208,13 +205,13 @@ def failing(**shares: float) -> Book:
             failed = 20 * shares.get(self.launched[key].arm, 0.0)
             return replace(super().collect(key), signals={"held_out/plays": (20,), "held_out/failed": (failed,)})
 
-    book = Book()
+    book = StudyLog()
     conduct(PLAIN, book, Failing(lambda setting, fidelity: 0.0))
     return book
 
 
 def test_plays_that_failed_are_said_beside_the_verdict() -> None:
-    [reason] = [found.reason for found in Proceedings(failing(a=0.4, b=0.05)).findings.values()]
+    [reason] = [found.reason for found in StudyView(failing(a=0.4, b=0.05)).findings.values()]
     assert reason == "look at 12 seeds; held-out plays that failed and were played again: 40% of 'a'"
     text = " ".join(render(failing(a=0.4, b=0.05)).markdown.text.split())
     assert "of “a” that failed: 96 of 240 (40 %). Each was played again" in text and text.count("a choice among") == 1
@@ -243,7 +240,7 @@ def test_a_diverged_run_counts() -> None:
 
 def test_another_outcome_of_the_same_trial_is_not_asked_for() -> None:
     """A second desk on the same book launches nothing."""
-    book, runner = Book(), Formula()
+    book, runner = StudyLog(), Formula()
     first, _ = conduct(STUDY, book, runner)
     entries = book.num_entries
     second, _ = conduct(STUDY, book, Formula(noise=99.0))
@@ -300,11 +297,11 @@ def test_what_could_be_settled_is_not_given_up() -> None:
     """Nothing is known yet, by four seeds of much noise or by none that differ."""
     [open_one, *_] = FAMILY.hypotheses
     found: dict[str, Finding] = {}
-    give_up(FAMILY, evidence(a=[0.0, 0.4, 0.1, 0.3], b=[0.1, 0.2, 0.4, 0.0]), [open_one], found)
-    give_up(FAMILY, evidence(a=[0.0] * 4, b=[1.0] * 4), [open_one], found)
-    give_up(FAMILY, evidence(a=[0.0, 0.1], b=[1.0, 1.1]), [open_one], found)
+    stop_for_futility(FAMILY, evidence(a=[0.0, 0.4, 0.1, 0.3], b=[0.1, 0.2, 0.4, 0.0]), [open_one], found)
+    stop_for_futility(FAMILY, evidence(a=[0.0] * 4, b=[1.0] * 4), [open_one], found)
+    stop_for_futility(FAMILY, evidence(a=[0.0, 0.1], b=[1.0, 1.1]), [open_one], found)
     assert found == {}
-    give_up(FAMILY, evidence(a=[0.0, 0.1] * 4, b=[1.0, 1.1] * 4), [open_one], found)
+    stop_for_futility(FAMILY, evidence(a=[0.0, 0.1] * 4, b=[1.0, 1.1] * 4), [open_one], found)
     assert found[open_one.id].verdict == "inconclusive"
 
 
@@ -352,7 +349,7 @@ def test_what_stays_open_is_printed_at_the_level_it_was_read_at() -> None:
     def gain(setting: Setting, fidelity: float) -> float:
         return float(setting.get("gain", 0.0))
 
-    called, left = conduct(study, Book(), Formula(gain, noise=0.5))[0]
+    called, left = conduct(study, StudyLog(), Formula(gain, noise=0.5))[0]
     assert (called.verdict, left.verdict) == ("supported", "inconclusive")
     assert left.confidence == pytest.approx(1 - nominal_level(study.looks, 2 * study.alpha))
 
@@ -372,4 +369,4 @@ def test_a_runner_that_answers_for_another_trial_is_found_out() -> None:
             return replace(super().collect(key), trial="other")
 
     with pytest.raises(AssertionError, match="outcome of other"):
-        Desk(STUDY, Book(), Confused()).run([Trial(STUDY.id, "a", {"lr": 1.0, "gain": 0.0}, 1, "explore")])
+        TrialLauncher(STUDY, StudyLog(), Confused()).run([Trial(STUDY.id, "a", {"lr": 1.0, "gain": 0.0}, 1, "explore")])

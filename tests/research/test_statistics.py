@@ -20,7 +20,7 @@ from agentjet.research.statistics import (
     nominal_level,
     permutation_p,
     power,
-    prospect,
+    predictive_power,
     read,
     welch,
 )
@@ -196,7 +196,7 @@ def test_what_a_look_foretells_comes_true() -> None:
     foretold, decided = [], []
     for effect in rng.uniform(-4, 4, 4_000):
         a, b = list(rng.normal(effect, 1.5, 16)), list(rng.normal(0, 1.0, 16))
-        foretold.append(prospect(welch(a[:8], b[:8]), 8, 16, **levels))
+        foretold.append(predictive_power(welch(a[:8], b[:8]), 8, 16, **levels))
         decided.append(read(a, b, **levels).verdict != "inconclusive")
     chances, came = np.array(foretold), np.array(decided)
     for low, high in pairwise((0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.01)):
@@ -208,4 +208,4 @@ def test_what_a_look_foretells_comes_true() -> None:
 
 def test_scores_without_spread_foretell_nothing() -> None:
     same = welch([1.0] * 4, [1.0] * 4)
-    assert prospect(same, 4, 12, sesoi=1.0, difference_level=0.05, equivalence_level=0.05) == 1.0
+    assert predictive_power(same, 4, 12, sesoi=1.0, difference_level=0.05, equivalence_level=0.05) == 1.0

@@ -16,12 +16,25 @@ from typing import Any
 
 import pytest
 
-from agentjet.research.journal import Book, Journal
-from agentjet.research.models import Arm, Finding, Hypothesis, Knob, Study, Trial
-from agentjet.research.planner.actions import AddArm, AddHypothesis, Cap, Pause, Request, Resume, Veto
-from agentjet.research.report.building import render
-from agentjet.research.scheduler import Chapter, conduct, see_through
-from agentjet.research.steering import Steering
+from agentjet.research.journal import StudyJournal, StudyLog
+from agentjet.research.launcher import SteeringFile
+from agentjet.research.models import (
+    AddArm,
+    AddHypothesis,
+    Arm,
+    Cap,
+    Finding,
+    Hypothesis,
+    Knob,
+    Pause,
+    Request,
+    Resume,
+    Study,
+    Trial,
+    Veto,
+)
+from agentjet.research.report.document import render
+from agentjet.research.scheduler import StudyRun, conduct, conduct_with_annexes
 from tests.research.world import STUDY, Doomed, Formula
 
 pytestmark = pytest.mark.thorough
@@ -43,7 +56,7 @@ ADDED = AddArm(arm="d", against="b", changes={"gain": 6.0, "lr": 16.0})
 class Meddled(Formula):
     """While the n-th launch is made, somebody asks for something."""
 
-    steering: Steering | None = None
+    steering: SteeringFile | None = None
     requests: Mapping[int, Request] = field(default_factory=dict)
     """By the number of the launch, from 1."""
 
@@ -57,18 +70,18 @@ class Meddled(Formula):
 
 def steered(
     folder: Path, requests: Mapping[int, Request], study: Study = PLAIN
-) -> tuple[dict[str, Finding], list[Chapter]]:
+) -> tuple[dict[str, Finding], list[StudyRun]]:
     """By claim, what was found."""
-    steering = Steering(folder / "steer.jsonl")
-    chapters = see_through(study, Book(), Meddled(steering=steering, requests=requests), steering)
+    steering = SteeringFile(folder / "steer.jsonl")
+    chapters = conduct_with_annexes(study, StudyLog(), Meddled(steering=steering, requests=requests), steering)
     return {claim_of(chapter, found): found for chapter in chapters for found in chapter.findings}, chapters
 
 
-def claim_of(chapter: Chapter, found: Finding) -> str:
+def claim_of(chapter: StudyRun, found: Finding) -> str:
     return next(h.claim for h in chapter.study.hypotheses if h.id == found.hypothesis)
 
 
-def refusals(book: Book) -> list[str]:
+def refusals(book: StudyLog) -> list[str]:
     return [amendment.refused for amendment in book.amendments if amendment.refused]
 
 
@@ -76,7 +89,7 @@ def refusals(book: Book) -> list[str]:
 
 
 def test_lines_that_say_nothing_are_refused_and_the_next_is_read(tmp_path: Path) -> None:
-    steering = Steering(tmp_path / "steer.jsonl")
+    steering = SteeringFile(tmp_path / "steer.jsonl")
     assert steering.after(0) == []
     steering.append(Veto(arm="c"))
     with steering.path.open("ab") as file:
@@ -85,7 +98,7 @@ def test_lines_that_say_nothing_are_refused_and_the_next_is_read(tmp_path: Path)
     steering.append(Cap(runs=60.0))
     with steering.path.open("ab") as file:
         file.write(b'[]\n\n{"kind": "cap", "runs": NaN}\n\xff\n{"kind": "set", "sesoi": 9.0}\n')
-    book = Book()
+    book = StudyLog()
     _, desk = conduct(PLAIN, book, Formula(), steering)
     assert [amendment.asked for amendment in book.amendments if not amendment.refused] == [
         {"kind": "veto", "arm": "c"},
@@ -142,9 +155,9 @@ def test_a_vetoed_arm_gets_no_further_trial_and_the_others_go_on(tmp_path: Path)
     ), "the look that was under way is read"
     assert found["c scores higher than a"].verdict == "practically_equivalent"
 
-    early = Steering(tmp_path / "early")
+    early = SteeringFile(tmp_path / "early")
     early.append(Veto(arm="b"))
-    book = Book()
+    book = StudyLog()
     findings, _ = conduct(PLAIN, book, Formula(), early)
     assert [f.verdict for f in findings] == ["inconclusive", "practically_equivalent"]
     assert findings[0].reason == "arm 'b' was vetoed"
@@ -169,7 +182,7 @@ def test_a_cap_is_kept_and_can_be_lifted_up_to_the_budget(tmp_path: Path) -> Non
 
 
 def test_pause_waits_at_the_next_point(tmp_path: Path) -> None:
-    class Patient(Steering):
+    class Patient(SteeringFile):
         """Whoever paused resumes as soon as the study waits, and vetoes an arm before."""
 
         waited = 0
@@ -180,7 +193,7 @@ def test_pause_waits_at_the_next_point(tmp_path: Path) -> None:
 
     steering = Patient(tmp_path / "steer.jsonl")
     runner = Meddled(steering=steering, requests={1: Pause()})
-    book = Book()
+    book = StudyLog()
     findings, _ = conduct(PLAIN, book, runner, steering)
     assert steering.waited == 2
     assert [(amendment.point, amendment.asked["kind"]) for amendment in book.amendments] == [
@@ -263,10 +276,10 @@ MEANWHILE: dict[int, Request] = {
 }
 
 
-def run_through(folder: Path, book: Journal) -> list[Chapter]:
-    steering = Steering(folder / "steer.jsonl")
+def run_through(folder: Path, book: StudyJournal) -> list[StudyRun]:
+    steering = SteeringFile(folder / "steer.jsonl")
     with book:
-        return see_through(FEW, book, Meddled(folder=folder, steering=steering, requests=MEANWHILE), steering)
+        return conduct_with_annexes(FEW, book, Meddled(folder=folder, steering=steering, requests=MEANWHILE), steering)
 
 
 def until_killed(folder: Path, number: int, moment: str) -> None:
@@ -281,7 +294,7 @@ def until_killed(folder: Path, number: int, moment: str) -> None:
 
 
 def ending(folder: Path) -> dict[str, Any]:
-    chapters = run_through(folder, Journal(folder / "journal.jsonl"))
+    chapters = run_through(folder, StudyJournal(folder / "journal.jsonl"))
     return {
         "findings": [[found.to_json() for found in chapter.findings] for chapter in chapters],
         "spent": [chapter.desk.ledger.total for chapter in chapters],

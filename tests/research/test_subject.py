@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.folder import StudyFolder
-from agentjet.research.journal import Journal
-from agentjet.research.leased import check_arms, job_of
+from agentjet.research.journal import StudyFolder, StudyJournal
 from agentjet.research.models import Arm, Knob, Study, Subject
-from agentjet.research.record import RunRecord, Scoring
+from agentjet.research.servers import check_arms, job_of
+from agentjet.research.trial_process import HeldOutScore, RunRecord
 from tests.research.world import STUDY
 
 CODE = """
@@ -154,7 +153,7 @@ def test_a_study_keeps_its_subject(subject: Subject, tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path / "study")
     folder.write(study, "# plan\n")
     assert folder.study() == study and Study.from_json(json.loads(json.dumps(study.to_json()))).id == study.id
-    with Journal(folder.journal) as journal:
+    with StudyJournal(folder.journal) as journal:
         journal.open_study(study)
     with pytest.raises(ConfigError, match="holds a study that was begun"):
         folder.write(study, "")
@@ -171,9 +170,9 @@ def test_a_study_of_before_files_were_noted_is_the_same_study(subject: Subject) 
 
 def test_a_record_is_taken_up(tmp_path: Path) -> None:
     record = RunRecord.open(tmp_path / "record.json")
-    record.scored(0, Scoring(0.25, 0.1, -1.0))
+    record.scored(0, HeldOutScore(0.25, 0.1, -1.0))
     record.learned({1: {"reward/mean": 0.5, "loss": math.nan}, 3: {"reward/mean": 0.75}})
-    record.scored(3, Scoring(0.5, 0.1, 0.0))
+    record.scored(3, HeldOutScore(0.5, 0.1, 0.0))
     again = RunRecord.open(tmp_path / "record.json")
     assert again.scorings == {0: (0.25, 0.1, -1.0, 0, 0), 3: (0.5, 0.1, 0.0, 0, 0)}
     assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))

@@ -31,15 +31,12 @@ import pytest
 from agentjet.client import AsyncSwarm
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.protocol import EpisodeList, Event
-from agentjet.research.diagnosis.signs import Signals
-from agentjet.research.leased import check_weights
 from agentjet.research.models import Outcome, Subject, Trial
-from agentjet.research.plays import plays_of
-from agentjet.research.record import RunRecord
 from agentjet.research.records import Setting, canonical
-from agentjet.research.servers import Address, Served, Unserved
+from agentjet.research.run_signals import Signals, held_out_counts
+from agentjet.research.servers import Address, RunningServer, ServerUnavailable, check_weights
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, name_of_run
-from agentjet.research.work import Order, Work, scoring, weights_changed
+from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weights_changed
 
 SUBJECT = Subject("m", "agentjet.cli.digits:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
@@ -55,7 +52,7 @@ class Refusing:
     closed: bool = False
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[Served]:
+    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
         (run / "trace").touch()
         self.asked.append(settings)
         raise self.error
@@ -75,7 +72,7 @@ class Gone(Refusing):
     """A place that serves nobody any more."""
 
     def check(self) -> None:
-        raise Unserved(f"--server {self.name}: no answer")
+        raise ServerUnavailable(f"--server {self.name}: no answer")
 
 
 class Working(Refusing):
@@ -84,7 +81,7 @@ class Working(Refusing):
     waits: Signal
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[Served]:
+    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
         assert self.waits.wait(60)
         for trial in run.parent.parent.glob("launches/*/trial.json"):
             of = Trial.from_json(json.loads(trial.read_text()))
@@ -104,7 +101,7 @@ class Dying(Refusing):
     launch: Path = Path()
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[Served]:
+    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
         signals = {"batch/episodes": (8.0,) * 3, "episodes/aborted": (9.0,) * 3, "episodes/expired": (0.0,) * 3}
         ended = Outcome(TRIAL.id, "completed", 0.5, signals=signals)
         (self.launch / "draft.json").write_text(canonical(ended.to_json()))
@@ -251,8 +248,10 @@ def test_diverging_is_never_worth_more_than_what_was_earned(
     record = RunRecord(tmp_path / "record.json")
     record.scored(0, scoring(rewards))
     record.learned({1: {"optim/skipped_steps": 1.0}})
-    order = Order(TRIAL, subject, Address("http://127.0.0.1:1", "t"), str(tmp_path), str(tmp_path / "outcome.json"))
-    outcome = asyncio.run(Work(order, cast(AsyncSwarm, Mute())).done())
+    order = TrialOrder(
+        TRIAL, subject, Address("http://127.0.0.1:1", "t"), str(tmp_path), str(tmp_path / "outcome.json")
+    )
+    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, Mute())).done())
     assert (outcome.end, outcome.score) == ("diverged", score)
 
 
@@ -278,7 +277,7 @@ def test_plays_that_failed_are_among_the_signals(tmp_path: Path) -> None:
     record = RunRecord.open(record.path)
     assert record.signals(3) == {"x": (1.0,) * 3, "held_out/plays": (8, None, 8), "held_out/failed": (1, None, 3)}
     ended = Outcome("t", "completed", 0.5, signals=record.signals(3))
-    assert plays_of([ended, ended, Outcome("u", "completed", 0.5)]) == (16, 6)
+    assert held_out_counts([ended, ended, Outcome("u", "completed", 0.5)]) == (16, 6)
 
 
 class Diverging:
@@ -319,8 +318,10 @@ def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, f
     tasks = str(tmp_path / "tasks.jsonl")
     subject = replace(SUBJECT, tasks=tasks, held_out=tasks, floor=-3.0)
     (tmp_path / "run").mkdir()
-    order = Order(TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(tmp_path / "run"), str(tmp_path / "answer"))
-    outcome = asyncio.run(Work(order, Diverging(metrics)).done())  # type: ignore[arg-type]
+    order = TrialOrder(
+        TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(tmp_path / "run"), str(tmp_path / "answer")
+    )
+    outcome = asyncio.run(TrialProcess(order, Diverging(metrics)).done())  # type: ignore[arg-type]
     assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
     assert outcome.note == "64 episodes in a row failed"
 

@@ -10,8 +10,7 @@ import pytest
 
 from agentjet.errors import ConfigError
 from agentjet.research.models import Setting, Subject
-from agentjet.research.planner.offline import plan
-from agentjet.research.planner.plan import Plan
+from agentjet.research.planner.plan import Plan, plan
 
 SUBJECT = Subject("tiny", "agent.py:agent", "tasks.jsonl", "held_out.jsonl", steps=30)
 LR, KL, GROUP, BATCH = "job.optimizer.lr", "job.algorithm.kl_coef", "job.group_size", "job.batch_size"

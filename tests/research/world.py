@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.research.journal import Journal, Kind, annex_path, entry
+from agentjet.research.journal import EntryKind, StudyJournal, annex_path, entry
 from agentjet.research.models import Arm, Hypothesis, Knob, Outcome, Setting, Study, Trial, canonical
 
 KNOB = Knob("lr", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0))
@@ -72,18 +72,18 @@ def read(path: Path) -> object:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-class Doomed(Journal):
+class Doomed(StudyJournal):
     """Dies at one of the entries of its study, the annexes' counted on: before it, in the middle of it, or after it."""
 
     def __init__(self, path: Path, number: int, moment: str) -> None:
         self._doom = (number, moment)
         super().__init__(path)
 
-    def annex(self, number: int) -> Journal:
+    def annex(self, number: int) -> StudyJournal:
         doom, moment = self._doom
         return Doomed(annex_path(self.path, number), doom - self.num_entries, moment)
 
-    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+    def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
         number, moment = self._doom
         if self.num_entries < number:
             super().append(kind, body)

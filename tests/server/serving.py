@@ -19,7 +19,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from agentjet.client.threads import LoopThread
 from agentjet.server import Keys, create_app
-from agentjet.server.listening import listen, options
+from agentjet.server.http import listen, uvicorn_config
 from tests.fakes import Running, running
 
 T = TypeVar("T")
@@ -49,17 +49,17 @@ class Served:
         answer: dict[str, Any] = response.json()
         return answer
 
-    def openai(self, episode: dict[str, Any], **options: Any) -> AsyncOpenAI:
+    def openai(self, episode: dict[str, Any], **uvicorn_config: Any) -> AsyncOpenAI:
         """OpenAI's SDK as the agent of an episode would use it."""
-        arguments = {"base_url": episode["base_url"], "api_key": episode["api_key"], "max_retries": 0, **options}
+        arguments = {"base_url": episode["base_url"], "api_key": episode["api_key"], "max_retries": 0, **uvicorn_config}
         # Reading the system's certificates, which plain http needs not, would be the slowest part of a test.
         client = AsyncOpenAI(**arguments, http_client=DefaultAsyncHttpxClient(verify=False))
         self.agents.push_async_callback(client.close)
         return client
 
-    def anthropic(self, episode: dict[str, Any], **options: Any) -> AsyncAnthropic:
+    def anthropic(self, episode: dict[str, Any], **uvicorn_config: Any) -> AsyncAnthropic:
         """Anthropic's SDK, the same way."""
-        arguments = {"base_url": self.url, "api_key": episode["api_key"], "max_retries": 0, **options}
+        arguments = {"base_url": self.url, "api_key": episode["api_key"], "max_retries": 0, **uvicorn_config}
         client = AsyncAnthropic(**arguments, http_client=AnthropicHttpxClient(verify=False))
         self.agents.push_async_callback(client.close)
         return client
@@ -73,7 +73,7 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
         server_config = run.gateway.config.server
         listener = listen("127.0.0.1", 0)
         app = create_app(run.gateway, keys)
-        server = uvicorn.Server(options(app, server_config))
+        server = uvicorn.Server(uvicorn_config(app, server_config))
         task = asyncio.create_task(server.serve([listener]))
         url = f"{'https' if server_config.tls_cert else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         try:

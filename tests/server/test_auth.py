@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from agentjet.errors import ConfigError, Forbidden, Unauthorized
 from agentjet.server import Keys
-from agentjet.server.tokens import FILES, SecretFile, read_secret, replace_secret
+from agentjet.server.auth import SECRET_FILES, SecretFile, read_secret, replace_secret
 from tests.fakes import Clock
 from tests.server.serving import ADMIN, serving
 
@@ -111,7 +111,7 @@ def test_a_replaced_token_counts_without_a_restart_and_ends_no_key(tmp_path: Pat
     keys = Keys.open(tmp_path)
     key = keys.sign("ep1", 0.0)
     for role in ("client", "admin", "viewer"):
-        path = tmp_path / FILES[role]
+        path = tmp_path / SECRET_FILES[role]
         before = read_secret(path)
         assert keys.control(before) == role
         replace_secret(path)
@@ -120,12 +120,12 @@ def test_a_replaced_token_counts_without_a_restart_and_ends_no_key(tmp_path: Pat
         with pytest.raises(Unauthorized):
             keys.control(before)
         assert keys.episode(key, LONG) == "ep1"
-    replace_secret(tmp_path / FILES["keys"])
+    replace_secret(tmp_path / SECRET_FILES["keys"])
     with pytest.raises(Unauthorized) as void:
         keys.episode(key, LONG)
     assert void.value.code == "key_invalid"
     assert keys.episode(keys.sign("ep1", 0.0), LONG) == "ep1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES.values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(SECRET_FILES.values())
 
 
 @pytest.mark.parametrize("broken", ["", "short", None])

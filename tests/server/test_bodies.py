@@ -23,10 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-import agentjet.server.json_body as json_body
-from agentjet.gateway.offload import LARGE, from_thread, offload
-from agentjet.server.dialects.chat_bodies import ChatBody
-from agentjet.server.dialects.messages_bodies import MessagesBody
+import agentjet.server.limits as json_body
+from agentjet.gateway.concurrency import LARGE, from_thread, offload
+from agentjet.server.dialects.chat import ChatBody
+from agentjet.server.dialects.messages_requests import MessagesBody
 from agentjet.server.limits import Limits
 from tests.server.serving import TOKEN, VIEWER, Served, serving
 

@@ -20,10 +20,10 @@ import numpy as np
 import openai
 import pytest
 
-from agentjet.types import ModelCard
+from agentjet.types import ModelInfo
 from tests.fakes import saying
 from tests.server.serving import TOKEN, serving
-from tests.tiny import make_card, tokenizer
+from tests.tiny import make_model_info, tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -34,8 +34,8 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture
-def tool_card(tmp_path: Path) -> ModelCard:
-    return make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+def tool_card(tmp_path: Path) -> ModelInfo:
+    return make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
 async def test_a_plain_answer(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tool_calls(tmp_path: Path, tool_card: ModelCard, stream: bool) -> None:
+async def test_tool_calls(tmp_path: Path, tool_card: ModelInfo, stream: bool) -> None:
     said = 'Let me see. <tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>'
     async with serving(tmp_path / "d", saying(lambda prompt: said), card=tool_card, job={"max_tokens": 200}) as served:
         episode = await served.begin()
@@ -103,7 +103,7 @@ async def test_tool_calls(tmp_path: Path, tool_card: ModelCard, stream: bool) ->
         )
 
 
-async def test_tool_choice_none_offers_no_tools(tmp_path: Path, tool_card: ModelCard) -> None:
+async def test_tool_choice_none_offers_no_tools(tmp_path: Path, tool_card: ModelInfo) -> None:
     async with serving(tmp_path / "d", card=tool_card) as served:
         client = served.openai(await served.begin())
         await client.chat.completions.create(model="policy", messages=HELLO, tools=TOOLS, tool_choice="none")

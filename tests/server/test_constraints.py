@@ -15,11 +15,11 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from agentjet.timeline.allowed import unpack_sets
-from agentjet.types import ModelCard, SamplingParams
+from agentjet.timeline.support import unpack_sets
+from agentjet.types import ModelInfo, SamplingParams
 from tests.fakes import Script
 from tests.server.serving import serving
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 from tests.walks import Walker
 
 pytestmark = pytest.mark.anyio
@@ -46,11 +46,11 @@ class Point(BaseModel):
 
 
 @pytest.fixture
-def card(tmp_path: Path) -> ModelCard:
-    return make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+def card(tmp_path: Path) -> ModelInfo:
+    return make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
-def walking(card: ModelCard) -> Script:
+def walking(card: ModelInfo) -> Script:
     walker = Walker(card)
 
     def script(prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
@@ -66,7 +66,7 @@ CHOICES = [("required", {"add", "sub"}), ({"type": "function", "function": {"nam
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("choice", "names"), CHOICES)
 async def test_a_forced_choice_is_called(
-    tmp_path: Path, card: ModelCard, choice: Any, names: set[str], stream: bool
+    tmp_path: Path, card: ModelInfo, choice: Any, names: set[str], stream: bool
 ) -> None:
     async with serving(tmp_path / "d", walking(card), card=card, job={"max_tokens": 1000}) as served:
         client = served.openai(await served.begin())
@@ -85,7 +85,7 @@ async def test_a_forced_choice_is_called(
             assert json.loads(called.function.arguments)["a"] in range(10)
 
 
-async def test_structured_outputs(tmp_path: Path, card: ModelCard) -> None:
+async def test_structured_outputs(tmp_path: Path, card: ModelInfo) -> None:
     async with serving(tmp_path / "d", walking(card), card=card, job={"max_tokens": 1000}) as served:
         client = served.openai(await served.begin())
         for _ in range(4):
@@ -106,7 +106,7 @@ async def test_json_mode_asks_for_an_object(tmp_path: Path) -> None:
 
 
 async def test_strict_tools_and_parallel_calls_ask_for_a_grammar_and_others_do_not(
-    tmp_path: Path, card: ModelCard
+    tmp_path: Path, card: ModelInfo
 ) -> None:
     strict: list[Any] = [tool("add", strict=True), tool("sub", strict=False)]
     async with serving(tmp_path / "d", card=card) as served:
@@ -134,10 +134,10 @@ async def test_sets_are_kept_for_training_only(tmp_path: Path, mode: str) -> Non
         for more in ({}, {"top_p": 0.9}, {"extra_body": {"top_k": 4}}):
             await client.chat.completions.create(model="policy", messages=HELLO, **more)  # type: ignore[call-overload]
         plain, *truncated = served.run.gateway.swarm.tree(episode["episode_id"], "").calls
-        assert plain.allowed == b""
+        assert plain.support == b""
         for call in truncated:
-            assert bool(call.allowed) == (mode == "train")
-            assert len(unpack_sets(call.allowed, len(call.completion))) == len(call.completion)
+            assert bool(call.support) == (mode == "train")
+            assert len(unpack_sets(call.support, len(call.completion))) == len(call.completion)
 
 
 FORMAT = "response_format.json_schema"
@@ -160,7 +160,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_what_cannot_be_followed_is_refused_before_it_is_sampled(tmp_path: Path, card: ModelCard) -> None:
+async def test_what_cannot_be_followed_is_refused_before_it_is_sampled(tmp_path: Path, card: ModelInfo) -> None:
     async with serving(tmp_path / "d", card=card) as served:
         client = served.openai(await served.begin())
         for body, param, said in REFUSED:

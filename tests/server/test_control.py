@@ -23,7 +23,7 @@ import pytest
 from agentjet.config import ServerConfig
 from agentjet.errors import CheckpointError
 from agentjet.server import create_app
-from agentjet.server.hosts import allowed_hosts
+from agentjet.server.http import allowed_hosts
 from tests.fakes import running
 from tests.server.serving import ADMIN, serving
 
@@ -216,7 +216,7 @@ async def test_a_stopped_engine(tmp_path: Path) -> None:
         assert ended.status_code == 200, "a reward is never refused for a stopped engine"
         assert (await served.http.post("/swarm/v1/start", headers=bearer(ADMIN))).status_code == 200
         await served.run.gateway.ready()
-        assert (await served.http.get("/swarm/v1/status")).json()["state"] == "rolling"
+        assert (await served.http.get("/swarm/v1/status")).json()["state"] == "sampling"
 
 
 async def test_the_job_is_compared_and_set(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from agentjet.errors import WorkerDied
-from agentjet.gateway import log_context
-from agentjet.server.logs import LogFile, LogFormat, prepared, scrubbed
+from agentjet.gateway import observability
+from agentjet.server.monitoring import LogFile, LogFormat, configure_handler, redact
 from tests.server.serving import TOKEN, Keys, serving
 
 
@@ -29,7 +29,7 @@ from tests.server.serving import TOKEN, Keys, serving
 def written(log_format: LogFormat) -> Iterator[io.StringIO]:
     """What the root logger's records become."""
     stream = io.StringIO()
-    handler = prepared(logging.StreamHandler(stream), log_format, "%(levelname)s: %(message)s")
+    handler = configure_handler(logging.StreamHandler(stream), log_format, "%(levelname)s: %(message)s")
     root = logging.getLogger()
     level = root.level
     root.addHandler(handler)
@@ -68,7 +68,7 @@ async def test_records_say_what_they_are_about(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_a_batch_at_hand_is_named(log_format: LogFormat) -> None:
-    with written(log_format) as stream, log_context.learning(7):
+    with written(log_format) as stream, observability.batch_context(7):
         logging.getLogger("some.library").warning("careful")
     logging.getLogger("some.library").warning("nobody writes this")
     assert stream.getvalue().splitlines()[0].startswith("WARNING: careful batch_id=7" if log_format == "text" else "{")
@@ -100,7 +100,7 @@ def test_secrets_are_in_no_line(log_format: LogFormat) -> None:
     "text", ["a bearer of news", "/kit/x", "ajk", "https://host/v1/models", "bearer", "episode ep000001 finished"]
 )
 def test_the_rest_is_left_alone(text: str) -> None:
-    assert scrubbed(text) == text
+    assert redact(text) == text
 
 
 @pytest.mark.anyio

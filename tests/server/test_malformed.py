@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.server.target import Target, serving_target
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
@@ -118,7 +118,7 @@ QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     folder = tmp_path_factory.mktemp("malformed")
-    card = make_card(folder / "qwen", "qwen3", tool_format="hermes")
+    card = make_model_info(folder / "qwen", "qwen3", tool_format="hermes")
     with serving_target(folder / "data", card=card, job={"max_tokens": 8}) as target:
         target.refresh()
         yield target

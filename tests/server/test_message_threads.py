@@ -15,7 +15,7 @@ import pytest
 from tests.fakes import saying
 from tests.server.serving import serving
 from tests.server.test_messages import HELLO, assert_one_timeline, calls_of
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ def reply(prompt: str) -> str:
 
 
 async def test_the_tool_runner_sends_its_history_itself(tmp_path: Path) -> None:
-    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
     async with serving(tmp_path / "d", saying(reply), card=card, job={"max_tokens": 300}) as served:
         episode = await served.begin()
         client = served.anthropic(episode)

@@ -18,11 +18,11 @@ import anthropic
 import pytest
 
 from agentjet.server.dialects.messages_answers import SIGNATURE
-from agentjet.types import Call, ModelCard
+from agentjet.types import Call, ModelInfo
 from tests.fakes import saying
 from tests.server.asking import HELLO, SCHEMA, TOOLS, ask
 from tests.server.serving import Served, serving
-from tests.tiny import make_card, tokenizer
+from tests.tiny import make_model_info, tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -34,8 +34,8 @@ TWO_CALLS = (
 
 
 @pytest.fixture
-def tool_card(tmp_path: Path) -> ModelCard:
-    return make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+def tool_card(tmp_path: Path) -> ModelInfo:
+    return make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
 def _function(parameters: dict[str, Any], **more: Any) -> Any:
@@ -76,7 +76,7 @@ async def test_a_plain_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["grüße 🙂 to you", "", TWO_CALLS, "<think>\ncut off"])
-async def test_a_streamed_message_is_the_plain_one(tmp_path: Path, tool_card: ModelCard, said: str) -> None:
+async def test_a_streamed_message_is_the_plain_one(tmp_path: Path, tool_card: ModelInfo, said: str) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: said), card=tool_card, job={"max_tokens": 300}) as served:
         client = served.anthropic(await served.begin())
         plain = await ask(client, tools=TOOLS)
@@ -91,7 +91,7 @@ def without_ids(answer: anthropic.types.Message) -> str:
     return json.dumps(fields, sort_keys=True).replace(call_id, "ID").replace(call_id[:12], "ID")
 
 
-async def test_the_events_of_a_stream(tmp_path: Path, tool_card: ModelCard) -> None:
+async def test_the_events_of_a_stream(tmp_path: Path, tool_card: ModelInfo) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: TWO_CALLS), card=tool_card) as served:
         client = served.anthropic(await served.begin())
         stream = await client.messages.create(model="policy", messages=HELLO, tools=TOOLS, max_tokens=300, stream=True)
@@ -118,7 +118,7 @@ async def test_the_events_of_a_stream(tmp_path: Path, tool_card: ModelCard) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_was_sampled_is_recognised(tmp_path: Path, tool_card: ModelCard, stream: bool) -> None:
+async def test_what_was_sampled_is_recognised(tmp_path: Path, tool_card: ModelInfo, stream: bool) -> None:
     def reply(prompt: str) -> str:
         return TWO_CALLS if "<tool_response>" not in prompt else "<think>\nso\n</think>\n\nIt is 3."
 
@@ -170,7 +170,7 @@ ODD = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("arguments", ODD.values(), ids=ODD)
 async def test_odd_arguments_come_back_as_they_were(
-    tmp_path: Path, tool_card: ModelCard, arguments: str, stream: bool
+    tmp_path: Path, tool_card: ModelInfo, arguments: str, stream: bool
 ) -> None:
     said = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
     async with serving(tmp_path / "d", saying(lambda prompt: said), card=tool_card, job={"max_tokens": 1000}) as served:
@@ -185,7 +185,7 @@ async def test_odd_arguments_come_back_as_they_were(
 
 @pytest.mark.parametrize("depth", [300, 400, 900])
 async def test_a_history_may_be_nested_as_deep_as_the_context_is_long(
-    tmp_path: Path, tool_card: ModelCard, depth: int
+    tmp_path: Path, tool_card: ModelInfo, depth: int
 ) -> None:
     arguments = '{"a": ' + "[" * depth + "]" * depth + "}"
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
@@ -215,7 +215,7 @@ async def test_a_history_may_be_nested_as_deep_as_the_context_is_long(
         assert arguments in first and others == [first, first]
 
 
-async def test_another_dialect_continues_the_same_timeline(tmp_path: Path, tool_card: ModelCard) -> None:
+async def test_another_dialect_continues_the_same_timeline(tmp_path: Path, tool_card: ModelInfo) -> None:
     said = '<tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>'
     async with serving(tmp_path / "d", saying(lambda prompt: said), card=tool_card) as served:
         episode = await served.begin()
@@ -239,7 +239,7 @@ async def test_another_dialect_continues_the_same_timeline(tmp_path: Path, tool_
         assert_one_timeline(served, episode)
 
 
-async def test_results_of_tools_and_text_keep_their_order(tmp_path: Path, tool_card: ModelCard) -> None:
+async def test_results_of_tools_and_text_keep_their_order(tmp_path: Path, tool_card: ModelInfo) -> None:
     async with serving(tmp_path / "d", card=tool_card) as served:
         client = served.anthropic(await served.begin())
         use = {"type": "tool_use", "id": "t1", "name": "add", "input": {}}
@@ -257,7 +257,7 @@ async def test_results_of_tools_and_text_keep_their_order(tmp_path: Path, tool_c
     assert places == sorted(places)
 
 
-async def test_the_same_prompt_as_chats(tmp_path: Path, tool_card: ModelCard) -> None:
+async def test_the_same_prompt_as_chats(tmp_path: Path, tool_card: ModelInfo) -> None:
     """System blocks are one system message; `tool_choice` none offers no tools."""
     async with serving(tmp_path / "d", card=tool_card) as served:
         episode = await served.begin()
@@ -340,7 +340,7 @@ CONSTRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("anthropics", "openais"), CONSTRAINED.values(), ids=CONSTRAINED)
 async def test_the_same_form_of_answer_as_chats(
-    tmp_path: Path, tool_card: ModelCard, anthropics: dict[str, Any], openais: dict[str, Any]
+    tmp_path: Path, tool_card: ModelInfo, anthropics: dict[str, Any], openais: dict[str, Any]
 ) -> None:
     async with serving(tmp_path / "d", card=tool_card) as served:
         episode = await served.begin()
@@ -353,7 +353,7 @@ async def test_the_same_form_of_answer_as_chats(
     assert first.prompt == second.prompt
 
 
-async def test_tokens_are_counted_exactly(tmp_path: Path, tool_card: ModelCard) -> None:
+async def test_tokens_are_counted_exactly(tmp_path: Path, tool_card: ModelInfo) -> None:
     async with serving(tmp_path / "d", saying(lambda prompt: TWO_CALLS), card=tool_card) as served:
         episode = await served.begin()
         client = served.anthropic(episode)
@@ -369,7 +369,7 @@ async def test_tokens_are_counted_exactly(tmp_path: Path, tool_card: ModelCard) 
 
 
 async def test_arguments_that_an_agent_fills_in_with_defaults_continue_the_timeline(
-    tmp_path: Path, tool_card: ModelCard
+    tmp_path: Path, tool_card: ModelInfo
 ) -> None:
     schema = {"type": "object", "properties": {"all": {"type": "boolean", "default": False}}}
     said = '<tool_call>\n{"name": "edit", "arguments": {"path":  "x"}}\n</tool_call>'

@@ -19,7 +19,7 @@ import pytest
 from agentjet.protocol import AbortRequest
 from tests.server.asking import HELLO, TOOLS, ask
 from tests.server.serving import TOKEN, Served, serving
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 
@@ -103,7 +103,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> Non
 
 
 async def test_a_schema_that_cannot_be_followed_goes_by_its_own_name(tmp_path: Path) -> None:
-    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
     tool = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "x"}}}, "strict": True}
     async with serving(tmp_path / "d", card=card) as served:
         client = served.anthropic(await served.begin())
@@ -122,7 +122,7 @@ async def test_what_asks_nothing_of_the_model_is_accepted(tmp_path: Path) -> Non
         "top_k": 0, "top_p": 1, "temperature": 1, "stop_sequences": [], "system": None, "output_config": {},
         "context_management": None, "speed": "standard",
     }  # fmt: skip
-    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
     async with serving(tmp_path / "d", card=card) as served:
         client = served.anthropic(await served.begin())
         beta = {"anthropic-beta": "fine-grained-tool-streaming-2025-05-14"}

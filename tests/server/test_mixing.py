@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.status import described
+from agentjet.cli.status import status_lines
 from agentjet.protocol import FinishRequest, StatusResponse
 from tests.server.serving import ADMIN, Served, serving
 
@@ -90,7 +90,7 @@ async def test_shares_and_versions_are_told_and_shown(tmp_path: Path) -> None:
         assert (told.task_sets["code"].share, told.task_sets["code"].groups_open) == (0.5, 1)
         assert told.task_sets["math"].reward_mean == told.code_versions["v1"].reward_mean == 0.5
         assert (told.code_versions["v2"].episodes, told.code_versions["v2"].finished) == (3, 2)
-        assert [line for line in described(told) if line[0] in ("code", "task sets", "")] == [
+        assert [line for line in status_lines(told) if line[0] in ("code", "task sets", "")] == [
             ("code", "v2: reward 0.5 over 2"),
             ("", "v1: reward 0.5 over 2"),
             ("task sets", "code: share 0.5, weight 1, reward 0.5, 0 complete, 1 open"),
@@ -104,7 +104,7 @@ async def test_learning_waits_for_a_pinned_evaluation(tmp_path: Path) -> None:
         await play(served, "math")
         assert "pinned to policy version 0" in (await status(served)).waiting_for
         call = await served.run.say(pinned["episode_id"])
-        assert set(call.versions) == {0} and served.run.gateway.engine.state == "rolling"
+        assert set(call.versions) == {0} and served.run.gateway.engine.state == "sampling"
         await served.http.post(f"/swarm/v1/episodes/{pinned['episode_id']}/finish", json={"reward": 1})
         await served.run.until(lambda: served.run.gateway.swarm.policy_version == 1)
         assert await refused(served, mode="eval", at_version=0) == (409, "version_gone")

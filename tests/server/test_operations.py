@@ -19,7 +19,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentjet.server.metrics import printable
+from agentjet.server.monitoring import printable
 from tests.server.serving import ADMIN, VIEWER, Served, serving
 
 pytestmark = pytest.mark.anyio
@@ -50,7 +50,7 @@ async def test_alive_and_ready(tmp_path: Path) -> None:
         assert (await stranger.get("/healthz")).json() == {"status": "alive"}
         served.run.compute.may_start.set()
         await served.run.gateway.ready()
-        assert (await stranger.get("/readyz")).json() == {"ready": True, "state": "rolling"}
+        assert (await stranger.get("/readyz")).json() == {"ready": True, "state": "sampling"}
         assert (await served.http.post("/swarm/v1/stop", headers=bearer(ADMIN))).status_code == 200
         assert (await stranger.get("/readyz")).json() == {"ready": False, "state": "offline"}
         assert (await stranger.get("/healthz")).status_code == 200
@@ -88,7 +88,7 @@ async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
         waiting = (await served.http.get("/swarm/v1/status")).json()["waiting_for"]
         assert waiting == f"the disk. {refused.json()['detail']}"
         ready = await served.http.get("/readyz")
-        assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "rolling"})
+        assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "sampling"})
         assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR"]
         journal._db = database
         await served.run.until(lambda: not served.run.gateway.swarm.disk_refusal)  # by itself: nothing is asked
@@ -101,7 +101,7 @@ async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
 async def test_metrics(tmp_path: Path) -> None:
     async with serving(tmp_path / "d") as served:
         before = await samples(served)
-        assert before["agentjet_policy_version"] == 0 and before["agentjet_state/rolling"] == 1
+        assert before["agentjet_policy_version"] == 0 and before["agentjet_state/sampling"] == 1
         await served.run.batch()
         await served.begin(mode="eval")
         now = await samples(served)

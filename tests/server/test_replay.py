@@ -19,8 +19,7 @@ import pytest
 from hypothesis import settings
 from openai import AsyncOpenAI
 
-from agentjet.server.dialects.chat import to_request
-from agentjet.server.dialects.chat_bodies import ChatBody
+from agentjet.server.dialects.chat import ChatBody, to_request
 from agentjet.timeline import ConversationTree
 from agentjet.types import SamplingParams
 from tests.server.conversations import TOOLS, Body, as_text, real, synthetic

@@ -18,16 +18,16 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from agentjet.cli.episodes import described
+from agentjet.cli.episodes import episode_lines
 from agentjet.protocol import EpisodeTree
 from agentjet.server.dialects import DIALECTS, keys_table
-from agentjet.server.dialects.chat_bodies import ChatBody, MessageBody, ToolBody
-from agentjet.server.dialects.completions_bodies import CompletionBody
-from agentjet.server.dialects.messages_bodies import MessagesBody
+from agentjet.server.dialects.chat import ChatBody, MessageBody, ToolBody
+from agentjet.server.dialects.completions import CompletionBody
+from agentjet.server.dialects.messages_requests import MessagesBody
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from tests.server.asking import HELLO, TOOLS, ask
 from tests.server.serving import Served, serving
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 BODIES: dict[str, type[BaseModel]] = {
@@ -86,7 +86,7 @@ async def test_notes_of_chat_completions(tmp_path: Path) -> None:
         )  # fmt: skip
         assert shown.calls[0].messages[0]["content"] == "hello[image omitted: this model reads text only]"
         assert not shown.refused and not shown.unscorable
-        assert "reasoning_effort (2)" in str(described(shown)[1])
+        assert "reasoning_effort (2)" in str(episode_lines(shown)[1])
 
 
 async def test_notes_of_messages(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_notes_of_messages(tmp_path: Path) -> None:
             "mcp_servers": [{"type": "url"}],
         },
     }  # fmt: skip
-    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
     async with serving(tmp_path / "d", card=card) as served:
         episode = await served.begin()
         await ask(served.anthropic(episode), **body)
@@ -163,7 +163,7 @@ async def test_without_the_override_a_refusal_names_it(tmp_path: Path) -> None:
 
 
 async def test_template_variables_that_change_the_prompt_are_refused(tmp_path: Path) -> None:
-    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
     async with serving(tmp_path / "d", card=card) as served:
         client = served.openai(await served.begin())
         for variables, honest in (({"enable_thinking": True}, True), ({"enable_thinking": False}, False)):
@@ -202,7 +202,7 @@ async def test_refusals_are_counted_on_the_episode(tmp_path: Path) -> None:
             "model_not_found: model": 1,
             "not_json": 1,
         }
-        assert shown.unscorable and "unscorable" in str(described(shown)[0])
+        assert shown.unscorable and "unscorable" in str(episode_lines(shown)[0])
         overflowed = await view(served, sound)
         assert overflowed.refused == {"context_length_exceeded: messages": 1} and not overflowed.unscorable
         await served.http.post(f"/swarm/v1/episodes/{refused['episode_id']}/finish", json={"reward": 0})

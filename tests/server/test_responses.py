@@ -19,10 +19,10 @@ from openai.types.responses import FunctionToolParam, Response
 from openai.types.responses.response_stream_event import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agentjet.types import Call, ModelCard
+from agentjet.types import Call, ModelInfo
 from tests.fakes import Script, saying
 from tests.server.serving import Served, serving
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
 
@@ -40,8 +40,8 @@ CALLS = (
 
 
 @pytest.fixture
-def card(tmp_path: Path) -> ModelCard:
-    return make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+def card(tmp_path: Path) -> ModelInfo:
+    return make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
 def turns(*texts: str) -> Script:
@@ -81,7 +81,7 @@ async def test_a_plain_answer(tmp_path: Path) -> None:
         assert (answer.instructions, answer.metadata, answer.tools) == ("Be kind.", {"a": "b"}, [])
 
 
-async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path, card: ModelCard) -> None:
+async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path, card: ModelInfo) -> None:
     include: Any = ["reasoning.encrypted_content", "message.output_text.logprobs"]
     async with serving(tmp_path / "d", saying(lambda p: CALLS), card=card, job={"max_tokens": 200}) as served:
         client = served.openai(await served.begin())
@@ -109,7 +109,7 @@ async def test_a_streamed_answer_is_the_plain_one(tmp_path: Path, card: ModelCar
         assert sum(event.type == "response.reasoning_text.delta" for event in events) >= 1
 
 
-async def test_the_events_are_in_order_and_of_the_documented_shapes(tmp_path: Path, card: ModelCard) -> None:
+async def test_the_events_are_in_order_and_of_the_documented_shapes(tmp_path: Path, card: ModelInfo) -> None:
     async with serving(tmp_path / "d", saying(lambda p: CALLS), card=card, job={"max_tokens": 200}) as served:
         client = served.openai(await served.begin())
         stream = await client.responses.create(model="policy", input="hello", tools=[ADD], stream=True)
@@ -156,7 +156,7 @@ HOW = ["whole", "no ids", "references", "previous", "interleaved", "sealed"]
 
 
 @pytest.mark.parametrize("how", HOW)
-async def test_turns_that_come_back_are_what_was_sampled(tmp_path: Path, card: ModelCard, how: str) -> None:
+async def test_turns_that_come_back_are_what_was_sampled(tmp_path: Path, card: ModelInfo, how: str) -> None:
     said = turns(CALLS, "<think>\nso\n</think>\n\n3", "done")
     job = {"max_tokens": 200, "history": "as_sampled"}
     async with serving(tmp_path / "d", said, card=card, job=job) as served:
@@ -278,7 +278,7 @@ async def test_a_chat_and_a_response_are_one_conversation(tmp_path: Path) -> Non
         assert continues(served, episode)
 
 
-async def test_two_answers_in_a_row_stay_two(tmp_path: Path, card: ModelCard) -> None:
+async def test_two_answers_in_a_row_stay_two(tmp_path: Path, card: ModelInfo) -> None:
     async with serving(tmp_path / "d", turns("one", "two", "three"), card=card) as served:
         episode = await served.begin()
         client = served.openai(episode)
@@ -291,7 +291,7 @@ async def test_two_answers_in_a_row_stay_two(tmp_path: Path, card: ModelCard) ->
         assert [m.content for m in tree_messages(served, episode, last)] == ["hello", "one", "two"]
 
 
-async def test_what_is_asked_for_reaches_the_sampler(tmp_path: Path, card: ModelCard) -> None:
+async def test_what_is_asked_for_reaches_the_sampler(tmp_path: Path, card: ModelInfo) -> None:
     async with serving(tmp_path / "d", card=card) as served:
         client = served.openai(await served.begin())
         answer = await client.responses.create(
@@ -304,7 +304,7 @@ async def test_what_is_asked_for_reaches_the_sampler(tmp_path: Path, card: Model
         assert (asked.params.temperature, asked.params.top_p, asked.params.max_tokens) == (0.5, 0.9, 1)
 
 
-async def test_forms_reach_the_grammar(tmp_path: Path, card: ModelCard) -> None:
+async def test_forms_reach_the_grammar(tmp_path: Path, card: ModelInfo) -> None:
     shape: Any = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {}}}}
     async with serving(tmp_path / "d", card=card) as served:
         client = served.openai(await served.begin())
@@ -361,7 +361,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, card: ModelCard) -> None:
+async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path, card: ModelInfo) -> None:
     async with serving(tmp_path / "d", card=card) as served:
         headers = {"Authorization": f"Bearer {(await served.begin())['api_key']}", "Content-Type": "application/json"}
         for body, param in REFUSED:

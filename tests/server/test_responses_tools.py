@@ -20,12 +20,12 @@ from openai.types.responses import Response
 from openai.types.responses.response_stream_event import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agentjet.server.dialects.responses_tools import to_arguments, to_input
+from agentjet.server.dialects.responses_requests import from_custom_input, to_custom_input
 from agentjet.timeline.identity import answer_key
-from agentjet.types import Message, ModelCard, ToolCall
+from agentjet.types import Message, ModelInfo, ToolCall
 from tests.fakes import saying
 from tests.server.serving import Served, serving
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 PATCH = "*** Begin Patch\n+é \"x\" 'y' \\n\n*** End Patch"
 LARK: Any = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /.*/'}
@@ -42,8 +42,8 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture
-def card(tmp_path: Path) -> ModelCard:
-    return make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+def card(tmp_path: Path) -> ModelInfo:
+    return make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
 
 
 def called(name: str, arguments: str) -> str:
@@ -61,7 +61,7 @@ CALLS = "\n".join(
 
 
 @pytest.mark.anyio
-async def test_custom_tools_and_namespaces_are_called_and_come_back(tmp_path: Path, card: ModelCard) -> None:
+async def test_custom_tools_and_namespaces_are_called_and_come_back(tmp_path: Path, card: ModelInfo) -> None:
     job = {"max_tokens": 600}
     async with serving(tmp_path / "d", saying(lambda prompt: CALLS), card=card, job=job) as served:
         episode = await served.begin()
@@ -103,7 +103,7 @@ def _assert_continued(served: Served, episode: dict[str, Any]) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_streamed_custom_call(tmp_path: Path, card: ModelCard) -> None:
+async def test_a_streamed_custom_call(tmp_path: Path, card: ModelInfo) -> None:
     said = called("apply_patch", json.dumps({"input": PATCH}))
     async with serving(tmp_path / "d", saying(lambda p: said), card=card, job={"max_tokens": 600}) as served:
         client = served.openai(await served.begin())
@@ -119,7 +119,7 @@ async def test_a_streamed_custom_call(tmp_path: Path, card: ModelCard) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("choice", [{"type": "custom", "name": "day"}, "required"])
-async def test_a_regular_expression_binds_a_forced_call(tmp_path: Path, card: ModelCard, choice: Any) -> None:
+async def test_a_regular_expression_binds_a_forced_call(tmp_path: Path, card: ModelInfo, choice: Any) -> None:
     day: Any = {"type": "custom", "name": "day", "format": {"type": "grammar", "syntax": "regex", "definition": "a|b"}}
     async with serving(tmp_path / "d", saying(lambda p: called("day", '{"input": "a"}')), card=card) as served:
         client = served.openai(await served.begin(mode="eval"))
@@ -142,7 +142,7 @@ def test_arguments_come_back_with_their_meaning(arguments: str) -> None:
             return
     except ValueError:
         return
-    assert _key(to_arguments(to_input(arguments))) == _key(arguments)
+    assert _key(from_custom_input(to_custom_input(arguments))) == _key(arguments)
 
 
 def _key(arguments: str) -> str:

@@ -18,7 +18,7 @@ from agentjet.config import load_config
 from agentjet.errors import ConfigError
 from agentjet.protocol import EpisodeTree
 from tests.server.serving import Served, serving
-from tests.tiny import make_card
+from tests.tiny import make_model_info
 
 RULES: list[dict[str, Any]] = [
     {"name": "title", "system": "You are a title generator*", "tools": "none", "train": False},
@@ -40,7 +40,7 @@ async def view(served: Served, episode: dict[str, Any]) -> EpisodeTree:
 
 @pytest.mark.anyio
 async def test_rules_direct_calls(tmp_path: Path) -> None:
-    card = make_card(tmp_path / "qwen", "qwen3", tool_format="hermes")
+    card = make_model_info(tmp_path / "qwen", "qwen3", tool_format="hermes")
     job, server = {"side_calls": RULES}, {"model_aliases": "claude-*"}
     async with serving(tmp_path / "d", card=card, job=job, server=server) as served:
         episode = await served.begin()

@@ -20,7 +20,7 @@ import pytest
 from agentjet.client import AsyncSwarm, Retry
 from agentjet.config import ServerConfig, load_config
 from agentjet.errors import ConfigError, Unreachable
-from agentjet.server.tls import check_certificate
+from agentjet.server.http import check_certificate
 from tests.server.serving import TOKEN, serving
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -76,7 +76,7 @@ async def test_our_client_trusts_the_certificate_it_is_told_and_asks_no_proxy(
                 await distrusting.status()
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         async with AsyncSwarm(served.url, TOKEN) as trusting:
-            assert (await trusting.status()).state == "rolling"
+            assert (await trusting.status()).state == "sampling"
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))
         with pytest.raises(ConfigError, match=r"'SSL_CERT_FILE': '.*none'.*}: .*No such file.*; name a file"):
             AsyncSwarm(served.url, TOKEN)

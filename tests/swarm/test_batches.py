@@ -9,10 +9,10 @@ import pytest
 
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.swarm import Batch
-from agentjet.swarm.rows import pack_ints
-from agentjet.timeline.allowed import EVERYTHING, encode_set, pack_sets
+from agentjet.swarm.records import pack_ints
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_digest
+from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
 from agentjet.types import CheckpointStamp
 from tests.swarm.world import World
 
@@ -76,13 +76,13 @@ def test_the_sets_that_tokens_were_chosen_among_reach_the_forest_after_a_restart
     free, bound = world.begin(), world.begin()
     few, alone = (encode_set(np.isin(np.arange(300), members)) for members in ([7, 8, 9], [8]))
     world.call(free, 7, 8)
-    world.call(bound, 9, 7, 8, allowed=pack_sets([EVERYTHING, few, alone]))
+    world.call(bound, 9, 7, 8, support=pack_sets([EVERYTHING, few, alone]))
     world.finish(free, 0.0)
     world.finish(bound, 1.0)
     batch = world.swarm.compose()
     world.reopen()
     forest = world.swarm.forest(batch)
-    chosen_among = [forest.sets[number] if number >= 0 else EVERYTHING for number in forest.allowed]
+    chosen_among = [forest.sets[number] if number >= 0 else EVERYTHING for number in forest.support]
     sampled = dict(zip(zip(forest.sequence, forest.tokens[forest.node], strict=True), chosen_among, strict=True))
     assert sampled == {(0, 7): EVERYTHING, (0, 8): EVERYTHING, (1, 9): EVERYTHING, (1, 7): few, (1, 8): alone}
 

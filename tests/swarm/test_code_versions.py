@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from agentjet.errors import Later
-from agentjet.swarm.tallies import KEPT
+from agentjet.swarm.state_store import KEPT
 from tests.swarm.world import LEASE, World
 
 Make = Callable[..., World]

@@ -201,7 +201,7 @@ def test_nothing_is_admitted_while_a_batch_is_learned(make_world: Make) -> None:
     world = make_world(batch_size=1)
     world.play("a", 0, 1)
     batch = world.swarm.compose()
-    assert refused(world, "b") == "not_rolling"
+    assert refused(world, "b") == "not_sampling"
     world.swarm.learned(batch, {})
     assert world.begin("b").policy_version == 1
 
@@ -210,7 +210,7 @@ def test_nothing_is_admitted_after_the_last_step(make_world: Make) -> None:
     world = make_world(batch_size=1, max_steps=1)
     world.play("a", 0, 1)
     world.swarm.learned(world.swarm.compose(), {})
-    assert refused(world, "b") == "not_rolling"
+    assert refused(world, "b") == "not_sampling"
     assert "job.max_steps = 1" in world.swarm.waiting_for()
     assert world.begin("b", mode="eval").status == "live"
 

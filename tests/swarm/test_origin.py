@@ -18,11 +18,11 @@ import pytest
 from agentjet.config import JobConfig, LoraConfig, ModelConfig
 from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest
-from agentjet.swarm import Journal, Swarm
-from agentjet.types import ModelCard
+from agentjet.swarm import Journal, SwarmState
+from agentjet.types import ModelInfo
 from tests.swarm.world import World
 
-CARD = ModelCard("small", "", "", 100, (2,), device="cpu", dtype="bfloat16", weights="a1", threads=2)
+CARD = ModelInfo("small", "", "", 100, (2,), device="cpu", dtype="bfloat16", weights="a1", threads=2)
 
 
 def settings(name: str = "small", *, dtype: Any = "auto", **others: Any) -> ModelConfig:
@@ -34,8 +34,8 @@ def begun(folder: Path, model: ModelConfig) -> Path:
     """A journal of one episode, whose worker has been up."""
     path = folder / "journal.sqlite"
     journal = Journal.open(path, model=model)
-    swarm = Swarm(journal, JobConfig())
-    assert swarm.trace_origin(CARD) == []
+    swarm = SwarmState(journal, JobConfig())
+    assert swarm.check_origin(CARD) == []
     swarm.record_origin()
     swarm.begin(BeginRequest(task_id="t"))
     journal.close()
@@ -90,9 +90,9 @@ def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) ->
         with pytest.raises(
             ConfigError, match=r"model_weights = 'a1' .*; 'b2' would|dtype = 'bfloat16'; 'float32' would"
         ):
-            world.swarm.trace_origin(card)
-    assert world.swarm.trace_origin(CARD) == []
-    assert world.swarm.trace_origin(replace(CARD, weights="")) == [], "a backend that takes no fingerprint"
+            world.swarm.check_origin(card)
+    assert world.swarm.check_origin(CARD) == []
+    assert world.swarm.check_origin(replace(CARD, weights="")) == [], "a backend that takes no fingerprint"
     world.close()
 
 
@@ -100,20 +100,20 @@ def test_what_changes_weights_by_rounding_is_said_once(tmp_path: Path) -> None:
     begun(tmp_path, settings())
     world = World(tmp_path)
     elsewhere = replace(CARD, threads=8, device="cuda:0")
-    said = world.swarm.trace_origin(elsewhere)
+    said = world.swarm.check_origin(elsewhere)
     world.swarm.record_origin()
     assert [line.partition(":")[0] for line in said] == [
         "model.device was 'cpu' and is 'cuda",
         "model.threads was 2 and is 8",
     ]
-    assert world.reopen().trace_origin(elsewhere) == []
+    assert world.reopen().check_origin(elsewhere) == []
     world.close()
 
 
 def test_a_mistyped_setting_counts_once_something_was_recorded(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     journal = Journal.open(path, model=settings("smal", lora={"rank": 40}))
-    journal.trace_origin({"model_weights": "of another model"})
+    journal.check_origin({"model_weights": "of another model"})
     journal.record_origin()
     journal.close()
     begun(tmp_path, settings())

@@ -62,7 +62,7 @@ def test_no_pinned_episode_begins_while_the_policy_learns(make_world: Make) -> N
     batch = world.swarm.compose()
     with pytest.raises(Later) as refused:
         world.begin(mode="eval", at_version=0)
-    assert refused.value.code == "not_rolling"
+    assert refused.value.code == "not_sampling"
     world.swarm.learned(batch, {})
     with pytest.raises(Conflict, match="at policy version 1, not at 0"):
         world.begin(mode="eval", at_version=0)
@@ -79,7 +79,7 @@ def test_evaluation_without_end_does_not_stop_learning(make_world: Make) -> None
             world.now += LEASE - 1
             world.swarm.reap()
             assert not world.swarm.ready()
-    assert refused.value.code == "not_rolling" and world.now < complete + MAX_SECONDS + LEASE
+    assert refused.value.code == "not_sampling" and world.now < complete + MAX_SECONDS + LEASE
     world.now += LEASE
     world.swarm.reap()
     assert world.swarm.ready()

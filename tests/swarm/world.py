@@ -8,7 +8,7 @@ from typing import Any
 
 from agentjet.config import AlgorithmConfig, JobConfig
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
-from agentjet.swarm import Episode, Journal, Swarm
+from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.types import Call, Message, ToolCall
 
 LEASE = 100.0
@@ -30,12 +30,12 @@ class World:
     def open(self) -> None:
         self.journal = Journal.open(self.path)
         self.journal._db.execute("PRAGMA synchronous = OFF")  # no test pulls the plug; waiting for the disk is slow
-        self.swarm = Swarm(self.journal, self.job, clock=lambda: self.now)
+        self.swarm = SwarmState(self.journal, self.job, clock=lambda: self.now)
 
     def close(self) -> None:
         self.journal.close()
 
-    def reopen(self) -> Swarm:
+    def reopen(self) -> SwarmState:
         self.close()
         self.open()
         return self.swarm

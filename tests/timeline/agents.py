@@ -1,7 +1,8 @@
 """Random agents, and the episodes they leave behind.
 
-A `Session` is one agent role of one episode, glued together as the gateway does it (`gateway.prompting.prepare`,
-`gateway.answer.Answer`), with every claim about its tree checked on the way. An `Agent` does to its conversations
+A `Session` is one agent role of one episode, glued together as the gateway does it (`gateway.prompting.prepare_prompt`,
+`gateway.answer.CompletionParser`), with every claim about its tree checked on the way. An `Agent` does to its
+conversations
 what agents do. A `Swarm` holds the episodes of a batch and remembers of every sampled token what it was sampled behind.
 """
 
@@ -14,8 +15,8 @@ from itertools import count
 from hypothesis import strategies as st
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.answer import Answer
-from agentjet.gateway.prompting import Prompt, prepare
+from agentjet.gateway.completion_parser import CompletionParser
+from agentjet.gateway.prompts import Prompt, prepare_prompt
 from agentjet.timeline import ConversationTree
 from agentjet.timeline.identity import answer_key, context_digest
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message, Sampled
@@ -66,9 +67,9 @@ class Session:
     tree: ConversationTree = field(default_factory=ConversationTree)
     prompts: list[Prompt] = field(default_factory=list)
 
-    def prepare(self, conversation: Conversation) -> Prompt:
+    def prepare_prompt(self, conversation: Conversation) -> Prompt:
         """The prompt of a request, checked."""
-        prompt = prepare(self.model.renderer, self.tree, conversation, self.history)  # type: ignore[arg-type]
+        prompt = prepare_prompt(self.model.renderer, self.tree, conversation, self.history)  # type: ignore[arg-type]
         self._check(prompt)
         return prompt
 
@@ -84,7 +85,9 @@ class Session:
         """Sample `completion` behind a prompt and record the call."""
         id = f"{self.episode_id}_{self.role}_{len(self.tree.calls)}"
         tool_format = self.model.card.tool_format
-        answer = Answer(self.model.renderer, conversation, stop=stop, tool_format=tool_format, id_prefix=f"call_{id}")
+        answer = CompletionParser(
+            self.model.renderer, conversation, stop=stop, tool_format=tool_format, id_prefix=f"call_{id}"
+        )
         logprobs = tuple(-float(next(self.record.numbers)) for _ in completion)
         answer.push(Sampled(tuple(completion), logprobs, len(self.prompts), "stop"))
         message, _, _ = answer.message()
@@ -122,7 +125,7 @@ class Session:
 
     def ask(self, conversation: Conversation, completion: Sequence[int], **how: object) -> Call:
         """A request and its answer."""
-        return self.answer(conversation, self.prepare(conversation), completion, **how)  # type: ignore[arg-type]
+        return self.answer(conversation, self.prepare_prompt(conversation), completion, **how)  # type: ignore[arg-type]
 
     def _check(self, prompt: Prompt) -> None:
         assert prompt.suffix, "a suffix is never empty"
@@ -181,7 +184,7 @@ class Agent:
         asked: list[tuple[Conversation, Prompt]] = []
         for conversation, continued in requests:
             try:
-                asked.append((conversation, self.session.prepare(conversation)))
+                asked.append((conversation, self.session.prepare_prompt(conversation)))
             except InvalidRequest:
                 self.session.record.refused += 1
             else:
@@ -202,7 +205,7 @@ class Agent:
         if self.draw(st.booleans()):
             self.session.record.undelivered.add(call.id)
         if self.draw(st.booleans()):
-            again = self._sampled(conversation, self.session.prepare(conversation), retry_of=call.id)
+            again = self._sampled(conversation, self.session.prepare_prompt(conversation), retry_of=call.id)
             late = self._one_in(3)  # the first answer came after all
             self.past.append((conversation, call if late else again))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from agentjet.rendering import Renderer, template_for
-from agentjet.types import ModelCard
+from agentjet.types import ModelInfo
 from tests import tiny
 
 TEMPLATES = ("chatml", "qwen3", "qwen3_open", "trim", "strict", "smollm2", "llama3", "mistral")
@@ -24,7 +24,7 @@ OTHER_TOOLS = ({"type": "function", "function": {"name": "sub", "parameters": {"
 class Model:
     """A renderer with what tests must know of its model. No dataclass: hypothesis would print it whole."""
 
-    def __init__(self, name: str, card: ModelCard, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, card: ModelInfo, tokenizer: Tokenizer) -> None:
         self.name = name
         self.card = card
         self.renderer = Renderer(card)
@@ -60,7 +60,7 @@ class Model:
 def make_model(folder: Path, name: str) -> Model:
     """A template of `TEMPLATES` with its own tiny tokenizer, in `folder`."""
     files = {"smollm2": "smollm2_own", "qwen3_open": "qwen3"}
-    card = tiny.make_card(folder / name, files.get(name, name))
+    card = tiny.make_model_info(folder / name, files.get(name, name))
     template, tool_format = template_for(name, card.chat_template)
     if name == "qwen3_open":
         template = template.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")

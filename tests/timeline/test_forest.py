@@ -32,7 +32,7 @@ def row(tokens: Sequence[int], num_sampled: int, *, sequence: int = 0) -> Row:
         advantage=sequence + 0.5,
         temperature=1.0 + sequence,
         sequence=sequence,
-        allowed=SETS[sequence % 3][:num_sampled] if num_sampled <= 6 else (),
+        support=SETS[sequence % 3][:num_sampled] if num_sampled <= 6 else (),
     )
 
 
@@ -61,7 +61,7 @@ def contexts(forest: Forest) -> list[tuple[int, ...]]:
 
 def chosen_among(forest: Forest) -> np.ndarray:
     """The set of each target."""
-    return np.array([*forest.sets, b""], object)[forest.allowed]
+    return np.array([*forest.sets, b""], object)[forest.support]
 
 
 def targets(forest: Forest) -> list[tuple[object, ...]]:
@@ -118,7 +118,7 @@ def test_each_sampled_token_is_a_target_in_its_own_context(rows: list[Row]) -> N
             r.temperature,
             int(r.versions[k]),
             r.sequence,
-            r.allowed[k] if r.allowed else b"",
+            r.support[k] if r.support else b"",
         )
         for r in rows
         for k, at in enumerate(range(len(r.tokens) - len(r.logprobs), len(r.tokens)))

@@ -13,7 +13,7 @@ import pytest
 
 from agentjet.rendering import Renderer
 from agentjet.timeline import ConversationTree, forks
-from agentjet.types import Ask, Call, Conversation, Fork, Message
+from agentjet.types import Call, Conversation, Fork, Message, NewContext
 from tests import tiny
 
 END = tiny.SPECIAL.index("<|im_end|>")
@@ -22,7 +22,7 @@ TEXT = tiny.tokenizer()
 
 def made(id: str, *, retry_of: str | None = None, after: str | None = None) -> Call:
     call = Call(id, "e", "", None, 0, (1,), (2,), (0.0,), (0,), 1.0, "stop", Message("assistant"), "", 0.0)
-    return replace(call, retry_of=retry_of, ask=Ask(after=after))
+    return replace(call, retry_of=retry_of, ask=NewContext(after=after))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ class Talk:
         known = self.tree.recognise(asked)
         bodies = {i: self.tree.encoded_completion(c.id) for i, c in known.items() if not c.response.reasoning}
         match = self.tree.match(self.renderer.render(conversation, sampled=bodies))
-        self.forks.append(forks.cause(self.tree, asked, known, match))
+        self.forks.append(forks.fork_cause(self.tree, asked, known, match))
         suffix, completion = self.renderer.tokenize(match.suffix), (*TEXT.encode(answer).ids, END)
         call = Call(
             id=str(len(self.forks)),
@@ -75,7 +75,7 @@ class Talk:
             response=self.renderer.parse(completion, conversation),
             prompt_key=asked.key,
             created=0.0,
-            ask=forks.ask(conversation, known),
+            ask=forks.new_context(conversation, known),
         )
         self.tree.add(call, self.renderer.pieces(suffix), self.renderer.pieces(completion))
         return call.response
@@ -83,7 +83,7 @@ class Talk:
 
 @pytest.fixture
 def talk(tmp_path: Path) -> Talk:
-    return Talk(Renderer(replace(tiny.make_card(tmp_path, "qwen3"), tool_format="hermes")))
+    return Talk(Renderer(replace(tiny.make_model_info(tmp_path, "qwen3"), tool_format="hermes")))
 
 
 USER, MORE = Message("user", "hello"), Message("user", "42")

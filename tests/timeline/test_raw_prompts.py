@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.prompting import prepare
+from agentjet.gateway.prompts import prepare_prompt
 from agentjet.timeline import forks
 from agentjet.types import Call, Conversation
 from tests.timeline.agents import Session
@@ -28,7 +28,7 @@ def ask(session: Session, prompt: str | tuple[int, ...], completion: Sequence[in
     """One raw call, checked against what was asked."""
     renderer = session.model.renderer
     conversation = Conversation((), prompt=prompt)
-    prepared = prepare(renderer, session.tree, conversation, "template")
+    prepared = prepare_prompt(renderer, session.tree, conversation, "template")
     assert prepared.pieces == tuple(renderer.pieces(prepared.suffix))
     if prepared.parent is not None:
         assert prepared.tokens[: prepared.kept] == session.tree.tokens(prepared.parent)[: prepared.kept]

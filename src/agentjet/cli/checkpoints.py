@@ -1,21 +1,26 @@
-"""`agentjet checkpoints`: what a server has saved, names for it, and going back or branching from it."""
+"""`agentjet checkpoints`: what a server has saved, names for it, and going back or branching from it.
+
+`agentjet export`: the trained model as a folder that `transformers` and vLLM load, or its adapter for `peft`.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentjet.cli.options import Json, Token, TokenFile, Url, connect
-from agentjet.cli.printing import say
-from agentjet.errors import ConfigError
+from agentjet.cli import Json, Token, TokenFile, Url, connect, print_text
+from agentjet.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from agentjet.protocol import CheckpointInfo
+
 
 app = typer.Typer(no_args_is_help=True, help="List, save and name checkpoints; go back to one, branch from one.")
 
@@ -34,14 +39,14 @@ def list_checkpoints(url: Url = None, token: Token = None, token_file: TokenFile
         typer.echo("none yet; `agentjet checkpoints create` saves one")
     else:
         for info in found:
-            say(described(info))
+            print_text(checkpoint_line(info))
 
 
 @app.command("create")
 def create_checkpoint(url: Url = None, token: Token = None, token_file: TokenFile = None) -> None:
     """Save a checkpoint of the present policy, between two batches."""
     with connect(url, token, token_file) as swarm:
-        say(described(swarm.checkpoint()))
+        print_text(checkpoint_line(swarm.checkpoint()))
 
 
 @app.command("tag")
@@ -51,7 +56,7 @@ def tag_checkpoint(
     """Name a checkpoint. It is kept until the tag is removed."""
     with connect(url, token, token_file) as swarm:
         swarm.tag(version, name)
-    say(f"policy version {version} is {name}; it is kept until: agentjet checkpoints untag {name}")
+    print_text(f"policy version {version} is {name}; it is kept until: agentjet checkpoints untag {name}")
 
 
 @app.command("untag")
@@ -59,7 +64,7 @@ def untag_checkpoint(name: Name, url: Url = None, token: Token = None, token_fil
     """Remove the name of a checkpoint. Later checkpoints may then push it out."""
     with connect(url, token, token_file) as swarm:
         swarm.untag(name)
-    say(f"the tag {name} is removed")
+    print_text(f"the tag {name} is removed")
 
 
 @app.command("rollback")
@@ -105,8 +110,75 @@ def branch_from(
     )
 
 
-def described(info: CheckpointInfo) -> str:
+def checkpoint_line(info: CheckpointInfo) -> str:
     """A checkpoint as a line."""
     line = f"step {info.policy_version:6}  {datetime.fromtimestamp(info.created):%Y-%m-%d %H:%M:%S}  {info.path}"
     line += "" if info.score is None else f"  score {info.score:.4g}"
     return line + (f"  [{', '.join(info.tags)}]" if info.tags else "")
+
+
+def export(
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint folder; then no server is asked.")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
+    ] = False,
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Write a policy as a Hugging Face folder: the present one of a running server, or that of a checkpoint."""
+    if out.exists():
+        raise ConfigError(f"{out} exists: give the name of a folder that does not")
+    if checkpoint is not None:
+        source, what = _saved(checkpoint, adapter), str(checkpoint)
+    else:
+        with connect(url, token, token_file) as swarm:
+            made = swarm.export(adapter=adapter)
+        source, what = Path(made.path), f"policy version {made.policy_version}"
+        if not source.is_dir():
+            raise ConfigError(f"{what} was written on the server's machine, in {source}: fetch it from there")
+    _copy(source, out)
+    if adapter:
+        typer.echo(
+            f"the adapter of {what} is in {out}; load it with: PeftModel.from_pretrained(base_model, {str(out)!r})"
+        )
+    else:
+        typer.echo(f"{what} is in {out}; score it with: agentjet eval {shlex.quote(str(out))}")
+
+
+def _saved(checkpoint: Path, adapter: bool) -> Path:
+    """The folder in a checkpoint that holds the model, or the adapter. Raises `CheckpointError`."""
+    source = checkpoint / "policy"
+    has_adapter, has_model = (source / "adapter_config.json").is_file(), (source / "config.json").is_file()
+    if not has_adapter and not has_model:
+        raise CheckpointError(
+            f"{checkpoint} is not a whole checkpoint: it has neither policy/config.json nor policy/adapter_config.json"
+        )
+    if adapter and not has_adapter:
+        raise CheckpointError(
+            f"{checkpoint} holds all weights (model.lora.rank = 0), so it has no adapter: export it without --adapter"
+        )
+    if has_adapter and not adapter:
+        raise CheckpointError(
+            f"{checkpoint} holds a LoRA adapter, which a server has to merge: export it with --adapter, or start a "
+            "server on this data dir, then run `agentjet export` without --checkpoint"
+        )
+    from agentjet.compute.embedded.digests import verified_state  # Needs the extra `server`.
+
+    verified_state(checkpoint)
+    return source
+
+
+def _copy(source: Path, out: Path) -> None:
+    """Copy a folder under a name that nothing else has, then rename it, so that `out` is whole if it is there."""
+    unfinished = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        shutil.copytree(source, unfinished, dirs_exist_ok=True)
+        unfinished.rename(out)
+    except OSError as error:
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise ConfigError(f"{out} cannot be written: {error}") from None

@@ -1,9 +1,23 @@
-"""Whether a folder can be a server's data dir: it is one, it is empty, or it is still to be made."""
+"""Whether a folder can be a server's data dir: it is one, it is empty, or it is still to be made.
+
+`agentjet token`: the secrets of a data dir, shown and replaced. Works on the files; no server is asked.
+
+`agentjet compare`: what two or more runs came to, and which settings differ. It reads files and asks no server.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import typer
+
+from agentjet.cli import Json, one_line
 from agentjet.errors import ConfigError
 
 JOURNAL = "journal.sqlite"
@@ -37,3 +51,242 @@ def check_data_dir(folder: Path) -> None:
             f"server.data_dir = {str(folder)!r} is no data dir of AgentJet (it has no {JOURNAL}) and not empty either "
             f"({shown}): give an empty folder, or one that does not exist yet"
         )
+
+
+app = typer.Typer(no_args_is_help=True, help="Show or replace the tokens of a server.")
+
+DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data dir.")]
+HERE = Path("agentjet-data")
+
+
+@app.command()
+def show(
+    role: Annotated[Literal["client", "admin", "viewer"], typer.Argument(help="Whose token.")],
+    data_dir: DataDir = HERE,
+) -> None:
+    """Print a token, and nothing else."""
+    from agentjet.server.auth import SECRET_FILES, read_secret
+
+    typer.echo(read_secret(data_dir / SECRET_FILES[role]))
+
+
+@app.command()
+def rotate(
+    role: Annotated[
+        Literal["client", "admin", "viewer", "keys"],
+        typer.Argument(help="Whose token; `keys` is the secret that episode keys are signed with."),
+    ],
+    data_dir: DataDir = HERE,
+) -> None:
+    """Replace a token by a new one; a running server knows it from its next request on.
+
+    Tokens leave the keys of live episodes valid; `keys` ends every one of them at once, and no token.
+    """
+    from agentjet.server.auth import SECRET_FILES, replace_secret
+
+    path = data_dir / SECRET_FILES[role]
+    if not path.exists():
+        raise ConfigError(f"{path} is not there: --data-dir must name the data dir of a server that has run")
+    replace_secret(path)
+    if role == "keys":
+        typer.echo(f"{path} is new: every episode key given out so far is void.")
+        return
+    place = "" if data_dir == HERE else f" --data-dir {shlex.quote(str(data_dir))}"
+    typer.echo(f"{path} is new; the {role} token it held is void. To see it: agentjet token show {role}{place}")
+    if role == "client":
+        typer.echo(
+            "A server started with AGENTJET_TOKEN puts that token back when it starts again: change it there, too."
+        )
+
+
+FINAL_STEPS = 5
+"""The final reward is the mean of so many batches: that of one batch is mostly noise."""
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run as its files tell it. Scores are None without evaluations; settings are empty without a journal."""
+
+    name: str
+    version: int
+    steps: int
+    undone: int | None
+    """Batches that a rollback undid. They cost tokens and time, and are in no reward. None for a metrics file alone,
+    which names no rollbacks."""
+    reward_first: float | None
+    reward_final: float | None
+    reward_best: float | None
+    reward_best_version: int | None
+    evaluations: int
+    score_first: float | None
+    score_final: float | None
+    score_best: float | None
+    score_best_version: int | None
+    episodes: int
+    sampled_tokens: int
+    minutes: float
+    """Seconds of sampling, waiting and learning, over 60."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    "version": "policy version",
+    "steps": "batches learned",
+    "undone": "  of them undone",
+    "reward_first": f"reward, first {FINAL_STEPS} batches",
+    "reward_final": f"reward, last {FINAL_STEPS} batches",
+    "reward_best": "reward, best batch",
+    "reward_best_version": "  at version",
+    "evaluations": "held-out evaluations",
+    "score_first": "held-out score, first",
+    "score_final": "held-out score, last",
+    "score_best": "held-out score, best",
+    "score_best_version": "  at version",
+    "episodes": "episodes trained",
+    "sampled_tokens": "tokens sampled",
+    "minutes": "minutes",
+}
+
+
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN...", help="Data dirs, or metrics.jsonl files of runs.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Compare runs: rewards, held-out scores, cost, and the settings that differ."""
+    if len(runs) < 2:
+        raise ConfigError(f"one run, {str(runs[0])!r}, has nothing to be compared with: name two or more")
+    found = [read(path) for path in runs]
+    different = differing_settings([run.settings for run in found])
+    if as_json:
+        figures = [{"run": run.name, **{name: getattr(run, name) for name in ROWS}} for run in found]
+        typer.echo(json.dumps({"runs": figures, "settings": different}, indent=2))
+        return
+    lines = [["", *(run.name for run in found)]]
+    lines += [[words, *(_figure(getattr(run, name)) for run in found)] for name, words in ROWS.items()]
+    lines += [["", *([""] * len(found))], ["settings that differ", *([""] * len(found))]] if different else []
+    lines += [[key, *map(_setting, values)] for key, values in different.items()]
+    lines = [[one_line(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *rest in lines:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        typer.echo("  ".join(cells).rstrip())
+    without = [run.name for run in found if not run.settings]
+    if without:
+        typer.echo(f"\nno settings known of {', '.join(without)}: they are in the journal of a data dir")
+
+
+def read(path: Path) -> RunSummary:
+    """A run from its data dir or its metrics file. Raises `ConfigError` naming what is missing or wrong."""
+    file = path / METRICS if path.is_dir() else path
+    steps = _steps(file)
+    recorded = _journal_facts(path) if path.is_dir() else _JournalFacts()
+    undone = {version for version in steps if recorded.was_undone(version)}
+    rewards = {
+        version: line["reward/mean"]
+        for version, line in steps.items()
+        if "reward/mean" in line and version not in undone
+    }
+    evaluations = [one for one in recorded.evaluations if not recorded.was_undone(one["policy_version"])]
+    scores = {evaluation["policy_version"]: evaluation["score"] for evaluation in evaluations}
+    values, held_out = list(rewards.values()), [evaluation["score"] for evaluation in evaluations]
+    return RunSummary(
+        name=str(path),
+        version=max(steps),
+        steps=len(steps),
+        undone=len(undone) if path.is_dir() else None,
+        reward_first=_mean(values[:FINAL_STEPS]),
+        reward_final=_mean(values[-FINAL_STEPS:]),
+        reward_best=max(values, default=None),
+        reward_best_version=max(rewards, key=lambda version: rewards[version], default=None),
+        evaluations=len(evaluations),
+        score_first=held_out[0] if held_out else None,
+        score_final=held_out[-1] if held_out else None,
+        score_best=max(held_out, default=None),
+        score_best_version=max(scores, key=lambda version: scores[version], default=None),
+        episodes=round(_sum(steps, "batch/episodes")),
+        sampled_tokens=round(_sum(steps, "batch/sampled_tokens")),
+        minutes=sum(_sum(steps, f"time/{phase}") for phase in ("sample", "wait", "learn")) / 60,
+        settings=recorded.settings,
+    )
+
+
+def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """By setting its value in each run, where they are not all the same; runs without known settings do not count."""
+    known = [one for one in settings if one]
+    keys = dict.fromkeys(key for one in known for key in one)
+    return {
+        key: [one.get(key) for one in settings]
+        for key in keys
+        if any(one.get(key) != known[0].get(key) for one in known)
+    }
+
+
+def _steps(file: Path) -> dict[int, Mapping[str, Any]]:
+    """The lines of a metrics file by the policy version they led to."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{str(file)!r} does not exist: name a data dir whose server has learned a batch, or a {METRICS}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(file)!r} cannot be read: {error}") from None
+    steps: dict[int, Mapping[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            step = json.loads(line)
+            steps[step["step"]] = step
+        except (ValueError, LookupError, TypeError):
+            if number < len(lines):  # The last line may be being written.
+                raise ConfigError(f"{str(file)!r}, line {number}: expected one JSON object with a 'step'") from None
+    if not steps:
+        raise ConfigError(f"{str(file)!r} has no batch yet: nothing was learned")
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _JournalFacts:
+    """Facts that the journal of a data dir adds to its metrics file."""
+
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    rollbacks: Sequence[Mapping[str, int]] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The job settings, and what the policy was begun with."""
+
+    def was_undone(self, version: int) -> bool:
+        return any(done["to"] < version < done["policy_version"] for done in self.rollbacks)
+
+
+def _journal_facts(data_dir: Path) -> _JournalFacts:
+    from agentjet.cli.status import flatten
+    from agentjet.swarm import Journal
+
+    journal = Journal.open_read_only(data_dir / "journal.sqlite")
+    try:
+        held = journal.job_settings()
+        job = dict(flatten(held.job.model_dump(mode="json"), "job.")) if held is not None else {}
+        evaluations, rollbacks = ([e.body for e in journal.events_of(kind)] for kind in ("evaluation", "rollback"))
+        return _JournalFacts(evaluations, rollbacks, {**journal.origin, **job})
+    finally:
+        journal.close()
+
+
+def _sum(steps: Mapping[int, Mapping[str, Any]], name: str) -> float:
+    return math.fsum(line.get(name, 0.0) for line in steps.values())
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+
+
+def _setting(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli.options import Override
+from agentjet.cli import Override
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ class Demo:
         returns."""
         # These need the [server] and [demo] extras; `agentjet --help` does not.
         from agentjet.cli.arithmetic import SETTINGS, agent, training_tasks
-        from agentjet.cli.child import ChildServer
         from agentjet.cli.picture import draw_rewards
         from agentjet.cli.report import write_report
-        from agentjet.client.signals import signals_unwind
+        from agentjet.cli.serve import ChildServer
+        from agentjet.client.threads import raise_on_signals
         from agentjet.config import load_config
 
         started = time.monotonic()
@@ -77,7 +77,7 @@ class Demo:
         job = config.job
         self._clear()
         typer.echo(f"starting a server for {config.model.name}; its log is {self._server_dir / 'serve.log'}")
-        with signals_unwind(), ChildServer(SETTINGS, self._overrides(), self._server_dir) as server:
+        with raise_on_signals(), ChildServer(SETTINGS, self._overrides(), self._server_dir) as server:
             with self._phase("start"):
                 swarm = server.connect()
             with swarm:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentjet.cli.options import Json, Override, Token, TokenFile, connect
-from agentjet.cli.printing import printable
+from agentjet.cli import Json, Override, Token, TokenFile, connect, printable
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -125,15 +124,15 @@ def _server(target: str | None, token: str | None, token_file: Path | None, over
             yield swarm
         return
     from agentjet.cli.arithmetic import SETTINGS
-    from agentjet.cli.child import ChildServer
-    from agentjet.client.signals import signals_unwind
+    from agentjet.cli.serve import ChildServer
+    from agentjet.client.threads import raise_on_signals
 
     if "/" in target and target.count("/") != 1 and not Path(target).is_dir():
         raise ConfigError(f"{target!r} is neither a folder nor an address (http://...)")
     name = str(Path(target).resolve()) if Path(target).is_dir() else target
     with (
         tempfile.TemporaryDirectory(prefix="agentjet-eval-") as folder,
-        signals_unwind(),
+        raise_on_signals(),
         ChildServer(SETTINGS, [f"model.name={json.dumps(name)}", *overrides], Path(folder)) as server,
         server.connect() as swarm,
     ):

@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from agentjet.cli.compare import METRICS
-from agentjet.cli.data_dir import JOURNAL
+from agentjet.cli.data_dir import JOURNAL, METRICS
 from agentjet.compute.embedded.digests import seal, verified_state
 from agentjet.config import JobConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.gateway.checkpoints import CheckpointStore, flush
-from agentjet.gateway.metrics import MetricsFile
-from agentjet.swarm import Journal, Swarm, checkpoints
-from agentjet.swarm import rollback as rules
-from agentjet.swarm.rollback import Rollback
+from agentjet.gateway.observability import MetricsFile
+from agentjet.swarm import Journal, SwarmState, batch_queue
+from agentjet.swarm import batch_queue as rules
+from agentjet.swarm.batch_queue import Rollback
 from agentjet.types import CheckpointStamp
 
-WRITTEN = frozenset({"format", "files", "digest"})
+SEAL_KEYS = frozenset({"format", "files", "digest"})
 """Keys of a checkpoint's state that `seal` writes."""
 
 
@@ -41,10 +40,10 @@ def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
         if held is None:
             raise ConfigError(f"{str(data_dir)!r} has no job settings: its server was never started by this AgentJet")
         MetricsFile(data_dir / METRICS).check_journal(journal.policy_version())
-        target = find(store, version)
-        rules.check(journal, target)
+        target = find_checkpoint(store, version)
+        rules.check_rollback(journal, target)
         state = _verified(store, journal, target)
-        swarm = Swarm(journal, held.given)
+        swarm = SwarmState(journal, held.given)
         new = swarm.policy_version + 1
         with _copied(store.path(target), store.path(new)) as copy:
             stamp = CheckpointStamp(new, _sealed(copy, {**state, "policy_version": new, "metrics": {}}))
@@ -65,7 +64,7 @@ def branch(source: Path, version: str, data_dir: Path) -> int:
     store = CheckpointStore(source)
     original = Journal.open_read_only(source / JOURNAL)
     try:
-        target = find(store, version)
+        target = find_checkpoint(store, version)
         state, origin = _verified(store, original, target), original.origin
     finally:
         original.close()
@@ -94,7 +93,7 @@ def branch(source: Path, version: str, data_dir: Path) -> int:
     return target
 
 
-def find(store: CheckpointStore, version: str) -> int:
+def find_checkpoint(store: CheckpointStore, version: str) -> int:
     """The policy version of a checkpoint by its number or tag. Raises `CheckpointError` naming those there are."""
     tags = store.tags.read()
     found = [info.policy_version for info in store.listing()]
@@ -118,9 +117,9 @@ def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[st
     state = verified_state(store.path(version))
     if state["policy_version"] != version:
         raise CheckpointError(f"checkpoint {store.path(version)} is damaged: it has version {state['policy_version']}")
-    checkpoints.check(journal, CheckpointStamp(version, state.get("digest", "")))
-    checkpoints.check_origin(journal, state)
-    return {key: value for key, value in state.items() if key not in WRITTEN}
+    batch_queue.check_stamp(journal, CheckpointStamp(version, state.get("digest", "")))
+    batch_queue.check_state_origin(journal, state)
+    return {key: value for key, value in state.items() if key not in SEAL_KEYS}
 
 
 @contextmanager

@@ -6,20 +6,19 @@ import sys
 
 import typer
 
+from agentjet.cli import printable
 from agentjet.cli.checkpoints import app as checkpoints
-from agentjet.cli.compare import compare
+from agentjet.cli.checkpoints import export
+from agentjet.cli.data_dir import app as token
+from agentjet.cli.data_dir import compare
 from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
 from agentjet.cli.eval import evaluate
-from agentjet.cli.export import export
-from agentjet.cli.job import app as job
-from agentjet.cli.printing import printable
 from agentjet.cli.research import app as research
 from agentjet.cli.run import run
 from agentjet.cli.serve import serve
-from agentjet.cli.status import status
-from agentjet.cli.token import app as token
-from agentjet.cli.watch import watch
+from agentjet.cli.status import app as job
+from agentjet.cli.status import status, watch
 from agentjet.errors import AgentJetError
 
 app = typer.Typer(

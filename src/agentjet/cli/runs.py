@@ -1,4 +1,4 @@
-"""`ServedRuns`: the gateway of the run that a server serves, and the change from one run to another."""
+"""`RunSwitcher`: the gateway of the run that a server serves, and the change from one run to another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentjet.gateway import Gateway
 from agentjet.protocol import JobBody
 
 
-class ServedRuns:
+class RunSwitcher:
     """The server's own run lies in its data dir, others in `runs/NAME/` there, each a data dir of the same kind."""
 
     def __init__(self, config: ServeConfig, clock: Callable[[], float]) -> None:

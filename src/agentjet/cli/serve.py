@@ -1,12 +1,25 @@
-"""`agentjet serve`: the options, and nothing heavy until they are read. The process itself is in `server_process`."""
+"""`agentjet serve`: the options, and nothing heavy until they are read. The process itself is in `server_process`.
+
+`agentjet serve` as a child process, for the commands that need a server of their own.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from types import TracebackType
+from typing import Annotated, Self
 
 import typer
+
+from agentjet.client import Retry, Swarm
+from agentjet.errors import AgentJetError, Unreachable
 
 
 def serve(
@@ -54,3 +67,112 @@ def serve(
     if insecure:
         overrides.append("server.insecure=true")
     run(load_config(config, overrides), ends_with_input=end_with_input)
+
+
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+POLL_SECONDS = 0.1
+STOP_SECONDS = 120.0
+"""A stop writes a checkpoint."""
+NUM_LOG_LINES = 20
+
+
+class ServerEnded(AgentJetError):
+    """The child process ended by itself."""
+
+
+class ChildServer:
+    """A server on a free loopback port, with a data dir and a log of its own; ended with the context, by its process
+    id.
+
+    It runs in a session of its own: Ctrl-C reaches this process only, which first aborts what is live and then asks the
+    child to save a checkpoint and end. A second Ctrl-C meanwhile kills it. A child whose parent was killed ends, too.
+    """
+
+    def __init__(self, settings: Path | None, overrides: Sequence[str], data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self.log = data_dir / "serve.log"
+        self.url = ""
+        data_dir.mkdir(0o700, parents=True, exist_ok=True)
+        arguments = ["--data-dir", str(data_dir), "--host", "127.0.0.1", "--port", "0", "--end-with-input"]
+        if settings is not None:
+            arguments += ["--config", str(settings)]
+        for override in overrides:
+            arguments += ["--set", override]
+        self.log.touch(0o600)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "agentjet.cli", "serve", *arguments],
+                stdin=subprocess.PIPE,  # Never written to: it ends with this process.
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A token or an address in the environment is meant for another server.
+                env={name: value for name, value in os.environ.items() if not name.startswith("AGENTJET_")},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def connect(self) -> Swarm:
+        """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log."""
+        while not (found := ADDRESS.search(self._log_text())):
+            self.check()
+            time.sleep(POLL_SECONDS)
+        self.url = found[0]
+        token = (self.data_dir / "admin-token").read_text().strip()
+        # Nobody restarts this server: there is no point in waiting long for one that is gone.
+        swarm = Swarm(self.url, token, retry=Retry(patience=10.0, first_patience=10.0))
+        try:
+            while (status := swarm.status()).state in ("loading", "offline"):
+                self.check()
+                time.sleep(POLL_SECONDS)
+        except Unreachable:
+            self.check()
+            raise
+        if status.state == "failed":
+            raise ServerEnded(f"the server could not load the model: {status.waiting_for}\n{self._log_tail()}")
+        return swarm
+
+    def check(self) -> None:
+        """Raises `ServerEnded` when the process is gone."""
+        code = self._process.poll()
+        if code is not None:
+            raise ServerEnded(
+                f"the server ended with exit code {code}. The end of its log, {self.log}:\n{self._log_tail()}"
+            )
+
+    def stop(self) -> None:
+        """Have the server save a checkpoint and end; idempotent. It is killed when that takes too long, or on a second
+        Ctrl-C."""
+        assert self._process.stdin is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise ServerEnded(
+                f"the server did not end within {STOP_SECONDS:.0f} s and was killed; see {self.log}"
+            ) from None
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        finally:
+            self._process.stdin.close()
+
+    def _log_text(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def _log_tail(self) -> str:
+        return "\n".join("    " + line for line in self._log_text().splitlines()[-NUM_LOG_LINES:])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -24,16 +24,15 @@ import uvicorn
 
 from agentjet import __version__
 from agentjet.cli.data_dir import check_data_dir
-from agentjet.cli.runs import ServedRuns
+from agentjet.cli.runs import RunSwitcher
 from agentjet.cli.tracing import tracer_provider
-from agentjet.client.lifeline import end_with_input
+from agentjet.client.threads import exit_with_parent
 from agentjet.config import ServeConfig, ServerConfig, server_token
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
 from agentjet.server import Keys, create_app
-from agentjet.server.listening import calm_collector, listen, options
-from agentjet.server.logs import LogFile, LogFormat, prepared
-from agentjet.server.tls import check_certificate
+from agentjet.server.http import check_certificate, listen, tune_gc, uvicorn_config
+from agentjet.server.monitoring import LogFile, LogFormat, configure_handler
 from agentjet.types import Conversation, Message
 
 if TYPE_CHECKING:
@@ -75,25 +74,25 @@ def steady_clock() -> Callable[[], float]:
 async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> int:
     """Returns the exit code."""
     clock = steady_clock()
-    runs = ServedRuns(config, clock)
+    runs = RunSwitcher(config, clock)
     runs.gateway.tracing.tracer = tracer
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs", config.server.log_format)
     url = _url(listener, config.server)
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
-    http = _Http(options(create_app(runs, keys), config.server))
+    http = _Http(uvicorn_config(create_app(runs, keys), config.server))
     stop = _stop_on_signals()
     if ends_with_input:
-        end_with_input(signal.SIGTERM)
+        exit_with_parent(signal.SIGTERM)
     await runs.gateway.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     narrator = asyncio.create_task(_narrate(runs))
     try:
         _say(f"AgentJet {__version__} listens on {url}, loading {config.model.name} …")
-        if bound := everywhere(listener):
+        if bound := all_addresses_line(listener):
             _say(bound)
         if await _ready(runs.gateway, stop):
-            calm_collector()
+            tune_gc()
             _greet(runs.gateway, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         elif runs.gateway.engine.fatal is not None:
@@ -142,7 +141,7 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     )
 
 
-async def _narrate(runs: ServedRuns) -> None:
+async def _narrate(runs: RunSwitcher) -> None:
     """One line a batch, of whichever run is served. What goes wrong is in the log, whose warnings are shown, too."""
     while True:
         await _narrate_run(runs.gateway)
@@ -211,7 +210,7 @@ def _url(listener: socket.socket, server: ServerConfig) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def everywhere(listener: socket.socket) -> str:
+def all_addresses_line(listener: socket.socket) -> str:
     """What to say of a server that is bound to every address of its machine; empty for any other."""
     host, port = listener.getsockname()[:2]
     if not ip_address(host).is_unspecified:
@@ -223,10 +222,10 @@ def _log_to(folder: Path, log_format: LogFormat) -> None:
     """Everything from INFO on into `server.log`; warnings on standard error, too."""
     folder.mkdir(parents=True, exist_ok=True)
     file = LogFile(folder / "server.log", maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
-    prepared(file, log_format, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_handler(file, log_format, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
-    prepared(console, "text", "%(levelname)s: %(message)s")
+    configure_handler(console, "text", "%(levelname)s: %(message)s")
     logging.basicConfig(level=logging.INFO, handlers=[file, console])
 
 

@@ -1,15 +1,28 @@
-"""`agentjet status`: one look at a server."""
+"""`agentjet status`: one look at a server.
+
+`agentjet watch`: a server's status, kept up to date in the terminal.
+
+`agentjet job`: the job settings of a running server, json_text and changed.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli.options import Json, Token, TokenFile, Url, connect
-from agentjet.cli.printing import one_line
+from agentjet.cli import Json, Token, TokenFile, Url, connect, one_line, print_text, printable
+from agentjet.errors import ConfigError, Later, Unreachable
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from agentjet.client import Swarm
     from agentjet.protocol import CodeVersionStatus, StatusResponse, TaskSetStatus
 
 
@@ -20,11 +33,11 @@ def status(url: Url = None, token: Token = None, token_file: TokenFile = None, a
     if as_json:
         typer.echo(now.model_dump_json(indent=2))
         return
-    for name, value in described(now):
+    for name, value in status_lines(now):
         typer.echo(f"{name:12} {value}")
 
 
-def described(status: StatusResponse) -> list[tuple[str, str]]:
+def status_lines(status: StatusResponse) -> list[tuple[str, str]]:
     """A status as lines for people: name and value."""
     from agentjet.protocol import report_lines
 
@@ -84,3 +97,128 @@ RECENT_SECONDS = 600
 """A client that holds nothing is shown for so long; `--json` has them all."""
 SHOWN = ("reward/mean", "episode/num_turns", "policy/entropy", "policy/kl", "optim/grad_norm", "perf/tokens_per_second")
 """Metrics of the last step that are shown; `--json` has them all."""
+
+
+def watch(
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Watch a server until Ctrl-C; it may be restarted meanwhile. A file or a pipe gets a text for each change."""
+    from rich.live import Live
+
+    with connect(url, token, token_file) as swarm, suppress(KeyboardInterrupt):
+        if not sys.stdout.isatty():
+            for frame in frames(_statuses(swarm, every, print_text)):
+                print_text(frame)
+            return
+        with Live(auto_refresh=False) as live:
+            for status in _statuses(swarm, every, lambda text: live.console.print(printable(text), markup=False)):
+                live.update(_table(status), refresh=True)
+
+
+def frames(looks: Iterable[StatusResponse]) -> Iterator[str]:
+    """For files and pipes: a text for each look that differs from the one before in more than its clients."""
+    shown: list[tuple[str, str]] = []
+    for status in looks:
+        lines = status_lines(status)
+        facts = [line for line in lines if line[0] != "clients"]
+        if facts != shown:
+            shown = facts
+            yield "".join(f"{name:12} {value}\n" for name, value in lines)
+
+
+def _statuses(swarm: Swarm, every: float, tell: Callable[[str], None]) -> Iterator[StatusResponse]:
+    """The status now and again, without end; `tell` is given what fails after the first look."""
+    yield swarm.status()
+    while True:
+        time.sleep(every)
+        try:
+            yield swarm.status()
+        except (Unreachable, Later) as error:
+            tell(str(error))
+
+
+def _table(status: StatusResponse) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in status_lines(status):
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+app = typer.Typer(no_args_is_help=True, help="Show and change the job settings of a running server.")
+
+RESTART_HINT = (
+    "The change survives a restart, unless the server is then started with other job settings than at its last start: "
+    "put it into the settings file, too."
+)
+
+
+@app.command("show")
+def show_job(url: Url = None, token: Token = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    """Print the job settings in force, and their revision."""
+    with connect(url, token, token_file) as swarm:
+        body = swarm.job()
+    if as_json:
+        typer.echo(body.model_dump_json(indent=2))
+        return
+    for key, value in flatten(body.job, "job."):
+        print_text(f"{key} = {one_line(json_text(value))}")
+    typer.echo(f"revision {body.revision}")
+
+
+@app.command("set")
+def set_job(
+    settings: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="Such as optimizer.lr=1e-5 or job.batch_size=4.")
+    ],
+    url: Url = None,
+    token: Token = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Change job settings of a running server; takes the admin token. A batch that is composed keeps its settings."""
+    changes: dict[str, Any] = {}
+    for key, value in map(parse_setting, settings):
+        if key.removeprefix("job.") in [known.removeprefix("job.") for known in changes]:
+            raise ConfigError(f"{key} = {value!r}: {key} is given twice: give it one value")
+        changes[key] = value
+    with connect(url, token, token_file) as swarm:
+        before, after = swarm.job(), swarm.change_job(changes)
+    if as_json:
+        typer.echo(after.model_dump_json(indent=2))
+        return
+    old = dict(flatten(before.job, "job."))
+    changed = [(key, value) for key, value in flatten(after.job, "job.") if old.get(key) != value]
+    for key, value in changed:
+        print_text(f"{key}: {one_line(json_text(old.get(key)))} -> {one_line(json_text(value))}")
+    typer.echo(f"revision {after.revision}" + ("" if changed else ": every setting had its value already"))
+    typer.echo(RESTART_HINT)
+
+
+def parse_setting(setting: str) -> tuple[str, Any]:
+    """`KEY=VALUE` as key and value, which is TOML where it can be. Raises `ConfigError`."""
+    from agentjet.config.loader import parse_value
+
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{setting!r} is not of the form KEY=VALUE, such as optimizer.lr=1e-5")
+    return key.strip(), parse_value(text)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted name. A table of weights is one value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name != "task_weights":
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def json_text(value: Any) -> str:
+    """A setting's value as JSON."""
+    return json.dumps(value, ensure_ascii=False)

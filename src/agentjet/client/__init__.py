@@ -1,19 +1,26 @@
 """The client: `Swarm`, `AsyncSwarm`, their episodes, and the rollout runner behind `train` and `evaluate`. httpx and
 pydantic only."""
 
-from agentjet.client.asynchronous import AsyncSwarm
-from agentjet.client.code import Code, Version
+from agentjet.client.agent_source import AgentSource, AgentVersion
 from agentjet.client.command import Command, CommandFailed, Result
 from agentjet.client.connection import Retry
-from agentjet.client.endpoint import Endpoint
-from agentjet.client.episode import AsyncEpisode, Episode
-from agentjet.client.estimates import Estimate, pass_at_k, wilson_interval
-from agentjet.client.report import CodeChange, EpisodeResult, EvalReport, Evaluation, Step, TeamReport, TrainReport
+from agentjet.client.episode import AsyncEpisode, Endpoint, Episode
+from agentjet.client.report import (
+    CodeChange,
+    EpisodeResult,
+    Estimate,
+    EvalReport,
+    Evaluation,
+    Step,
+    TeamReport,
+    TrainReport,
+    pass_at_k,
+    wilson_interval,
+)
 from agentjet.client.rollout import Agent, AgentFailing
-from agentjet.client.synchronous import Swarm
-from agentjet.client.team import AsyncTeam
+from agentjet.client.swarm_client import AsyncSwarm, Swarm
+from agentjet.client.team import AsyncTeam, Team
 from agentjet.client.team_episode import AsyncTeamEpisode, TeamEpisode
-from agentjet.client.team_synchronous import Team
 
 __all__ = [
     "Agent",
@@ -22,7 +29,7 @@ __all__ = [
     "AsyncSwarm",
     "AsyncTeam",
     "AsyncTeamEpisode",
-    "Code",
+    "AgentSource",
     "CodeChange",
     "Command",
     "CommandFailed",
@@ -40,7 +47,7 @@ __all__ = [
     "TeamEpisode",
     "TeamReport",
     "TrainReport",
-    "Version",
+    "AgentVersion",
     "pass_at_k",
     "wilson_interval",
 ]

@@ -1,29 +1,43 @@
-"""`AsyncEpisode` and `Episode`: one attempt at a task, as the agent holds it."""
+"""`AsyncEpisode` and `Episode`: one attempt at a task, as the agent holds it.
+
+`RunCleanup`: how a run gives back the episodes that are live at its end.
+
+Beginning an episode, so that none is left behind when whoever asked for it is cancelled.
+
+An evaluation against somebody else's model: episodes that point at any OpenAI-compatible endpoint.
+
+Nothing is recorded and nobody but this client knows of them: they begin at once, and end as they are told to.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
-from collections.abc import Coroutine
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from agentjet.errors import Conflict, InvalidRequest, NotFound
+from agentjet.client.connection import Connection
+from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound, RequestError
 from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
 from agentjet.types import EpisodeStatus, Mode, Reward
 
 T = TypeVar("T")
 
 
-class Drive(Protocol):
+class RunCoroutine(Protocol):
     """Runs a coroutine on the loop of an episode's client, from another thread, and returns its result."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
 
 
-class Requests(Protocol):
+class RequestSender(Protocol):
     """What an episode needs of the way to its server; `Connection` has it."""
 
     async def request(
@@ -35,7 +49,7 @@ STOPPED = "the client stopped"
 NOT_NEEDED = "not needed: the client's run has its steps"
 UNPLAYED = "not needed: nobody waits for it any more"
 """Of an episode that was begun just as its client stopped asking for one."""
-GOODBYE_SECONDS = 5.0
+ABORT_SECONDS = 5.0
 """How long the abort of a cancelled episode is tried: its lease would reclaim it anyway."""
 
 
@@ -70,7 +84,7 @@ class _Attempt:
 class AsyncEpisode(_Attempt):
     """An episode to be awaited. As a context manager it aborts unless `finish` was called inside."""
 
-    def __init__(self, connection: Requests, begun: BeginResponse, request: BeginRequest) -> None:
+    def __init__(self, connection: RequestSender, begun: BeginResponse, request: BeginRequest) -> None:
         super().__init__(begun, request)
         self._connection = connection
         self.status: EpisodeStatus = "live"
@@ -118,7 +132,7 @@ class AsyncEpisode(_Attempt):
         """What an agent returned, as a reward. Raises as `checked_reward`."""
         return checked_reward(returned)
 
-    def driven(self, drive: Drive) -> Episode:
+    def driven(self, drive: RunCoroutine) -> Episode:
         """This episode for synchronous code."""
         return Episode(self, drive)
 
@@ -155,7 +169,7 @@ class Episode(_Attempt):
     `drive` runs a coroutine on the loop of `episode`'s client and returns its result.
     """
 
-    def __init__(self, episode: AsyncEpisode, drive: Drive) -> None:
+    def __init__(self, episode: AsyncEpisode, drive: RunCoroutine) -> None:
         super().__init__(episode.begun, episode.request)
         self._episode = episode
         self._drive = drive
@@ -246,3 +260,137 @@ def checked_reward(reward: object) -> Reward:
     if isinstance(reward, Reward):
         return reward
     return Reward(float(numbers["reward"]))
+
+
+COMPLETE_SECONDS = 30.0
+"""Seconds for giving episodes back after the last step: a busy server answers late, and each one left behind blocks a
+place of the next run until its lease runs out."""
+
+
+@dataclass
+class RunCleanup:
+    """The end of one run, and how many episodes were left behind."""
+
+    has_enough: bool = False
+    """The run reached its goal; otherwise it was interrupted, or failed."""
+    num_left: int = 0
+    """Episodes that may be live on the server still, until their leases run out."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that one step of giving an episode back may take. They are few after an interruption."""
+        return COMPLETE_SECONDS if self.has_enough else ABORT_SECONDS / 2
+
+    async def trim_malloc(self, asking: Awaitable[object], *, at_least: float = 0.0) -> None:
+        """Wait for requests that give an episode back. A server that gave no answer may have left it live: counted."""
+        try:
+            async with asyncio.timeout(max(self.seconds, at_least)):
+                await asking
+        except RequestError as refusal:
+            self.num_left += refusal.status >= 500  # What the server refuses otherwise is not live.
+        except (AgentJetError, TimeoutError):
+            self.num_left += 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_left} episode{'' if self.num_left == 1 else 's'} could not be given back, since the server did "
+            "not answer in time: each may keep its place until its lease runs out"
+        )
+
+
+SERVER_WAIT = 20.0
+"""Longest the server is asked to hold a `begin`: short enough for every proxy."""
+
+
+async def begin(
+    connection: Connection,
+    request: BeginRequest,
+    *,
+    wait: float,
+    given_back: Callable[[AsyncEpisode], None] = lambda episode: None,
+    ending: RunCleanup | None = None,
+) -> AsyncEpisode:
+    """Begin an episode, waiting up to `wait` seconds for room, then raise `Later`.
+
+    When this is cancelled, an episode that the server began all the same is aborted and passed to `given_back`; one
+    that could not be aborted is counted in `ending`.
+    """
+    request = request.model_copy(update={"wait": min(wait, SERVER_WAIT)})
+    key = uuid.uuid4().hex
+    try:
+        return await _asked(connection, request, key, patience=wait)
+    except asyncio.CancelledError:
+        # The server may have begun it just now. To ask for the same again, without waiting, tells; then it is given
+        # back.
+        async def trim_malloc() -> None:
+            episode = await _asked(connection, request.model_copy(update={"wait": 0.0}), key, patience=0.0)
+            await episode.abort(UNPLAYED, patience=0.0)
+            given_back(episode)
+
+        await (ending or RunCleanup()).trim_malloc(trim_malloc())
+        raise
+
+
+async def _asked(connection: Connection, request: BeginRequest, key: str, *, patience: float) -> AsyncEpisode:
+    answer = await connection.request(
+        "POST", "/episodes", body=request, key=key, patience=patience, server_wait=request.wait
+    )
+    return AsyncEpisode(connection, BeginResponse.model_validate(answer), request)
+
+
+NO_LEASE = 1e9
+"""Seconds: nobody reclaims it."""
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A model behind an OpenAI-compatible API; `base_url` usually ends in `/v1`."""
+
+    base_url: str
+    model: str
+    api_key: str = field(default="none", repr=False)
+    """Endpoints that want none still need the SDK to send one."""
+
+    def begin(self, request: BeginRequest) -> AsyncEpisode:
+        """An episode whose agent talks to this endpoint. Its policy version is 0."""
+        begun = BeginResponse(
+            episode_id=f"outside{next(_numbers):06d}",
+            base_url=self.base_url,
+            api_key=self.api_key,
+            model=self.model,
+            policy_version=0,
+            lease_seconds=NO_LEASE,
+            expires_at=NO_LEASE,
+        )
+        return AsyncEpisode(_EndpointConnection(begun.episode_id, request), begun, request)
+
+
+@dataclass
+class _EndpointConnection:
+    """Answers an episode's requests in a server's place."""
+
+    episode_id: str
+    asked: BeginRequest
+    status: EpisodeStatus = "live"
+
+    async def request(
+        self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
+    ) -> Any:
+        """See `Connection.request`."""
+        if isinstance(body, FinishRequest):
+            self.status = "finished"
+        elif isinstance(body, AbortRequest):
+            self.status = "aborted"
+        asked = self.asked
+        return EpisodeView(
+            episode_id=self.episode_id,
+            status=self.status,
+            mode=asked.mode,
+            task_id=asked.task_id,
+            task_set=asked.task_set,
+            group=asked.group,
+            client_id=asked.client_id,
+            policy_version=0,
+            reason=body.reason if isinstance(body, AbortRequest) else "",
+        ).model_dump()

@@ -1,15 +1,89 @@
-"""What training and evaluating give back."""
+"""Estimates of an evaluation, each with a 95 % interval.
+
+An evaluation's tasks are the sample, and the repeats of a task tell about that task only: what is resampled is tasks,
+with all their repeats (cluster bootstrap). Where every task's value is 0 or 1 resampling would see no more than the
+share, and nothing at all at 0 or 1: there the interval is Wilson's.
+
+What training and evaluating give back.
+
+Episodes as a data set: one row for each conversation that an episode and role held, with its reward.
+
+A conversation ends with a call whose answer no later call sends back. Answers that did not reach the agent are left
+out. Messages have the shape of OpenAI's chat format, which `transformers` chat templates and `trl` read.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from agentjet.client.estimates import Estimate, estimate, pass_at_k
-from agentjet.protocol import REPORTED_BATCHES, batches_without_variance
+from agentjet.protocol import REPORTED_BATCHES, CallView, EpisodeTree, batches_without_variance
+
+RESAMPLES = 2000
+SEED = 0
+"""Of the resampling: the same values, the same interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over `num_tasks` tasks and its 95 % interval, from `low` to `high`; NaN where there is none to be had."""
+
+    value: float
+    low: float
+    high: float
+    num_tasks: int
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.value:.3f}"
+        return f"{self.value:.3f} (95 % interval {self.low:.3f} to {self.high:.3f})"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of one value a task. The interval is Wilson's when all are 0 or 1, else the percentile bootstrap's
+    (Efron 1979) over tasks; a single task that is neither has none.
+    """
+    if not values:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    mean, count = math.fsum(values) / len(values), len(values)
+    if all(value in (0.0, 1.0) for value in values):
+        return Estimate(mean, *wilson_interval(sum(values), count), count)
+    if count == 1:
+        return Estimate(mean, math.nan, math.nan, 1)
+    draw = random.Random(SEED)
+    means = sorted(math.fsum(draw.choices(values, k=count)) / count for _ in range(RESAMPLES))
+    cut = round(0.025 * RESAMPLES)
+    return Estimate(mean, means[cut], means[-1 - cut], count)
+
+
+def pass_at_k(num_right: int, num_tries: int, k: int) -> float:
+    """The chance that one of `k` tries is right, of which `num_right` of `num_tries` were: 1 - C(n-c, k) / C(n, k).
+
+    Unbiased, other than 1 - (1 - c/n)^k (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
+    Raises `ValueError` when fewer than `k` were tried.
+    """
+    if not 1 <= k <= num_tries:
+        raise ValueError(f"pass@{k} needs at least {k} tries of a task, and k at least 1; there are {num_tries}")
+    return 1.0 - math.comb(num_tries - num_right, k) / math.comb(num_tries, k)
+
+
+def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share (Wilson 1927), 95 % by default; (0, 1) when nothing was tried.
+
+    Unlike the normal approximation it stays inside [0, 1] and does not shrink to nothing at 0 or 1.
+    """
+    if trials == 0:
+        return 0.0, 1.0
+    share = successes / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
 
 Outcome = Literal["finished", "aborted", "expired", "not_needed"]
 """`not_needed`: aborted through nobody's fault, when the run had its steps or the server's batch enough without it."""
@@ -294,3 +368,61 @@ def _over_tasks(repeats: Sequence[Sequence[float]]) -> Estimate:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def rows(episode: EpisodeTree) -> list[dict[str, Any]]:
+    """The conversations of an episode, in the order their last calls were made; none if its calls are not kept.
+
+    Every row has the same keys, and a key always has the same type: `tools` is JSON text, since schemas differ.
+    """
+    calls = {call.call_id: call for call in episode.calls}
+    continued = {call.after for call in episode.calls}
+    found = []
+    timelines: dict[str, int] = {}
+    for call in episode.calls:
+        if call.orphan or call.call_id in continued:
+            continue
+        path = _path(calls, call)
+        found.append(
+            {
+                "episode_id": episode.episode_id,
+                "role": call.role,
+                "timeline": timelines.get(call.role, 0),
+                "task_id": episode.task_id,
+                "task_set": episode.task_set,
+                "group": episode.group,
+                "mode": episode.mode,
+                "status": episode.status,
+                "reward": episode.by_role.get(call.role, episode.reward),
+                "metrics": dict(episode.metrics),
+                "policy_versions": sorted({v for one in path for v in one.versions if v is not None}),
+                "trained_in": episode.trained_in,
+                "client_id": episode.client_id,
+                "code_version": episode.code_version,
+                "messages": [_chat(message) for one in path for message in (*one.messages, one.response)],
+                "tools": json.dumps(path[0].tools, ensure_ascii=False),
+            }
+        )
+        timelines[call.role] = timelines.get(call.role, 0) + 1
+    return found
+
+
+def _path(calls: Mapping[str, CallView], last: CallView) -> list[CallView]:
+    """The calls of a conversation, first to last."""
+    path = [last]
+    while path[0].after is not None:
+        path.insert(0, calls[path[0].after])
+    return path
+
+
+def _chat(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in OpenAI's chat format; reasoning is `reasoning_content`."""
+    chat: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+    if message.get("reasoning"):
+        chat["reasoning_content"] = message["reasoning"]
+    if message.get("tool_calls"):
+        chat["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in message["tool_calls"]
+        ]
+    return chat | {key: message[key] for key in ("tool_call_id", "name") if message.get(key)}

@@ -1,4 +1,6 @@
-"""The rollout runner: agents on tasks, many at a time.
+"""`RolloutQueue`: which episode of a run is next, and which instead while the server has no room for a task set.
+
+The rollout runner: agents on tasks, many at a time.
 
 Invariants: an exception inside an agent aborts its episode and is reported, never scored; an episode that was begun is
 finished or aborted, also when the runner is cancelled while agents hang in their threads; each task of a training run
@@ -10,31 +12,101 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import random
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentjet.client.blame import place_of
-from agentjet.client.ending import Ending
+from agentjet.client.agent_source import error_location
 from agentjet.client.episode import (
-    GOODBYE_SECONDS,
+    ABORT_SECONDS,
     NOT_NEEDED,
     STOPPED,
-    Drive,
+    RunCleanup,
+    RunCoroutine,
     abort_reason,
 )
 from agentjet.client.report import EpisodeResult, Outcome
-from agentjet.client.slots import Slot, Slots
 from agentjet.client.threads import in_thread
 from agentjet.errors import AgentJetError, Conflict, NotFound, RequestError, Unreachable
 from agentjet.types import EpisodeStatus, Reward, Task
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """One episode to be had: a task, the group it is compared in, and its place in the order."""
+
+    task: Task
+    group: str
+    index: int
+    spare: bool = False
+    """Beyond what its group needs: not begun when the group has all it needs by then."""
+    opened: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+    """Common to a group's slots, set when one of them has begun. A spare one joins a group, and so waits for it."""
+
+
+class RolloutQueue:
+    """The slots of a run, in order. One that found no room is put back, and is the next of its task set."""
+
+    def __init__(self, slots: Mapping[str, Iterator[RolloutSpec]], order: Iterator[str]) -> None:
+        """`slots` are by task set, `order` says which set is next."""
+        self._slots = slots
+        self._order = order
+        self._put_back: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in slots}
+        self.task_sets = frozenset(slots)
+
+    @classmethod
+    def training(cls, tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0) -> RolloutQueue:
+        """Tasks for ever, in an order that `seed` determines, anew each epoch; `group_size` slots a visit, and `spare`.
+
+        Every task set has an order of its own, so that one that is passed over misses none of its tasks.
+        """
+        members = [number >= group_size for number in range(group_size + spare)]
+        run, index = uuid.uuid4().hex[:8], itertools.count()
+
+        def slots(own: Sequence[Task]) -> Iterator[RolloutSpec]:
+            for epoch, task in _epochs(own, seed):
+                group, opened = f"{task.id[:200]}/{run}/{epoch}", asyncio.Event()
+                for is_spare in members:
+                    yield RolloutSpec(task, group, next(index), is_spare, opened)
+
+        task_sets = dict.fromkeys(task.task_set for task in tasks)
+        by_set = {name: slots([task for task in tasks if task.task_set == name]) for name in task_sets}
+        return cls(by_set, (task.task_set for _, task in _epochs(tasks, seed) for _ in members))
+
+    @classmethod
+    def once(cls, tasks: Sequence[Task]) -> RolloutQueue:
+        """Each task once, in no group; room does not depend on the task set."""
+        slots = (RolloutSpec(task, "", index) for index, task in enumerate(tasks))
+        return cls({"": slots}, itertools.repeat(""))
+
+    def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
+        """The next slot of a task set that is not in `full`; None after the last. Some set is not in `full`."""
+        task_set = next(name for name in self._order if name not in full)
+        waiting = self._put_back[task_set]
+        return waiting.popleft() if waiting else next(self._slots[task_set], None)
+
+    def put_back(self, slot: RolloutSpec) -> None:
+        """There was no room for it."""
+        self._put_back[slot.task.task_set].append(slot)
+
+
+def _epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
+    order = random.Random(seed)
+    for epoch in itertools.count():
+        for task in order.sample(tasks, len(tasks)):
+            yield epoch, task
+
 
 Returned = float | Reward | Mapping[str, float]
 Agent = Callable[[Task, Any], Returned | Awaitable[Returned]]
 """`agent(task, episode) -> reward`. A plain function runs in a thread and holds an `Episode` (of a team, a
 `TeamEpisode`), an `async def` one an `AsyncEpisode`. Rewards by member are a team's."""
-Begin = Callable[[Slot], Awaitable["Begun"]]
-Report = Callable[[Slot, EpisodeResult, bool], None]
+Begin = Callable[[RolloutSpec], Awaitable["StartedRollout"]]
+Report = Callable[[RolloutSpec, EpisodeResult, bool], None]
 
 SPARE = ("surplus:", "stale:")
 """How the server's reasons begin for episodes that failed in nothing."""
@@ -64,7 +136,7 @@ class Attempt(Protocol):
     @property
     def num_calls(self) -> int: ...
     def checked(self, returned: object) -> Reward: ...
-    def driven(self, drive: Drive) -> object: ...
+    def driven(self, drive: RunCoroutine) -> object: ...
     async def finish(self, reward: Reward) -> object: ...
     async def abort(self, reason: str = "", *, patience: float | None = None) -> object: ...
     async def heartbeat(self) -> object: ...
@@ -72,7 +144,7 @@ class Attempt(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartedRollout:
     """An episode, and the agent that is to run it."""
 
     episode: Attempt
@@ -113,14 +185,14 @@ class Runner:
         self._report = report
         self._needs_calls = needs_calls
         self._is_on_trial = is_on_trial
-        self.ending = Ending()
+        self.ending = RunCleanup()
         self.num_begun = 0
         self.live: set[Attempt] = set()
         """Episodes begun and not ended yet."""
         self._num_beginning = 0
         self._none_beginning = asyncio.Event()
 
-    async def run(self, slots: Slots, concurrency: int) -> None:
+    async def run(self, slots: RolloutQueue, concurrency: int) -> None:
         """Attempt every slot, `concurrency` at a time; one that fails is tried again, `ATTEMPTS` times in all. While a
         task set has no room (`Conflict`, `task_set_full`) others have their turn.
 
@@ -181,7 +253,7 @@ class Runner:
 
         await all_to_end([work() for _ in range(concurrency)])
 
-    async def attempt(self, slot: Slot) -> EpisodeResult:
+    async def attempt(self, slot: RolloutSpec) -> EpisodeResult:
         """One episode from begin to end. Raises what the server's refusals and silence raise, not what the agent does
         itself.
         """
@@ -198,12 +270,12 @@ class Runner:
             error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
         except asyncio.CancelledError:
             if episode.status == "live":
-                await self._say_goodbye(slot, episode)
+                await self._abort_on_exit(slot, episode)
             raise
         except Exception as failure:  # the boundary: whatever an agent raises is a fact about its episode
             if has_played and isinstance(failure, Unreachable):  # The reward may have arrived: an abort is no answer.
                 raise
-            error, where = abort_reason(failure), place_of(begun.agent, failure)
+            error, where = abort_reason(failure), error_location(begun.agent, failure)
             if episode.status == "live":
                 with contextlib.suppress(RequestError):  # it ended meanwhile: there is nothing left to abort
                     await episode.abort(error)
@@ -214,7 +286,7 @@ class Runner:
             return not_needed(slot.task, episode)
         return _result(slot.task, episode, error, where)
 
-    async def _while_wanted(self, task: Task, begun: Begun, heart: asyncio.Task[bool]) -> object:
+    async def _while_wanted(self, task: Task, begun: StartedRollout, heart: asyncio.Task[bool]) -> object:
         """What the agent returns. One that works on although the server ended its episode is given up: its place is
         needed.
         """
@@ -228,7 +300,7 @@ class Runner:
                 working.cancel()
                 await asyncio.wait([working])
 
-    async def _begun(self, slot: Slot) -> Begun:
+    async def _begun(self, slot: RolloutSpec) -> StartedRollout:
         if slot.spare:
             await slot.opened.wait()
         self._num_beginning += 1
@@ -244,7 +316,7 @@ class Runner:
         self.live.add(begun.episode)
         return begun
 
-    async def _say_goodbye(self, slot: Slot, episode: Attempt) -> None:
+    async def _abort_on_exit(self, slot: RolloutSpec, episode: Attempt) -> None:
         """Abort on the way out, once nothing of ours waits for room any more: the server would give the freed place to
         a `begin` that nobody listens for. A cancelled client does not wait for a server that is gone.
         """
@@ -252,11 +324,11 @@ class Runner:
             async with asyncio.timeout(self.ending.seconds):
                 await self._none_beginning.wait()
         why = NOT_NEEDED if self.ending.has_enough else STOPPED
-        await self.ending.give_back(episode.abort(why, patience=self.ending.seconds))
+        await self.ending.trim_malloc(episode.abort(why, patience=self.ending.seconds))
         if self.ending.has_enough:
             self._report(slot, not_needed(slot.task, episode), True)
 
-    async def _finish(self, slot: Slot, episode: Attempt, reward: Reward) -> None:
+    async def _finish(self, slot: RolloutSpec, episode: Attempt, reward: Reward) -> None:
         """Hand in the reward. A run may be over, and this cancelled, because this very reward completed its last batch:
         what was handed in is reported all the same.
         """
@@ -264,7 +336,7 @@ class Runner:
         try:
             await asyncio.shield(finishing)
         except asyncio.CancelledError:
-            await asyncio.wait([finishing], timeout=GOODBYE_SECONDS)
+            await asyncio.wait([finishing], timeout=ABORT_SECONDS)
             if episode.reward is not None:
                 self._report(slot, _result(slot.task, episode), True)
             elif not finishing.done():
@@ -284,7 +356,7 @@ async def _call(agent: Agent, task: Task, episode: Attempt) -> object:
         except SystemExit as ended:  # It would end the event loop, and every other episode with it.
             raise RuntimeError(f"the agent called sys.exit({ended.code!r})") from ended
     loop = asyncio.get_running_loop()
-    drive: Drive = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
+    drive: RunCoroutine = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
     returned = await in_thread(agent, task, episode.driven(drive))
     return await returned if inspect.isawaitable(returned) else returned
 

@@ -1,28 +1,246 @@
-"""`AsyncTeam`: several servers, each training the model of one member, on episodes they share."""
+"""Beginning an episode on every server of a team, or on none.
+
+Servers are asked one after the other, in the order of their addresses: of teams that hold places on one server and wait
+for another, none then waits for what a second one holds while that waits for it. Asking them side by side would save a
+round trip and lose that.
+
+Recovery: parts of team episodes that promised a reward and heard no more, settled as their anchors decided.
+
+`TeamTraining`: one `train` call of a team, from the statuses it starts at to its report.
+
+`AsyncTeam`: several servers, each training the model of one member, on episodes they share.
+
+`Team`: a team for synchronous code. It holds no logic: `AsyncTeam` does the work.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self, TypeVar
+from urllib.parse import quote
 
-from agentjet.client.asynchronous import AsyncSwarm
-from agentjet.client.checking import check_policy, check_run, some_tasks
-from agentjet.client.code import Version, code_version_of
-from agentjet.client.endpoint import Endpoint
-from agentjet.client.evaluating import EVAL_WAIT, HOLDING, evaluated, held_at
-from agentjet.client.report import EvalReport, TeamReport
-from agentjet.client.rollout import Agent, Begun
-from agentjet.client.slots import Slot
-from agentjet.client.team_beginning import begin_on_all
-from agentjet.client.team_episode import AsyncTeamEpisode
-from agentjet.client.team_recovery import recover
-from agentjet.client.team_training import TeamTraining
-from agentjet.errors import AgentJetError
-from agentjet.protocol import BeginRequest
+from agentjet.client.agent_source import AgentVersion, code_version_of
+from agentjet.client.connection import Connection
+from agentjet.client.episode import ABORT_SECONDS, SERVER_WAIT, UNPLAYED, AsyncEpisode, Endpoint, RunCleanup, begin
+from agentjet.client.evaluation import EVAL_WAIT, PIN_TASK_ID, pin_policy_version, run_evaluation
+from agentjet.client.inputs import check_policy, check_run, require_tasks
+from agentjet.client.progress import Progress, progress_for
+from agentjet.client.report import EpisodeResult, EvalReport, TeamReport
+from agentjet.client.rollout import Agent, RolloutQueue, RolloutSpec, Runner, StartedRollout, all_to_end, first_to_end
+from agentjet.client.swarm_client import AsyncSwarm, Swarm
+from agentjet.client.team_episode import AsyncTeamEpisode, TeamEpisode
+from agentjet.client.threads import SyncClient, driven, driven_run
+from agentjet.client.training import ServerProgress, get_status, show_waiting_reason
+from agentjet.errors import AgentJetError, Conflict, InvalidRequest, Later, NotFound
+from agentjet.protocol import AbortRequest, BeginRequest, EpisodeList, EpisodeView, FinishRequest
 from agentjet.types import Mode, Task
+
+INCOMPLETE = "not needed: another server of the team had no room"
+Asking = Callable[[str], BeginRequest]
+"""A member's request, made anew each time its server is asked."""
+
+
+async def begin_on_all(
+    swarms: Mapping[str, AsyncSwarm],
+    asking: Asking,
+    *,
+    wait: float,
+    outside: Mapping[str, Endpoint] | None = None,
+    deciding: set[str] | None = None,
+    refused: Callable[[str], Awaitable[None]] | None = None,
+    ending: RunCleanup | None = None,
+) -> AsyncTeamEpisode:
+    """An episode of the members of `swarms`, the anchor first; those in `outside` talk to other models.
+
+    Waits up to `wait` seconds for room everywhere, then raises `Later`; of every member whose server had none for a
+    while `refused` hears. A place is not held for long while another server has no room.
+    """
+    outside, ending = outside or {}, ending or RunCleanup()
+    anchor = next(iter(swarms))
+    retry = swarms[anchor].connection.retry
+    deadline, attempt = retry.clock() + wait, 0
+    while True:
+        team = f"{anchor}/{uuid.uuid4().hex}"
+        parts: dict[str, AsyncEpisode] = {}
+        try:
+            for member, swarm in swarms.items():
+                request = asking(member).model_copy(update={"team": team})
+                if member in outside:
+                    parts[member] = outside[member].begin(request)
+                    continue
+                held = [part.lease_seconds for name, part in parts.items() if name not in outside]
+                patience = min(deadline - retry.clock(), min(held) / 2 if held else SERVER_WAIT)
+                parts[member] = await begin(swarm.connection, request, wait=max(0.0, patience), ending=ending)
+            return AsyncTeamEpisode(team, parts, deciding)
+        except BaseException as error:
+            without_room = isinstance(error, Later) or (isinstance(error, Conflict) and error.code == "task_set_full")
+            await _give_back(parts, INCOMPLETE if without_room else UNPLAYED, ending)
+            left = deadline - retry.clock()
+            if not isinstance(error, Later) or left <= 0:
+                raise
+        if refused is not None:
+            await refused(member)
+        await retry.sleep(min(left, retry.delay(attempt)))
+        attempt = attempt + 1 if parts else 0  # Who held no place has waited with the server.
+
+
+async def _give_back(parts: Mapping[str, AsyncEpisode], reason: str, ending: RunCleanup) -> None:
+    """Abort what was begun in vain. A server that is away is not waited for: the lease ends its part."""
+    await asyncio.gather(*[ending.trim_malloc(part.abort(reason), at_least=ABORT_SECONDS) for part in parts.values()])
+
+
+PREPARED_LISTED = 500
+
+
+async def recover(connections: Mapping[str, Connection], deciding: Collection[str]) -> int:
+    """Settle what is in doubt on the servers of these members, but for the teams in `deciding`. Returns how many."""
+    found = await asyncio.gather(
+        *[_episodes(connection, f"status=prepared&limit={PREPARED_LISTED}") for connection in connections.values()]
+    )
+    settled = 0
+    for (member, connection), parts in zip(connections.items(), found, strict=True):
+        for part in parts:
+            anchor = part.team.partition("/")[0]
+            if anchor in connections and anchor != member and part.team not in deciding:
+                settled += await _settle(connection, part, connections[anchor])
+    return settled
+
+
+async def _settle(connection: Connection, part: EpisodeView, anchor: Connection) -> bool:
+    anchored = await _episodes(anchor, f"team={quote(part.team, safe='')}")
+    decisions = {episode.status for episode in anchored}
+    body: FinishRequest | AbortRequest
+    if "finished" in decisions:
+        assert part.reward is not None, "a prepared episode has promised a reward"
+        verb, body = "finish", FinishRequest(reward=part.reward, by_role=part.by_role, metrics=part.metrics)
+    elif decisions and decisions <= {"aborted", "expired"}:
+        verb, body = "abort", AbortRequest(reason="the team's anchor was not finished")
+    else:
+        return False
+    try:
+        await connection.request("POST", f"/episodes/{quote(part.episode_id, safe='')}/{verb}", body=body)
+    except (Conflict, NotFound):  # Somebody else settled it meanwhile.
+        return False
+    return True
+
+
+async def _episodes(connection: Connection, query: str) -> tuple[EpisodeView, ...]:
+    found = EpisodeList.model_validate(await connection.request("GET", f"/episodes?{query}"))
+    return tuple(found.episodes)
+
+
+RECOVER_SECONDS = 15.0
+"""Between two looks for parts that somebody left in doubt."""
+
+
+@dataclass
+class TeamTraining:
+    """What is to be trained, by whom, and what came of it so far."""
+
+    swarms: Mapping[str, AsyncSwarm]
+    """By member, the anchor's first."""
+    version: AgentVersion
+    tasks: Sequence[Task]
+    deciding: set[str]
+    recover: Callable[[], Awaitable[int]]
+    results: list[EpisodeResult] = field(default_factory=list)
+    over: set[str] = field(default_factory=set)
+    """Members whose servers have learned their `max_steps`: they play on as they are while others learn."""
+
+    async def run(self, steps: int, *, concurrency: int, seed: int, progress: bool) -> TeamReport:
+        """See `AsyncTeam.train`."""
+        started = time.monotonic()
+        await self.recover()
+        reached = await asyncio.gather(
+            *[ServerProgress.reach(swarm.connection, steps) for swarm in self.swarms.values()]
+        )
+        servers = dict(zip(self.swarms, reached, strict=True))
+        slots = self._slots(servers, seed)
+        with progress_for("training", steps, wanted=progress) as shown:
+
+            def note(slot: RolloutSpec, result: EpisodeResult, last: bool) -> None:
+                self.results.append(result)
+                shown.episode(result)
+
+            async def begun(slot: RolloutSpec) -> StartedRollout:
+                episode = await begin_on_all(
+                    self.swarms,
+                    lambda member: self._asking(member, slot, unless_full=len(slots.task_sets) > 1),
+                    wait=math.inf,
+                    deciding=self.deciding,
+                    refused=lambda member: self._look_whether_over(member, shown),
+                    ending=runner.ending,
+                )
+                return StartedRollout(episode, self.version.agent)
+
+            runner = Runner(begun, note, needs_calls=True)
+
+            async def follow() -> None:
+                await all_to_end(
+                    [
+                        server.follow(shown.step if place == 0 else lambda metrics: None, partial(_say, shown, member))
+                        for place, (member, server) in enumerate(servers.items())
+                    ]
+                )
+                runner.ending.has_enough = True
+
+            waiting = show_waiting_reason([swarm.connection for swarm in self.swarms.values()], runner, shown)
+            try:
+                await first_to_end([runner.run(slots, concurrency), follow(), waiting, self._recover_now_and_then()])
+            finally:
+                if runner.ending.num_left:
+                    shown.say(str(runner.ending))
+        with suppress(AgentJetError):
+            await self.recover()
+        return TeamReport(
+            results=tuple(self.results),
+            steps={member: tuple(server.learned) for member, server in servers.items()},
+            seconds=time.monotonic() - started,
+        )
+
+    def _slots(self, servers: Mapping[str, ServerProgress], seed: int) -> RolloutQueue:
+        sizes = {member: server.status.group_size for member, server in servers.items()}
+        if len(set(sizes.values())) > 1:
+            raise InvalidRequest(
+                f"the servers' jobs have different group_size: {sizes}; a team needs the same everywhere",
+                param="group_size",
+            )
+        spare = min(server.status.spare_episodes for server in servers.values())
+        return RolloutQueue.training(self.tasks, next(iter(sizes.values())), seed, spare)
+
+    def _asking(self, member: str, slot: RolloutSpec, *, unless_full: bool) -> BeginRequest:
+        task, code, swarm = slot.task, self.version.code_version, self.swarms[member]
+        if member in self.over:
+            return swarm.asking(task.id, task.task_set, "", "eval", code_version=code)
+        request = swarm.asking(task.id, task.task_set, slot.group, "train", code_version=code)
+        return request.model_copy(update={"join_only": slot.spare, "unless_full": unless_full})
+
+    async def _look_whether_over(self, member: str, shown: Progress) -> None:
+        """A server without room may have no more batches to learn at all."""
+        status = await get_status(self.swarms[member].connection)
+        if 0 < status.max_steps <= status.policy_version and member not in self.over:
+            self.over.add(member)
+            shown.say(f"{member} has learned its max_steps = {status.max_steps}: it plays on as it is for the others")
+
+    async def _recover_now_and_then(self) -> None:
+        retry = next(iter(self.swarms.values())).connection.retry
+        while True:
+            await retry.sleep(RECOVER_SECONDS)
+            with suppress(AgentJetError):  # A server that is away is recovered when it is back.
+                await self.recover()
+
+
+def _say(shown: Progress, member: str, text: str) -> None:
+    shown.say(f"{member}: {text}")
+
 
 T = TypeVar("T")
 
@@ -98,8 +316,8 @@ class AsyncTeam:
         while another is behind (it dropped groups, say); one at its `max_steps` plays on without learning.
         """
         check_run(agent, steps=steps, concurrency=concurrency)
-        tasks = some_tasks("train", tasks)
-        version = Version(code_version_of(agent) if code_version is None else code_version, agent)
+        tasks = require_tasks("train", tasks)
+        version = AgentVersion(code_version_of(agent) if code_version is None else code_version, agent)
         training = TeamTraining(self._swarms, version, tasks, self._deciding, self.recover)
         try:
             return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
@@ -125,7 +343,7 @@ class AsyncTeam:
         With `endpoint` all members talk to that model, or those that are named to theirs.
         """
         check_run(agent, repeats=repeats, concurrency=concurrency)
-        tasks = some_tasks("evaluate", tasks)
+        tasks = require_tasks("evaluate", tasks)
         outside = self._by_member(endpoint, "endpoint", list(self._swarms))
         versions: dict[str, int | Literal["newest"]] = self._by_member(
             at_version, "at_version", [name for name in self._swarms if name not in outside]
@@ -134,28 +352,28 @@ class AsyncTeam:
             check_policy(pinned_to, temperature)
         if len(outside) == len(self._swarms) and (at_version, temperature) != (None, None):
             raise ValueError("at_version and temperature are for the policies of servers: no member plays with one")
-        version = Version(code_version_of(agent) if code_version is None else code_version, agent)
+        version = AgentVersion(code_version_of(agent) if code_version is None else code_version, agent)
         try:
             async with AsyncExitStack() as holding:
                 pinned = {
                     member: await holding.enter_async_context(
-                        held_at(swarm.connection, swarm.asking(HOLDING, mode="eval"), versions[member])
+                        pin_policy_version(swarm.connection, swarm.asking(PIN_TASK_ID, mode="eval"), versions[member])
                     )
                     for member, swarm in self._swarms.items()
                     if member in versions
                 }
 
-                async def begun(slot: Slot) -> Begun:
+                async def begun(slot: RolloutSpec) -> StartedRollout:
                     def asking(member: str) -> BeginRequest:
                         task, code = slot.task, version.code_version
                         request = self._swarms[member].asking(task.id, task.task_set, "", "eval", code_version=code)
                         return request.model_copy(update={"at_version": pinned.get(member), "temperature": temperature})
 
-                    return Begun(
+                    return StartedRollout(
                         await begin_on_all(self._swarms, asking, wait=EVAL_WAIT, outside=outside), version.agent
                     )
 
-                return await evaluated(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+                return await run_evaluation(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None
 
@@ -191,3 +409,32 @@ class AsyncTeam:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class Team(SyncClient[AsyncTeam]):
+    """A team: by member, the server that trains its model. May be used from several threads. Its methods are those of
+    `AsyncTeam`; Ctrl-C in `train` and `evaluate` aborts the live episodes, then raises a `KeyboardInterrupt`;
+    SIGTERM, then `SystemExit`.
+    """
+
+    def __init__(self, swarms: Mapping[str, Swarm]) -> None:
+        super().__init__(AsyncTeam({member: swarm.asynchronous for member, swarm in swarms.items()}))
+
+    def begin(
+        self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
+    ) -> TeamEpisode:
+        """See `AsyncTeam.begin`."""
+        begun = self._loop.run(self._client.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait))
+        return begun.driven(self._loop.run)
+
+    @contextmanager
+    def episode(
+        self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
+    ) -> Iterator[TeamEpisode]:
+        """An episode as a context: leaving it without `finish`, or by an exception, aborts."""
+        with self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait) as episode:
+            yield episode
+
+    train = driven_run(AsyncTeam.train)
+    evaluate = driven_run(AsyncTeam.evaluate)
+    recover = driven(AsyncTeam.recover)

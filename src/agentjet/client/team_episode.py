@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from agentjet.client.episode import (
     AsyncEpisode,
-    Drive,
     Episode,
+    RunCoroutine,
     abort_reason,
     checked_reward,
     patience_after,
@@ -220,7 +220,7 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
         """Ask every server for its part; shows no life. Servers that are away are left out."""
         await _all({member: part.look() for member, part in self.items()})
 
-    def driven(self, drive: Drive) -> TeamEpisode:
+    def driven(self, drive: RunCoroutine) -> TeamEpisode:
         """This episode for synchronous code."""
         return TeamEpisode(self, drive)
 
@@ -237,7 +237,7 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
 class TeamEpisode(Mapping[str, Episode]):
     """A team's episode for synchronous code: the same, each method returning when it is done."""
 
-    def __init__(self, episode: AsyncTeamEpisode, drive: Drive) -> None:
+    def __init__(self, episode: AsyncTeamEpisode, drive: RunCoroutine) -> None:
         self._episode = episode
         self._drive = drive
         self._parts = {member: Episode(part, drive) for member, part in episode.items()}

@@ -1,5 +1,12 @@
-"""Where synchronous and asynchronous code meet: a loop in a thread for synchronous callers, threads for synchronous
-agents."""
+"""Being asked to end: what is live is aborted first, and children are ended, as after Ctrl-C.
+
+A process that ends with whoever started it, however that ended: its standard input ends then.
+
+Where synchronous and asynchronous code meet: a loop in a thread for synchronous callers, threads for synchronous
+agents.
+
+How a client for synchronous code drives the asynchronous one, which does the work, in an event loop in a thread.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +15,55 @@ import concurrent.futures
 import contextlib
 import contextvars
 import math
+import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType, TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
-from agentjet.client.signals import signals_unwind
 from agentjet.errors import AgentJetError
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """While inside, a request to end this process (SIGTERM, a closed terminal) raises `SystemExit` in the main thread,
+    as Ctrl-C raises `KeyboardInterrupt`. One that the program handles or ignores is left to it; from other threads
+    nothing can be done.
+    """
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    asking = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    taken = [number for number in asking if signal.getsignal(number) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        taken = []
+    for number in taken:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+STDIN = 0
+
+
+def exit_with_parent(number: signal.Signals) -> None:
+    """Send this process a signal when its standard input ends."""
+
+    def watch() -> None:
+        while os.read(STDIN, 4096):  # Not through Python's buffer, whose lock would be held at the process's end.
+            pass
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
+
 
 T = TypeVar("T")
 
@@ -90,7 +139,7 @@ class LoopThread:
 
     def run_agents(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The same for what takes long: a request to end the process cancels the coroutine, too, then ends it."""
-        with signals_unwind():
+        with raise_on_signals():
             return self.run(coroutine)
 
     def iterate(self, values: AsyncIterator[T]) -> Iterator[T]:
@@ -176,3 +225,81 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=work, name="agentjet-agent", daemon=True).start()
     return await future
+
+
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """Ctrl-C during a run. `except KeyboardInterrupt` catches it; a script that does not ends with the sentence and
+    status 1, as after `sys.exit(sentence)`, instead of a traceback.
+    """
+
+
+class Closable(Protocol):
+    """An asynchronous client."""
+
+    async def close(self) -> None: ...
+
+
+Client = TypeVar("Client", bound=Closable)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SyncClient(Generic[Client]):
+    """A client for synchronous code; close it, or use it as a context manager."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._loop = LoopThread()
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        if not self._loop.abandoned:
+            self._loop.run(self._client.close())
+        self._loop.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def driven(
+    verb: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncClient[Client], P], T]:
+    """A method of the asynchronous client as one that returns when it is done, with the same signature."""
+
+    @wraps(verb)
+    def drive(self: SyncClient[Client], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._loop.run(verb(self._client, *args, **kwargs))
+
+    return drive
+
+
+def driven_run(
+    verb: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncClient[Client], P], T]:
+    """The same for one that runs agents. Ctrl-C aborts the live episodes, then raises `Interrupted`; SIGTERM, then
+    `SystemExit`.
+    """
+
+    @wraps(verb)
+    def run_agents(self: SyncClient[Client], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return self._loop.run_agents(verb(self._client, *args, **kwargs))
+        except (AgentJetError, KeyboardInterrupt) as error:
+            raise _told(error) from None
+
+    return run_agents
+
+
+def _told(error: BaseException) -> BaseException:
+    """What ends a script, as its author should see it: the sentence, under the line of the script."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted(
+            "interrupted: this client's live episodes were aborted (one that could not be ends with its lease), "
+            "what was learned stays learned"
+        )
+    return error.with_traceback(None)

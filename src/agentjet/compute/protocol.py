@@ -21,13 +21,13 @@ from typing import Protocol
 from agentjet.config import JobConfig
 from agentjet.errors import WorkerDied
 from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams, TokenScore
 
 
 class Compute(Protocol):
     """A backend: samples from, teaches, saves and loads one policy."""
 
-    async def start(self, *, dtype: str = "") -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelInfo:
         """Start (or restart) the worker on the configured model; version 0 weights unless `load` follows.
 
         A policy keeps the `dtype` it was begun with, where there is one and `model.dtype` leaves it open. Raises
@@ -38,7 +38,7 @@ class Compute(Protocol):
     def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
         """Stream a completion of `token_ids`; closing the iterator cancels it.
 
-        Raises `OutOfCache` when prompt and completion cannot fit, `Unfollowable` when the grammar of `params` cannot be
+        Raises `OutOfCache` when prompt and completion cannot fit, `GrammarError` when the grammar of `params` cannot be
         followed (any further), `WorkerDied` when the worker ends meanwhile.
         """
         ...

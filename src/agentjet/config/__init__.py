@@ -1,6 +1,7 @@
 """Settings: pydantic schemas, TOML files and `--set a.b=c`. The only reader of the server's environment."""
 
-from agentjet.config.load import config_of, load_config, parse_job, server_token
+from agentjet.config.loader import load_config, parse_config, parse_job, server_token
+from agentjet.config.reference import changed_settings, setting_names, settings_table
 from agentjet.config.schema import (
     AlgorithmConfig,
     JobConfig,
@@ -12,7 +13,6 @@ from agentjet.config.schema import (
     ServerConfig,
     SideCallRule,
 )
-from agentjet.config.table import changed_settings, setting_names, settings_table
 
 __all__ = [
     "AlgorithmConfig",
@@ -25,7 +25,7 @@ __all__ = [
     "ServerConfig",
     "SideCallRule",
     "changed_settings",
-    "config_of",
+    "parse_config",
     "load_config",
     "parse_job",
     "server_token",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from agentjet.types import COLDEST, HOTTEST
+from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 
 def _fits(number: int) -> int:
@@ -124,7 +124,7 @@ LOSS_DEFAULTS = {
 
 
 class AlgorithmConfig(Section):
-    """GRPO and its options; formulas in `algorithms/`."""
+    """GRPO and its options; formulas in `recipes/`."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """`grpo` divides by the group's standard deviation, `dr_grpo` does not, `rloo` leaves the episode itself out of
@@ -182,7 +182,7 @@ class AlgorithmConfig(Section):
         """The aggregation in force."""
         return LOSS_DEFAULTS[self.loss].aggregation if self.aggregation == "auto" else self.aggregation
 
-    def in_force(self) -> Self:
+    def with_defaults(self) -> Self:
         """The same settings with the loss's own values written out."""
         low, high = self.clip_bounds
         return self.model_copy(update={"clip_low": low, "clip_high": high, "aggregation": self.loss_aggregation})
@@ -273,7 +273,7 @@ class JobConfig(Section):
     """Let a group hold episodes of several versions of the agent's code."""
     max_steps: Int64 = Field(0, ge=0)
     """Stop training at this policy version; 0 goes on for ever."""
-    temperature: float = Field(1.0, ge=COLDEST, le=HOTTEST)
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     """Sampling temperature where the agent names none."""
     max_tokens: Int64 = Field(256, ge=1)
     """Longest completion where the agent names none."""
@@ -299,9 +299,9 @@ class JobConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
-    def in_force(self) -> Self:
+    def with_defaults(self) -> Self:
         """The same settings with defaults that depend on other settings written out."""
-        return self.model_copy(update={"algorithm": self.algorithm.in_force()})
+        return self.model_copy(update={"algorithm": self.algorithm.with_defaults()})
 
     @model_validator(mode="after")
     def _groups_can_teach(self) -> Self:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from agentjet.errors import Conflict, Later
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.gateway.retries import Retries
-from agentjet.swarm import Swarm
+from agentjet.swarm import SwarmState
 from agentjet.timeline import ConversationTree
 
 Outbox = asyncio.Queue[CallChunk | BaseException]
@@ -47,13 +47,13 @@ class Delivery:
 class Deliveries:
     """One for a gateway."""
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: SwarmState) -> None:
         self._swarm = swarm
         self._open: dict[str, list[Delivery]] = {}
         self._next_ordinal: dict[str, int] = {}
         """By live episode: no later call may have a smaller one, or it would have another call's seed."""
         self._retries = Retries()
-        swarm.handing_out = self._handing_out
+        swarm.undelivered_calls = self._handing_out
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))

@@ -7,7 +7,7 @@ Invariants:
 * nothing is saved or exported while a call is inside the gate, and nothing learned unless `job.max_staleness` is
   above 0;
 * a failure never loses a batch: it is in the journal before it is learned, and learning is idempotent. Only a batch
-  that fails `MAX_DEATHS` workers, one after the other, is set aside, counted and shown.
+  that fails `MAX_CRASHES` workers, one after the other, is set aside, counted and shown.
 """
 
 from __future__ import annotations
@@ -23,27 +23,24 @@ from typing import Any, TypeVar
 from agentjet.compute import Compute
 from agentjet.config import JobConfig
 from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied, WorkerHung
-from agentjet.gateway import log_context, states
-from agentjet.gateway.broadcast import Broadcast
+from agentjet.gateway import observability, states
 from agentjet.gateway.checkpoints import CheckpointStore
-from agentjet.gateway.commits import Commits
-from agentjet.gateway.gate import Gate
-from agentjet.gateway.inspection import zero_variance
-from agentjet.gateway.metrics import DIVERGED, MetricsFile, StepTimer, has_diverged
-from agentjet.gateway.tracing import Tracing
+from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
+from agentjet.gateway.observability import DIVERGED, MetricsFile, StepTimer, Tracing, has_diverged
+from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.rendering import Renderer
-from agentjet.swarm import Batch, Swarm
-from agentjet.types import CheckpointStamp, EngineState, ModelCard
+from agentjet.swarm import Batch, SwarmState
+from agentjet.types import CheckpointStamp, EngineState, ModelInfo
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_FAILURES = 5
-"""Failures in a row, with nothing learned and less than `SOUND_SECONDS` lived in between, after which training stops.
+"""Failures in a row, with nothing learned and less than `HEALTHY_SECONDS` lived in between, after which training stops.
 """
-SOUND_SECONDS = 60.0
-MAX_DEATHS = 2
+HEALTHY_SECONDS = 60.0
+MAX_CRASHES = 2
 """So many workers a batch may fail, or take down with it, before it is set aside."""
 STOP_GRACE_SECONDS = 10.0
 """How long calls being sampled may go on when the engine is stopped."""
@@ -54,8 +51,8 @@ class Engine:
 
     def __init__(
         self,
-        swarm: Swarm,
-        commits: Commits,
+        swarm: SwarmState,
+        commits: GroupCommit,
         compute: Compute,
         gate: Gate,
         store: CheckpointStore,
@@ -69,7 +66,7 @@ class Engine:
         self.state: EngineState = "offline"
         self.reason = ""
         """Why the engine is in a state that nobody asked for: how the worker died, what failed."""
-        self.card: ModelCard | None = None
+        self.card: ModelInfo | None = None
         self.renderer: Renderer | None = None
         """Of the card; both are there from the first time the worker was up."""
         self.num_workers = 0
@@ -133,7 +130,7 @@ class Engine:
     async def _wind_down(self) -> None:
         if self.state == "offline":
             return
-        was_up = self.state in ("rolling", "learning")
+        was_up = self.state in ("sampling", "learning")
         self._stopping = True
         self._refuse_calls()
         if self.state != "failed":
@@ -230,7 +227,7 @@ class Engine:
         self._blame(error)
         if self._stopping:
             return False
-        self._failures = 1 if lived > SOUND_SECONDS else self._failures + 1
+        self._failures = 1 if lived > HEALTHY_SECONDS else self._failures + 1
         is_new = self.card is None and self._store.newest() is None and self._swarm.policy_version == 0
         if is_new or self._failures > MAX_FAILURES:
             await self._give_up(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
@@ -248,9 +245,9 @@ class Engine:
             return
         self._deaths[tried] += 1
         pending = self._swarm.pending
-        if pending is not None and pending.id == tried and self._deaths[tried] >= MAX_DEATHS:
+        if pending is not None and pending.id == tried and self._deaths[tried] >= MAX_CRASHES:
             del self._deaths[tried]
-            log.error("batch %d failed %d workers: set aside", tried, MAX_DEATHS)
+            log.error("batch %d failed %d workers: set aside", tried, MAX_CRASHES)
             self._swarm.set_aside(pending, str(error))
 
     async def _bring_up(self) -> None:
@@ -327,7 +324,7 @@ class Engine:
     async def _start_worker(self) -> None:
         self.num_workers += 1
         card = await self._compute.start(dtype=self._swarm.dtype)
-        for change in self._swarm.trace_origin(card):
+        for change in self._swarm.check_origin(card):
             log.warning("%s", change)
         _check_room(self._swarm.job, card)
         if self.renderer is None or card != self.card:
@@ -388,7 +385,7 @@ class Engine:
     async def _learn(self, batch: Batch) -> None:
         """Learn a batch, for the first time or again; only the first time is counted."""
         replay = batch.id < self._swarm.policy_version
-        with log_context.learning(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
+        with observability.batch_context(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
             await self._learn_it(batch)
 
     async def _learn_it(self, batch: Batch) -> None:
@@ -448,8 +445,8 @@ class Engine:
     # ---- states -----------------------------------------------------------------------------------------------------
 
     def _roll(self) -> None:
-        if self.state != "rolling":
-            self._enter("rolling")
+        if self.state != "sampling":
+            self._enter("sampling")
         self._gate.open()
 
     async def _give_up(self, error: AgentJetError) -> None:
@@ -483,7 +480,7 @@ class Engine:
             log.error("event %s %s is not in the journal: %s", kind, body, later)
 
 
-def _check_room(job: JobConfig, card: ModelCard) -> None:
+def _check_room(job: JobConfig, card: ModelInfo) -> None:
     if job.max_tokens >= card.context_length:
         raise ConfigError(
             f"job.max_tokens = {job.max_tokens} leaves no room for a prompt in the "

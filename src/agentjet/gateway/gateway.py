@@ -19,20 +19,24 @@ from agentjet import __version__
 from agentjet.compute import Compute
 from agentjet.config import JobConfig, ServeConfig, parse_job
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError
-from agentjet.gateway import inspection
-from agentjet.gateway.broadcast import Broadcast, Room
-from agentjet.gateway.calls import CallPath
+from agentjet.gateway import views
+from agentjet.gateway.call_path import CallPath
 from agentjet.gateway.checkpoints import CheckpointStore, remove_old_exports
-from agentjet.gateway.commits import Commits
+from agentjet.gateway.concurrency import (
+    LARGE,
+    TOO_MANY_EPISODES,
+    AdmissionWaiters,
+    Broadcast,
+    CallLimits,
+    Gate,
+    GroupCommit,
+    offload,
+    too_many_episodes,
+)
 from agentjet.gateway.engine import Engine
-from agentjet.gateway.gate import Gate
-from agentjet.gateway.limits import TOO_MANY_EPISODES, CallLimits, too_many_episodes
-from agentjet.gateway.metrics import DIVERGED, MetricsFile, has_diverged
-from agentjet.gateway.offload import LARGE, offload
-from agentjet.gateway.requests import CallChunk, CallRequest
-from agentjet.gateway.side_calls import directed
-from agentjet.gateway.tracing import Tracing
-from agentjet.gateway.versions import Versions
+from agentjet.gateway.observability import DIVERGED, MetricsFile, Tracing, has_diverged
+from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules
+from agentjet.gateway.versions import PolicyVersions
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -44,15 +48,15 @@ from agentjet.protocol import (
     JobBody,
     StatusResponse,
 )
-from agentjet.swarm import Episode, Journal, Swarm
-from agentjet.swarm.admission import group_name
+from agentjet.swarm import Episode, Journal, SwarmState
+from agentjet.swarm.groups import group_name
 from agentjet.types import Conversation, EpisodeStatus, Message
 
 log = logging.getLogger(__name__)
 
-LONGEST_NAP = 1.0
+LEASE_CHECK_SECONDS = 1.0
 """Seconds between two looks at the clock for leases, at most."""
-DISK_SECONDS = 2.0
+DISK_RETRY_SECONDS = 2.0
 """Seconds between two tries of a disk that refuses."""
 EVENTS_PAGE = 1000
 NOT_SERVING = ("offline", "draining", "failed")
@@ -94,10 +98,10 @@ class Gateway:
         self.store = CheckpointStore(data_dir)
         # Known before the worker has loaded it: episodes begin meanwhile, and the journal is empty no longer.
         newest = self.store.newest()
-        self.swarm = Swarm(self._journal, config.job, clock=clock, stopwatch=stopwatch, policy_version=newest)
-        self._commits = Commits(self.swarm)
+        self.swarm = SwarmState(self._journal, config.job, clock=clock, stopwatch=stopwatch, policy_version=newest)
+        self._commits = GroupCommit(self.swarm)
         self.changed = Broadcast()
-        self._room = Room()
+        self._room = AdmissionWaiters()
         self.swarm.on_event = self._on_event
         self.last_event = self._journal.last_event()
         """Number of the newest event that is on disk."""
@@ -109,7 +113,7 @@ class Gateway:
             self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed, tracing=self.tracing
         )
         self._admits = self._admission()
-        self.versions = Versions(self.swarm, self._commits, self.engine, self.store)
+        self.versions = PolicyVersions(self.swarm, self._commits, self.engine, self.store)
         self._calls = CallPath(
             self.swarm,
             self._commits,
@@ -133,8 +137,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to bring the worker up; calls and episodes are accepted at once, and held until it is there."""
-        if self.swarm.about_job:
-            log.warning("%s", self.swarm.about_job)
+        if self.swarm.job_notice:
+            log.warning("%s", self.swarm.job_notice)
         self.engine.start()
         self._reaper = asyncio.create_task(self._reap())
 
@@ -237,14 +241,14 @@ class Gateway:
         Raises, before the first chunk, every `RequestError` there is. A call already answered in part can only fail
         with `Later`, or `Conflict` when its episode ended.
         """
-        role, request = directed(self.swarm.job.side_calls, role, request)
+        role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request)
         if request.others:
             return self._calls.run_all(episode_id, role, request, hang_up)
         return self._calls.run(episode_id, role, request, hang_up)
 
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Length of the prompt that `request` is for the policy; nothing is recorded. Raises like `call`."""
-        role, request = directed(self.swarm.job.side_calls, role, request)
+        role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request)
         return await self._calls.count_tokens(episode_id, role, request.conversation, request.num_bytes)
 
     async def refused(self, episode_id: str, error: RequestError) -> None:
@@ -270,7 +274,7 @@ class Gateway:
 
         def read() -> EpisodeTree:
             with self._journal.reading() as journal:
-                return inspection.tree(journal, episode, self.engine.renderer)
+                return views.tree(journal, episode, self.engine.renderer)
 
         return await offload(LARGE, read)
 
@@ -287,12 +291,12 @@ class Gateway:
             self.swarm.episode(before)
         if status in ("live", "prepared"):  # Held in memory.
             found = self.swarm.recent_episodes(limit, team=team, status=status, before=before)
-            return list(map(inspection.view, found))
+            return list(map(views.view, found))
 
         def read() -> list[EpisodeView]:
             with self._journal.reading() as journal:
                 found = journal.recent_episodes(limit, team=team, status=status, before=before)
-                return list(map(inspection.view, found))
+                return list(map(views.view, found))
 
         return await offload(LARGE, read)
 
@@ -393,12 +397,12 @@ class Gateway:
             last_step=swarm.last_step,
             clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
             holding=swarm.holding(),
-            code_versions=inspection.code_versions(swarm),
-            task_sets=inspection.task_sets(swarm),
+            code_versions=views.code_versions(swarm),
+            task_sets=views.task_sets(swarm),
             workers_started=self.engine.num_workers,
             workers_hung=self.engine.num_hung,
             unusable_checkpoints=[str(path) for path in self.store.unusable()],
-            zero_variance=inspection.zero_variance(swarm),
+            zero_variance=views.zero_variance(swarm),
             last_event=self.last_event,
             uptime=now - self.began,
         )
@@ -406,7 +410,7 @@ class Gateway:
     def _waiting_for(self) -> str:
         if self.swarm.disk_refusal:
             return f"the disk. {self.swarm.disk_refusal}"
-        if self.engine.state not in ("rolling", "learning"):
+        if self.engine.state not in ("sampling", "learning"):
             return self.engine.reason or _WORDS[self.engine.state]
         return DIVERGED if has_diverged(self.swarm.last_step) else self.swarm.waiting_for()
 
@@ -456,20 +460,24 @@ class Gateway:
         while True:
             try:
                 deadline = self.swarm.no_deadline_before()
-                nap = LONGEST_NAP if deadline is None else min(LONGEST_NAP, max(0.001, deadline - self._clock()))
+                nap = (
+                    LEASE_CHECK_SECONDS
+                    if deadline is None
+                    else min(LEASE_CHECK_SECONDS, max(0.001, deadline - self._clock()))
+                )
                 await self.changed.wait(nap)
                 if self.swarm.disk_refusal and now() >= next_try:
-                    next_try = now() + DISK_SECONDS
+                    next_try = now() + DISK_RETRY_SECONDS
                     self.swarm.try_disk()
                 if self.swarm.is_due():
                     self.swarm.reap()
             except Later:  # The journal has said why.
-                await asyncio.sleep(LONGEST_NAP)
+                await asyncio.sleep(LEASE_CHECK_SECONDS)
             except Exception as error:  # The boundary: leases must go on ending. The same failure is logged once.
                 if repr(error) != logged:
-                    log.exception("leases could not be looked at; this is tried again every %g s", LONGEST_NAP)
+                    log.exception("leases could not be looked at; this is tried again every %g s", LEASE_CHECK_SECONDS)
                 logged = repr(error)
-                await asyncio.sleep(LONGEST_NAP)
+                await asyncio.sleep(LEASE_CHECK_SECONDS)
 
 
 def _log_event(event: Event) -> None:

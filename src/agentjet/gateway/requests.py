@@ -1,13 +1,21 @@
-"""What a call asks for and what comes back, in no dialect. `server/dialects` translates to and from HTTP bodies."""
+"""What a call asks for and what comes back, in no dialect. `server/dialects` translates to and from HTTP bodies.
+
+The rules of `job.side_calls`: calls beside the agent's work get a role of their own, or are not trained.
+
+A product asks its model for titles, summaries and sub-agents beside the work that the reward is about. The rule that a
+call followed is written down with the call, so that later settings change nothing about it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any
 
-from agentjet.config import JobConfig
+from agentjet.config import JobConfig, SideCallRule
 from agentjet.errors import InvalidRequest
 from agentjet.swarm import Episode
 from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, SamplingParams
@@ -105,7 +113,7 @@ class CallChunk:
     """Of the prompt and the completion, on the last chunk, where the request asks for them."""
 
 
-def overridden(request: CallRequest, job: JobConfig, episode: Episode) -> CallRequest:
+def with_overrides(request: CallRequest, job: JobConfig, episode: Episode) -> CallRequest:
     """`request` with the settings of `job.sampling.override` as the job has them; each change is noted.
 
     Evaluation episodes are sampled as they ask.
@@ -114,15 +122,15 @@ def overridden(request: CallRequest, job: JobConfig, episode: Episode) -> CallRe
         return request
     changed: dict[str, Any] = {}
     for name in job.sampling.override:
-        neutral = NOT_ASKED[name]
+        neutral = UNSET[name]
         if getattr(request, name) != neutral:
             changed[name] = neutral
-    notes = [f"{name} overridden by job.sampling.override" for name in changed]
+    notes = [f"{name} with_overrides by job.sampling.override" for name in changed]
     return replace(request, **changed, notes=(*request.notes, *notes)) if changed else request
 
 
-NOT_ASKED: Mapping[str, Any] = {"temperature": None, "top_p": 1.0, "top_k": 0, "max_tokens": None, "seed": None}
-"""The values of a `CallRequest` that ask for nothing, for each setting that can be overridden."""
+UNSET: Mapping[str, Any] = {"temperature": None, "top_p": 1.0, "top_k": 0, "max_tokens": None, "seed": None}
+"""The values of a `CallRequest` that ask for nothing, for each setting that can be with_overrides."""
 
 
 def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> SamplingParams:
@@ -160,7 +168,7 @@ def sampling_params(request: CallRequest, job: JobConfig, episode: Episode) -> S
     )
 
 
-def seeded(
+def with_choice_seed(
     params: SamplingParams, *, explicit: int | None, job_seed: int, episode_seq: int, ordinal: int, choice: int
 ) -> SamplingParams:
     """`params` with the seed of one choice: the caller's own for the first, else drawn from what names the call, so
@@ -171,3 +179,26 @@ def seeded(
     name = f"{job_seed}/ep{episode_seq:06d}/{ordinal}" if explicit is None else f"explicit/{explicit}"
     digest = hashlib.blake2b(f"{name}/{choice}".encode(), digest_size=8).digest()
     return replace(params, seed=int.from_bytes(digest, "little") >> 1)
+
+
+def apply_side_call_rules(rules: Sequence[SideCallRule], role: str, request: CallRequest) -> tuple[str, CallRequest]:
+    """The role that a request speaks as, and the request with what its rule says."""
+    rule = matching_rule(rules, request.conversation, request.model)
+    if rule is None:
+        return role, request
+    notes = (*request.notes, f"side call {rule.name}")
+    return role or rule.role, replace(request, notes=notes, untrained="" if rule.train else rule.name)
+
+
+def matching_rule(rules: Sequence[SideCallRule], conversation: Conversation, model: str) -> SideCallRule | None:
+    """The first rule that a call meets all conditions of."""
+    system = "\n".join(m.content for m in takewhile(lambda m: m.role == "system", conversation.messages))
+    tools = "some" if conversation.tools else "none"
+    for rule in rules:
+        if (
+            rule.tools in ("any", tools)
+            and (not rule.model or fnmatchcase(model, rule.model))
+            and (not rule.system or fnmatchcase(system, rule.system))
+        ):
+            return rule
+    return None

@@ -1,6 +1,6 @@
 """The engine's states: which may follow which, and what may be asked for in each. The one place that says so.
 
-    offline ─► loading ─► rolling ◄─► learning
+    offline ─► loading ─► sampling ◄─► learning
                   ▲  └──────┬──────────┘ (a worker that died: loading again)
                   │         ├─► draining ─► offline
                   └ failed ◄┘
@@ -19,9 +19,9 @@ Demand = Literal["start", "stop", "checkpoint", "export"]
 
 NEXT: dict[EngineState, frozenset[EngineState]] = {
     "offline": frozenset({"loading"}),
-    "loading": frozenset({"loading", "rolling", "draining", "failed"}),
-    "rolling": frozenset({"learning", "loading", "draining", "failed"}),
-    "learning": frozenset({"rolling", "loading", "draining", "failed"}),
+    "loading": frozenset({"loading", "sampling", "draining", "failed"}),
+    "sampling": frozenset({"learning", "loading", "draining", "failed"}),
+    "learning": frozenset({"sampling", "loading", "draining", "failed"}),
     "draining": frozenset({"offline", "failed"}),
     "failed": frozenset({"loading", "offline"}),
 }
@@ -30,7 +30,7 @@ NEXT: dict[EngineState, frozenset[EngineState]] = {
 DEMANDS: dict[EngineState, tuple[Demand, ...]] = {
     "offline": ("start",),
     "loading": ("stop",),
-    "rolling": ("stop", "checkpoint", "export"),
+    "sampling": ("stop", "checkpoint", "export"),
     "learning": ("stop", "checkpoint", "export"),
     "draining": (),
     "failed": ("start", "stop"),

@@ -1,24 +1,23 @@
-"""`Versions`: scores and checkpoints of policy versions, and which checkpoints are kept by name."""
+"""`PolicyVersions`: scores and checkpoints of policy versions, and which checkpoints are kept by name."""
 
 from __future__ import annotations
 
 import logging
 
 from agentjet.errors import CheckpointError, InvalidRequest, RequestError
-from agentjet.gateway.checkpoints import CheckpointStore
-from agentjet.gateway.commits import Commits
+from agentjet.gateway.checkpoints import BEST, CheckpointStore
+from agentjet.gateway.concurrency import GroupCommit
 from agentjet.gateway.engine import Engine
-from agentjet.gateway.tags import BEST
 from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView
-from agentjet.swarm import Swarm
+from agentjet.swarm import SwarmState
 
 log = logging.getLogger(__name__)
 
 
-class Versions:
+class PolicyVersions:
     """The policy versions of one run."""
 
-    def __init__(self, swarm: Swarm, commits: Commits, engine: Engine, store: CheckpointStore) -> None:
+    def __init__(self, swarm: SwarmState, commits: GroupCommit, engine: Engine, store: CheckpointStore) -> None:
         self._swarm = swarm
         self._commits = commits
         self._engine = engine

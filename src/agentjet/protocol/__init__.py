@@ -2,6 +2,7 @@
 
 from agentjet.protocol.bodies import (
     LARGEST,
+    REPORTED_BATCHES,
     AbortRequest,
     BeginRequest,
     BeginResponse,
@@ -29,9 +30,10 @@ from agentjet.protocol.bodies import (
     TaskSetStatus,
     Temperature,
     ZeroVariance,
+    batches_without_variance,
+    check_tag,
+    report_lines,
 )
-from agentjet.protocol.tags import check_tag
-from agentjet.protocol.variance import REPORTED_BATCHES, batches_without_variance, report_lines
 
 PREFIX = "/swarm/v1"
 """Of its paths, with the version."""

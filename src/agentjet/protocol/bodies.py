@@ -1,22 +1,33 @@
-"""The bodies themselves. Times are Unix seconds, durations seconds."""
+"""The bodies themselves. Times are Unix seconds, durations seconds.
+
+Names that a checkpoint can have, checked by client and server alike.
+
+Batches that could teach nothing, because in each of their groups all rewards were equal: the count and the report.
+
+An advantage compares the episodes of a group, so equal rewards leave the weights as they are. Server log, status and
+training output print the same lines.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from agentjet.types import COLDEST, HOTTEST, EngineState, EpisodeStatus, FinishReason, Fork, Mode
+from agentjet.errors import InvalidRequest
+from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, EngineState, EpisodeStatus, FinishReason, Fork, Mode
 
 
 def _not_too_cold(temperature: float) -> float:
     """Raises `ValueError` for what is neither greedy nor warm enough to compute with."""
-    if 0 < temperature < COLDEST:
-        raise ValueError(f"0 is greedy, and any other temperature is at least {COLDEST:g}")
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"0 is greedy, and any other temperature is at least {MIN_TEMPERATURE:g}")
     return temperature
 
 
-Temperature = Annotated[float, Field(ge=0, le=HOTTEST, allow_inf_nan=False), AfterValidator(_not_too_cold)]
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_not_too_cold)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What the journal and the wire to the worker hold."""
 Name = Annotated[str, Field(max_length=256)]
@@ -387,3 +398,56 @@ class Problem(Response):
     detail: str = ""
     param: str | None = None
     retry_after: float | None = None
+
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+
+
+def check_tag(name: str) -> None:
+    """Raises `InvalidRequest` for what is no name of a checkpoint."""
+    if not NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"The tag {name!r} is not a name: give a letter, then up to 63 letters, digits, dots, dashes or "
+            "underscores.",
+            code="tag_invalid",
+            status=422,
+            param="name",
+        )
+
+
+REPORTED_BATCHES = 3
+"""So many batches in a row without variance are reported. One or two happen by chance."""
+
+
+def batches_without_variance(steps: Sequence[Mapping[str, float]]) -> int:
+    """The number of newest batches in a row in which no group had any variance; `steps` are their metrics in order."""
+    count = 0
+    for metrics in reversed(steps):
+        if metrics.get("groups/zero_variance") != 1.0:
+            break
+        count += 1
+    return count
+
+
+def report_lines(found: ZeroVariance) -> list[str]:
+    """The report for people: one group, and what to look at. Texts are escaped, so they cannot steer a terminal."""
+    shown = [f"task {found.task_id!r}{f', prompt {found.prompt!r}' if found.prompt else ''}"]
+    shown += [f"reward {a.reward:g} x {a.count}{f': {a.answer!r}' if a.answer else ''}" for a in found.answers]
+    return [
+        f"{found.batches} batches in a row could teach nothing: in every group all rewards were equal",
+        *(f"  {line}" for line in shown),
+        *(f"  look at {advice}" for advice in _advice(found)),
+    ]
+
+
+def _advice(found: ZeroVariance) -> list[str]:
+    advice = []
+    if found.truncated:
+        advice.append(f"job.max_tokens: {found.truncated:.0%} of the answers were cut off")
+    if len({one.answer for one in found.answers}) > 1:
+        advice.append("the reward: the answers differ; does it accept what is right in them, or could it be partial?")
+    elif found.prompt:
+        advice.append("job.temperature: all answers are the same, so there is nothing to compare")
+    advice.append("the tasks: take easier ones if every attempt fails, harder ones if every attempt succeeds")
+    advice.append("job.group_size: more attempts at a task find rare successes")
+    return advice

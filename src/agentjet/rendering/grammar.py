@@ -1,4 +1,8 @@
-"""What an answer may look like, as a grammar: the counterpart of `parsing`, which takes such answers apart.
+"""`TextCache`: what was made of texts, as long as the texts together are not too long.
+
+A count of entries would not bound memory: clients choose how long their schemas are.
+
+What an answer may look like, as a grammar: the counterpart of `parsing`, which takes such answers apart.
 
 Grammars are Lark text in `llguidance`'s dialect: `%json` is a JSON schema, `<[7]>` the token with that id, and a
 `[lazy]` rule ends at its first match. They hold a whole completion but for its end token: the reasoning of templates
@@ -12,15 +16,49 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
 from llguidance import LLMatcher
 
 from agentjet.errors import InvalidRequest
-from agentjet.rendering.text_cache import TextCache
 from agentjet.types import ANY_ANSWER, Constraint
+
+Made = TypeVar("Made")
+
+
+class TextCache(Generic[Made]):
+    """Calls `make` once for each text while the text is in use; the one not used for longest goes first.
+
+    Threads may share it; two that miss the same text at the same time both make it.
+    """
+
+    def __init__(self, make: Callable[[str], Made], *, most: int, characters: int) -> None:
+        """Keeps at most `most` texts with so many characters in all."""
+        self._make = make
+        self._most = most
+        self._room = characters
+        self._made: OrderedDict[str, Made] = OrderedDict()
+        self._lock = Lock()
+
+    def __call__(self, text: str) -> Made:
+        with self._lock:
+            if text in self._made:
+                self._made.move_to_end(text)
+                return self._made[text]
+        made = self._make(text)
+        with self._lock:
+            if text not in self._made:
+                self._made[text] = made
+                self._room -= len(text)
+            while self._made and (self._room < 0 or len(self._made) > self._most):
+                oldest, _ = self._made.popitem(last=False)
+                self._room += len(oldest)
+        return made
+
 
 WHITE_SPACE = r"(\n( {0,32}|\t{0,8})| )?"
 LONGEST_SCHEMA = 128 * 2**10

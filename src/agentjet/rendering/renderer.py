@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.rendering.chat_template import OWN_VARIABLES, BodySlot, ChatTemplate, Rendered
 from agentjet.rendering.grammar import Style, write_grammar
-from agentjet.rendering.parsing import MARKERS, TOOL_FORMATS, parse_answer
-from agentjet.rendering.template import OWN_VARIABLES, ChatTemplate, Rendered, Slot
+from agentjet.rendering.parser import MARKERS, TOOL_FORMATS, parse_completion
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
-from agentjet.types import Constraint, Conversation, Message, ModelCard, ToolCall
+from agentjet.types import Constraint, Conversation, Message, ModelInfo, ToolCall
 
 _MARK = "\U000f1fff"
 """Stands around what is looked for in a rendered conversation; private use, so nobody writes it."""
@@ -41,7 +41,7 @@ class _Body:
 class Renderer:
     """Everything that depends on a model's tokenizer and chat template. Build once; keeps no state of conversations."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelInfo) -> None:
         """Raises `ConfigError` when the tokenizer or the template cannot be used."""
         if card.tool_format and card.tool_format not in TOOL_FORMATS:
             raise ConfigError(f"tool_format = {card.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
@@ -106,7 +106,7 @@ class Renderer:
         Control tokens come from ids only; written in text they stay text. Raises `InvalidRequest`.
         """
         if isinstance(prompt, str):
-            encoded = self._vocabulary.opening + self.text_as_asked(self._vocabulary.begin(prompt, first=True))
+            encoded = self._vocabulary.opening + self.encode_prompt_text(self._vocabulary.begin(prompt, first=True))
         else:
             unknown = next((token_id for token_id in prompt if not self._vocabulary.knows(token_id)), None)
             if unknown is not None:
@@ -116,11 +116,11 @@ class Renderer:
             raise InvalidRequest("prompt is empty: there is nothing to continue.", param="prompt")
         return encoded
 
-    def text_as_asked(self, text: str) -> bytes:
+    def encode_prompt_text(self, text: str) -> bytes:
         """Text of a raw prompt as encoded text. Raises `InvalidRequest`."""
         return self._encode_text(text, param="prompt")
 
-    def without_end(self, encoded: bytes) -> bytes:
+    def strip_end_token(self, encoded: bytes) -> bytes:
         """A completion's encoded text without the end token that may be its last."""
         return self._body(encoded).encoded
 
@@ -128,7 +128,7 @@ class Renderer:
         """True if a completion's encoded text has an end of reasoning, with or without reasoning before it."""
         return b"</think>" in encoded or self._literal("</think>") in encoded
 
-    def beginning(self, token_ids: Sequence[int], text: str) -> bytes | None:
+    def encoded_prefix(self, token_ids: Sequence[int], text: str) -> bytes | None:
         """Encoded text of the beginning of a completion that people read as `text`; None if it begins otherwise."""
         left, parts = text.encode(), []
         for token_id, piece in zip(token_ids, self._vocabulary.pieces(token_ids), strict=True):
@@ -172,13 +172,13 @@ class Renderer:
         text = "".join(rendered.texts)
         return frozenset(i for i, mark in marks.items() if mark in text)
 
-    def least_tokens(self, num_bytes: int) -> int:
+    def tokens_lower_bound(self, num_bytes: int) -> int:
         """How many tokens encoded text of this length is at least."""
         return -(-num_bytes // self._vocabulary.longest_piece)
 
-    def counted_tokens(self, encoded: bytes, enough: int) -> int:
+    def counted_lower_bound(self, encoded: bytes, enough: int) -> int:
         """The same of a text, closer, in time rather than in memory; stops counting beyond `enough`."""
-        return self._vocabulary.least_tokens(encoded, enough)
+        return self._vocabulary.tokens_lower_bound(encoded, enough)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
         """Token ids of a piece of encoded text: control tokens where it has escapes, ordinary text elsewhere."""
@@ -217,7 +217,7 @@ class Renderer:
         """
         if conversation.prompt is not None:
             return Message("assistant", text)
-        return parse_answer(
+        return parse_completion(
             text,
             reasons=self.reasons,
             in_reasoning=self._in_reasoning,
@@ -242,27 +242,27 @@ class Renderer:
         encode = str.encode if self._vocabulary.is_plain("".join(texts)) else self._encode_text
         pieces[::2] = map(encode, texts)
         for i, mark in enumerate(marks):
-            if isinstance(mark, Slot):
+            if isinstance(mark, BodySlot):
                 self._fill(pieces, 2 * i + 1, mark, bodies[mark.index], marks[i + 1] if i + 1 < len(marks) else "")
             else:
                 pieces[2 * i + 1] = self._escapes[mark]
         return b"".join(pieces)
 
-    def _fill(self, pieces: list[bytes], at: int, slot: Slot, body: _Body, then: str | Slot) -> None:
+    def _fill(self, pieces: list[bytes], at: int, slot: BodySlot, body: _Body, then: str | BodySlot) -> None:
         """Put a body into its place, instead of what the template wrote of the turn beyond the generation prompt: the
         body has its own. It replaces the text behind it, too, when that is the rest of a tool call, or white space
         before the end token that it was sampled without.
         """
         self._cut_head(pieces, at, slot)
         pieces[at] = body.encoded
-        end = "" if isinstance(then, Slot) else then
+        end = "" if isinstance(then, BodySlot) else then
         if slot.in_call and not (end and self._control[end].id in self._card.end_tokens):
             # Where a tool call ends that the template does not end with an end token is not guessed.
             raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
         if slot.in_call or (end and self._escapes[end] == body.end and not pieces[at + 1].strip()):
             pieces[at + 1] = b""
 
-    def _cut_head(self, pieces: list[bytes], at: int, slot: Slot) -> None:
+    def _cut_head(self, pieces: list[bytes], at: int, slot: BodySlot) -> None:
         head = self._call_head if slot.in_call else self._answer_head
         assert head is not None, "slots are put inside calls only where the head is known"
         start, before = at, b""
@@ -280,13 +280,13 @@ class Renderer:
         """
         texts = rendered.texts
         if self._strips_right:
-            befores: list[str | Slot] = ["", *rendered.marks]
+            befores: list[str | BodySlot] = ["", *rendered.marks]
             texts = [t.lstrip() if m in self._strips_right else t for m, t in zip(befores, texts, strict=True)]
         if self._strips_left:
-            afters: list[str | Slot] = [*rendered.marks, ""]
+            afters: list[str | BodySlot] = [*rendered.marks, ""]
             texts = [t.rstrip() if m in self._strips_left else t for t, m in zip(texts, afters, strict=True)]
         return [
-            text if at and isinstance(rendered.marks[at - 1], Slot) else self._vocabulary.begin(text, first=not at)
+            text if at and isinstance(rendered.marks[at - 1], BodySlot) else self._vocabulary.begin(text, first=not at)
             for at, text in enumerate(texts)
         ]
 
@@ -330,7 +330,7 @@ class Renderer:
             )
         except InvalidRequest:
             return b"", b""
-        at = next((i for i, mark in enumerate(answered.marks) if isinstance(mark, Slot)), None)
+        at = next((i for i, mark in enumerate(answered.marks) if isinstance(mark, BodySlot)), None)
         if at is None:
             return asked, b""
         return asked, self._encode(Rendered(answered.texts[: at + 1], answered.marks[:at]), {})

@@ -186,7 +186,7 @@ class Vocabulary:
                 stretch = b""
         return tuple(tokens + self._encode(stretch))
 
-    def least_tokens(self, encoded: bytes, enough: int) -> int:
+    def tokens_lower_bound(self, encoded: bytes, enough: int) -> int:
         """How many tokens encoded text is at least; stops counting beyond `enough`.
 
         Tokenises slices one after the other, because the tokens of a long text take a hundred times its memory. Each

@@ -1,11 +1,16 @@
-"""The one record of a study: what was fixed, launched, measured and decided, in the order it happened.
+"""Files that are whole or not there, also after a power cut.
 
-A `Book` is the record in memory. A `Journal` is a book whose every entry is on disk before anybody acts on it: lines
+The one record of a study: what was fixed, launched, measured and decided, in the order it happened.
+
+A `StudyLog` is the record in memory. A `StudyJournal` is a book whose every entry is on disk before anybody acts
+on it: lines
 of JSON in a file that only grows, each with its number and the hash of the line before, one writer at a time. A last
 line that a crash tore is cut off when the file is opened; a line that was changed is refused.
 
 A study goes on by being run again over its book: the scheduler is a function of the study and of the outcomes, what the
 book has is not launched twice, and a decision that comes out differently from the recorded one is an error.
+
+`StudyFolder`: the files of one study. The plan is read by people, `study.json` by the researcher.
 """
 
 from __future__ import annotations
@@ -15,15 +20,37 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentjet.errors import ConfigError
-from agentjet.research.files import sync_folder
 from agentjet.research.models import Amendment, Diagnosis, Exchange, Outcome, Study, Trial, canonical
 
-Kind = Literal[
+
+def write_whole(path: Path, text: str) -> None:
+    """Put `text` in the place of whatever the file was. It is on disk when this returns."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """A new file survives a power cut only when its folder does."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+EntryKind = Literal[
     "study",
     "intent",
     "ack",
@@ -38,7 +65,7 @@ Kind = Literal[
 ]
 
 
-class Book:
+class StudyLog:
     """Entries, and what they add up to."""
 
     def __init__(self) -> None:
@@ -62,7 +89,7 @@ class Book:
         """Fixed points that were passed: what is asked now is taken at a later one."""
         self.num_entries = 0
 
-    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+    def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
         self._apply(kind, body)
         self.num_entries += 1
 
@@ -73,8 +100,8 @@ class Book:
         elif self.study.id != study.id:
             raise ConfigError(
                 f"this journal is of study {self.study.id} ({self.study.topic!r}), not of {study.id}: they differ in "
-                f"{', '.join(differing(self.study, study))}. A study is fixed before its data: restore study.json, or "
-                "plan the changed one in a new folder"
+                f"{', '.join(differing_fields(self.study, study))}. A study is fixed before its data: "
+                "restore study.json, or plan the changed one in a new folder"
             )
 
     def decide(self, name: str, content: object, *, kind: Literal["decision", "finding"] = "decision") -> None:
@@ -88,9 +115,9 @@ class Book:
                 "study's code changed since; finish it with the version that began it"
             )
 
-    def annex(self, number: int) -> Book:
+    def annex(self, number: int) -> StudyLog:
         """The book of what was added to this study later."""
-        return Book()
+        return StudyLog()
 
     def close(self) -> None:
         """Nothing more is recorded."""
@@ -130,7 +157,7 @@ class Book:
                 raise ConfigError(f"journal entry of kind {kind!r}: written by a newer AgentJet; use that one")
 
 
-def differing(study: Study, other: Study) -> list[str]:
+def differing_fields(study: Study, other: Study) -> list[str]:
     """The fields that two studies do not share; of their subjects, by the whole name."""
     fields, others = fields_of(study), fields_of(other)
     return sorted(name for name in {*fields, *others} if fields.get(name) != others.get(name))
@@ -141,7 +168,7 @@ def fields_of(study: Study) -> dict[str, Any]:
     return fields | {f"subject.{name}": value for name, value in fields.pop("subject", {}).items()}
 
 
-class Journal(Book):
+class StudyJournal(StudyLog):
     """A book in a file. Open it, and close it or leave its block."""
 
     def __init__(self, path: Path) -> None:
@@ -159,7 +186,7 @@ class Journal(Book):
             self.close()
             raise
 
-    def append(self, kind: Kind, body: Mapping[str, Any]) -> None:
+    def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
         """Write, force to disk, then count. A disk that refuses leaves the book as it was, and raises `OSError`."""
         line = entry(self.num_entries, self._last, kind, body)
         end = os.fstat(self._file).st_size
@@ -180,9 +207,9 @@ class Journal(Book):
             os.close(self._file)
             self._file = -1
 
-    def annex(self, number: int) -> Journal:
+    def annex(self, number: int) -> StudyJournal:
         """A file beside this one."""
-        return Journal(annex_path(self.path, number))
+        return StudyJournal(annex_path(self.path, number))
 
     def _lock(self) -> None:
         try:
@@ -201,9 +228,9 @@ class Journal(Book):
             os.fsync(self._file)
 
 
-def read_book(path: Path) -> Book:
+def read_book(path: Path) -> StudyLog:
     """What a journal holds, also while another process writes it. Raises `ConfigError`."""
-    book = Book()
+    book = StudyLog()
     for fields, _ in whole_lines(path) if path.exists() else ():
         book.append(fields["kind"], fields["body"])
     return book
@@ -252,3 +279,57 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 def digest(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class StudyFolder:
+    """`study.json` and `plan.md`, then `journal.jsonl`, `steer.jsonl`, the runner's folders, and the report."""
+
+    path: Path
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    @property
+    def steering(self) -> Path:
+        return self.path / "steer.jsonl"
+
+    def books(self) -> list[StudyLog]:
+        """What is in the journal of the study, and in that of each annex. Raises `ConfigError`."""
+        annexes = takewhile(Path.exists, (annex_path(self.journal, number) for number in count(1)))
+        return [read_book(path) for path in (self.journal, *annexes)]
+
+    def check_new(self) -> None:
+        """Raises `ConfigError` where a plan, or a study's data, lie."""
+        if read_book(self.journal).study is not None:
+            raise ConfigError(f"{self.path} holds a study that was begun: give another folder")
+        if (self.path / "study.json").exists():
+            raise ConfigError(f"{self.path} holds a plan already: give another folder (--out), or delete that one")
+
+    def make(self) -> None:
+        """Raises `ConfigError` where no folder can be."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {self.path}: {error.strerror}; name a folder that can be made") from None
+
+    def write(self, study: Study, plan: str) -> None:
+        """Raises `ConfigError` where another study lies."""
+        self.check_new()
+        self.make()
+        (self.path / "plan.md").write_text(plan, encoding="utf-8")
+        write_whole(self.path / "study.json", json.dumps(study.to_json(), indent=2, ensure_ascii=False) + "\n")
+
+    def study(self) -> Study:
+        """Raises `ConfigError`."""
+        file = self.path / "study.json"
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except OSError:
+            raise ConfigError(
+                f"{self.path} holds no study.json: name the folder of a study, or plan one with `agentjet research new`"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(f"{file} is no JSON: {error}") from None
+        return Study.from_json(content)

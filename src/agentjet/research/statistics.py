@@ -116,7 +116,7 @@ def any_crossing(looks: tuple[int, ...], level: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LookResult:
     """A look at two arms. `low` and `high` are the interval the verdict was read from, at 1 - `level`."""
 
     verdict: Verdict
@@ -129,7 +129,7 @@ class Reading:
 
 def read(
     a: Sequence[float], b: Sequence[float], *, sesoi: float, difference_level: float, equivalence_level: float | None
-) -> Reading:
+) -> LookResult:
     """What a look says of "a scores higher than b".
 
     Supported or refuted: the interval lies beyond the smallest effect of interest on that side (the minimum-effect test
@@ -151,10 +151,10 @@ def read(
         inner_low, inner_high = found.interval(2 * equivalence_level)
         if -sesoi < inner_low and inner_high < sesoi:
             verdict, level, low, high = "practically_equivalent", 2 * equivalence_level, inner_low, inner_high
-    return Reading(verdict, found.estimate, low, high, level, found.p_value())
+    return LookResult(verdict, found.estimate, low, high, level, found.p_value())
 
 
-def prospect(
+def predictive_power(
     found: Difference,
     seeds: int,
     last: int,
@@ -219,14 +219,14 @@ def power(effect: float, deviations: tuple[float, float], seeds: int, *, sesoi: 
 
 __all__ = [
     "Difference",
-    "Reading",
+    "LookResult",
     "any_crossing",
     "holm",
     "largest_unseen_rate",
     "nominal_level",
     "permutation_p",
     "power",
-    "prospect",
+    "predictive_power",
     "read",
     "welch",
 ]

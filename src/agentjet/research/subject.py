@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentjet.client.checking import check_signature
-from agentjet.client.code import hash_of
-from agentjet.client.loading import in_a_line, load_function, source_of
+from agentjet.client.agent_source import hash_of, load_function, one_line, source_of
+from agentjet.client.inputs import check_signature, read_tasks
 from agentjet.client.rollout import Agent
-from agentjet.client.task_file import read_tasks
 from agentjet.errors import ConfigError
 from agentjet.research.records import Record, Setting, refuse
 from agentjet.types import Task
@@ -163,7 +161,7 @@ def load_tasks(named: str, *, option: str) -> list[Task]:
         made = function()
     except (Exception, SystemExit) as error:  # the boundary: the user's function may raise anything
         raise ConfigError(
-            f"{option} = {named!r}: it is called without arguments, and raised {in_a_line(error)}"
+            f"{option} = {named!r}: it is called without arguments, and raised {one_line(error)}"
         ) from error
     tasks = list(made) if isinstance(made, list | tuple) else []
     if not tasks or not all(isinstance(task, Task) for task in tasks):

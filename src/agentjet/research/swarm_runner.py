@@ -27,14 +27,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.diagnosis.infrastructure import checked
-from agentjet.research.files import write_whole
+from agentjet.research.journal import write_whole
 from agentjet.research.models import Outcome, Setting, Trial
-from agentjet.research.notes import shortened
-from agentjet.research.records import Value, canonical
-from agentjet.research.servers import Place, Served, Unserved, check_changes
+from agentjet.research.records import Value, canonical, shortened
+from agentjet.research.run_signals import with_dead_environment
+from agentjet.research.servers import RunningServer, ServerSlot, ServerUnavailable, check_changes
 from agentjet.research.subject import Subject
-from agentjet.research.work import ANSWERS, WRONG_STUDY, Order
+from agentjet.research.trial_process import ANSWERS, WRONG_STUDY, TrialOrder
 
 LOOK_SECONDS = 0.5
 """Between two looks of who waits: signals are seen in between."""
@@ -49,7 +48,7 @@ class SwarmRunner:
     """A `Runner`. Use it as a context: leaving it ends what runs, which the next runner of the folder takes up."""
 
     def __init__(
-        self, subject: Subject, folder: Path, places: Sequence[Place], tell: Callable[[str], None] = print
+        self, subject: Subject, folder: Path, places: Sequence[ServerSlot], tell: Callable[[str], None] = print
     ) -> None:
         """Takes up at once what an earlier runner of the folder had launched and not ended, in that order. `tell` hears
         of a place that is left out.
@@ -121,11 +120,11 @@ class SwarmRunner:
 
     # ---- the thread of a place -------------------------------------------------------------------------------------
 
-    def _work(self, place: Place) -> None:
+    def _work(self, place: ServerSlot) -> None:
         while (key := self._waiting.get()) is not None and not self._stopping.is_set():
             try:
                 self._carry_out(key, place)
-            except Unserved as gone:
+            except ServerUnavailable as gone:
                 self._leave_out(key, gone)
                 break
             except Exception as error:  # the boundary of the thread: raised again where the study waits
@@ -135,7 +134,7 @@ class SwarmRunner:
                 self._ended.notify_all()
         place.close()
 
-    def _leave_out(self, key: str, gone: Unserved) -> None:
+    def _leave_out(self, key: str, gone: ServerUnavailable) -> None:
         """Its trial is for the others, or for the next runner of the folder."""
         with self._ended:
             self._num_places -= 1
@@ -150,9 +149,9 @@ class SwarmRunner:
             self._stopping.set()
             self._ended.notify_all()
 
-    def _carry_out(self, key: str, place: Place) -> None:
+    def _carry_out(self, key: str, place: ServerSlot) -> None:
         """One trial at one place; a server that dies is had again, and the run goes on. Raises `ConfigError`,
-        and `Unserved` for a place that is gone.
+        and `ServerUnavailable` for a place that is gone.
         """
         trial = Trial.from_json(read(self._launches / key / "trial.json"))
         run = self._runs / name_of_run(trial)
@@ -164,7 +163,7 @@ class SwarmRunner:
             self._subject.check_code()  # Before a server loads the model: what it began with would be saved.
             try:
                 with place.serving(run, self._setting(trial), self._stopping) as served:
-                    order = Order(trial, self._subject, served.address, str(run), str(draft))
+                    order = TrialOrder(trial, self._subject, served.address, str(run), str(draft))
                     note = self._ordered(order, served, self._launches / key / "work.log")
             except ConfigError:
                 raise
@@ -173,7 +172,7 @@ class SwarmRunner:
             if self._stopping.is_set():
                 return
         if draft.exists():
-            outcome = checked(Outcome.from_json(read(draft)))
+            outcome = with_dead_environment(Outcome.from_json(read(draft)))
         else:
             outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{place.name}: {note}"))
         if outcome.end == "infra_failed":
@@ -210,13 +209,13 @@ class SwarmRunner:
             "job.max_steps": self._subject.steps_at(trial.fidelity),
         }
 
-    def _ordered(self, order: Order, served: Served, log: Path) -> str:
+    def _ordered(self, order: TrialOrder, served: RunningServer, log: Path) -> str:
         """Have a process carry out an order; why it did not, where it did not. Raises `ConfigError`, and what the
         server is lost with.
         """
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "agentjet.research.work"],
+                [sys.executable, "-P", "-m", "agentjet.research.trial_process"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -8,19 +8,18 @@ from fastapi import FastAPI
 
 from agentjet import __version__
 from agentjet.gateway import Gateway
-from agentjet.server import control, health, inference, leasing, problems, versions
+from agentjet.server import error_handlers, inference, monitoring, routes
 from agentjet.server.auth import Keys
-from agentjet.server.hosts import HostCheck, allowed_hosts
-from agentjet.server.lease import FILE, Lease
+from agentjet.server.deps import AppDeps
+from agentjet.server.http import HostCheck, allowed_hosts
 from agentjet.server.limits import Limits
-from agentjet.server.runs import OneRun, Runs
-from agentjet.server.wiring import Wiring
+from agentjet.server.server_lease import LEASE_FILE, Lease, RunSwitcher, SingleRun
 
 
-def create_app(runs: Gateway | Runs, keys: Keys) -> FastAPI:
+def create_app(runs: Gateway | RunSwitcher, keys: Keys) -> FastAPI:
     """The application of a gateway, or of several runs. It does not start or close them: whoever made them does."""
     if isinstance(runs, Gateway):
-        runs = OneRun(runs)
+        runs = SingleRun(runs)
     server = runs.gateway.config.server
     app = _App(
         title="AgentJet",
@@ -31,14 +30,14 @@ def create_app(runs: Gateway | Runs, keys: Keys) -> FastAPI:
         # Traces of the framework's own would carry request paths, and so the keys in them.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.wiring = Wiring(runs, keys, Lease(server.data_dir / FILE, keys.clock), Limits.of(server))
+    app.state.deps = AppDeps(runs, keys, Lease(server.data_dir / LEASE_FILE, keys.clock), Limits.of(server))
     app.include_router(inference.router)  # Tried one by one, in this order: what is asked most comes first.
-    app.include_router(control.router)
-    app.include_router(leasing.router)
-    app.include_router(versions.router)
-    app.include_router(health.router)
+    app.include_router(routes.router)
+    app.include_router(routes.lease_router)
+    app.include_router(routes.versions_router)
+    app.include_router(monitoring.router)
     app.add_middleware(HostCheck, allowed=allowed_hosts(server))
-    problems.install(app)
+    error_handlers.install(app)
     return app
 
 
@@ -49,7 +48,7 @@ class _App(FastAPI):
         """
         schema = super().openapi()
         for path, operations in schema["paths"].items():
-            if problems.INFERENCE_PATH.match(path):
+            if error_handlers.INFERENCE_PATH.match(path):
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
         return schema

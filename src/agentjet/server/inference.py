@@ -23,19 +23,26 @@ from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
 from agentjet.errors import NotFound, RequestError
-from agentjet.gateway.offload import LARGE, from_thread, offload
+from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.server.deps import EPISODE_KEY, AppDeps, Deps, GuardedRoute, key_in_headers, key_in_path
 from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages, responses
-from agentjet.server.dialects.chat_bodies import ChatBody
-from agentjet.server.dialects.completions_bodies import CompletionBody
-from agentjet.server.dialects.dialect import MAX_ROLE, Answer, Asked, Event, Head, Past, role_of
-from agentjet.server.dialects.errors import OPENAI
-from agentjet.server.dialects.messages_bodies import CountBody, MessagesBody, TokenCount
+from agentjet.server.dialects.chat import ChatBody
+from agentjet.server.dialects.completions import CompletionBody
+from agentjet.server.dialects.dialect import (
+    MAX_ROLE,
+    OPENAI_ERRORS,
+    AnswerHead,
+    AnswerT,
+    CallLookup,
+    RequestT,
+    StreamEvent,
+    role_of,
+)
+from agentjet.server.dialects.messages_requests import MessagesBody, PromptBody, TokenCount
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, hang_up_of, until_disconnect
-from agentjet.server.guards import EPISODE_KEY, GuardedRoute, key_in_headers, key_in_path
-from agentjet.server.problems import count_refusal
-from agentjet.server.wiring import Wired, Wiring
+from agentjet.server.error_handlers import count_refusal
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +98,7 @@ keyed = [Depends(EPISODE_KEY)]
 
 @routes.post(chat.DIALECT.path, dependencies=keyed, **route_of(chat.DIALECT))
 async def chat_completions(
-    body: ChatBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+    body: ChatBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's chat completions. The key is an episode's; what cannot be honoured is refused by name."""
     return await respond(chat.DIALECT, body, request, wired, episode_id, role)
@@ -99,7 +106,7 @@ async def chat_completions(
 
 @routes.post(completions.DIALECT.path, dependencies=keyed, **route_of(completions.DIALECT))
 async def text_completions(
-    body: CompletionBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+    body: CompletionBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's legacy text completions: a raw prompt, as text or token ids, is continued without the chat template."""
     return await respond(completions.DIALECT, body, request, wired, episode_id, role)
@@ -107,7 +114,7 @@ async def text_completions(
 
 @routes.post(responses.DIALECT.path, dependencies=keyed, **route_of(responses.DIALECT))
 async def create_response(
-    body: ResponsesBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+    body: ResponsesBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's Responses API. The key is an episode's; what cannot be honoured is refused by name."""
     return await respond(responses.DIALECT, body, request, wired, episode_id, role)
@@ -115,7 +122,7 @@ async def create_response(
 
 @routes.post(messages.DIALECT.path, dependencies=keyed, **route_of(messages.DIALECT))
 async def create_message(
-    body: MessagesBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+    body: MessagesBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """Anthropic's Messages API. The key is an episode's; what cannot be honoured is refused by name."""
     return await respond(messages.DIALECT, body, request, wired, episode_id, role)
@@ -123,7 +130,7 @@ async def create_message(
 
 @routes.post(f"{messages.DIALECT.path}/count_tokens", dependencies=keyed, responses=errors_of(messages.DIALECT.errors))
 async def count_tokens(
-    body: CountBody, request: Request, wired: Wired, episode_id: EpisodeId, role: AgentRole = ""
+    body: PromptBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> TokenCount:
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     role = _role_of(body.model, wired, role)
@@ -133,14 +140,14 @@ async def count_tokens(
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
 
-@routes.get("/v1/models", dependencies=keyed, responses=errors_of(OPENAI))
-async def list_models(wired: Wired, episode_id: EpisodeId) -> ModelList:
+@routes.get("/v1/models", dependencies=keyed, responses=errors_of(OPENAI_ERRORS))
+async def list_models(wired: Deps, episode_id: EpisodeId) -> ModelList:
     """The model that is served, for the key of an episode."""
     return ModelList(data=[_model(wired)])
 
 
-@routes.get("/v1/models/{name:path}", dependencies=keyed, responses=errors_of(OPENAI))
-async def get_model(name: str, wired: Wired, episode_id: EpisodeId) -> Model:
+@routes.get("/v1/models/{name:path}", dependencies=keyed, responses=errors_of(OPENAI_ERRORS))
+async def get_model(name: str, wired: Deps, episode_id: EpisodeId) -> Model:
     """The model of that name."""
     _role_of(name, wired, "")
     return _model(wired)
@@ -164,19 +171,19 @@ router.include_router(routes, dependencies=[Depends(key_in_headers)])
 router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(key_in_path)])
 
 
-def _role_of(model: str, wired: Wiring, header: str) -> str:
+def _role_of(model: str, wired: AppDeps, header: str) -> str:
     return role_of(model, wired.gateway.model_name, header, wired.gateway.config.server.model_aliases)
 
 
 async def respond(
-    dialect: Dialect[Asked, Answer], body: Asked, request: Request, wired: Wiring, episode_id: str, role: str
+    dialect: Dialect[RequestT, AnswerT], body: RequestT, request: Request, wired: AppDeps, episode_id: str, role: str
 ) -> Response:
     """The answer to a request of any dialect, whole or streamed. Raises `RequestError`, or `ClientGone`."""
     gateway = wired.gateway
     role = _role_of(body.model, wired, role)
-    head = Head(uuid.uuid4().hex, gateway.model_name, int(time.time()))
+    head = AnswerHead(uuid.uuid4().hex, gateway.model_name, int(time.time()))
     content = await request.body()
-    past: Past = partial(gateway.past, episode_id, role)
+    past: CallLookup = partial(gateway.past, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
     call = await offload(len(content), _to_call, dialect, body, past, content, request.headers, head)
     chunks = gateway.call(episode_id, role, call, hang_up=hang_up_of(request))
@@ -198,7 +205,12 @@ async def respond(
 
 
 def _to_call(
-    dialect: Dialect[Asked, Answer], body: Asked, past: Past, content: bytes, headers: Headers, head: Head
+    dialect: Dialect[RequestT, AnswerT],
+    body: RequestT,
+    past: CallLookup,
+    content: bytes,
+    headers: Headers,
+    head: AnswerHead,
 ) -> CallRequest:
     """The canonical request, with what tells that it is sent again: its bytes, and how the SDKs mark a retry."""
     key = headers.get("idempotency-key", "")
@@ -214,8 +226,12 @@ def _to_call(
 
 
 async def _whole(
-    dialect: Dialect[Asked, Answer], chunks: AsyncGenerator[CallChunk], choices: int, body: Asked, head: Head
-) -> Answer:
+    dialect: Dialect[RequestT, AnswerT],
+    chunks: AsyncGenerator[CallChunk],
+    choices: int,
+    body: RequestT,
+    head: AnswerHead,
+) -> AnswerT:
     return await dialect.to_answer(_all_of(await anext(chunks), chunks, choices), body, head)
 
 
@@ -245,7 +261,7 @@ async def _handed_out(request: Request, chunks: AsyncGenerator[CallChunk]) -> bo
 
 
 async def _stream(
-    request: Request, chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[Event], errors: ErrorShape
+    request: Request, chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[StreamEvent], errors: ErrorShape
 ) -> AsyncGenerator[str]:
     """The stream as text. Leaving it, by its end or a disconnect, closes the call; an error becomes its last event."""
     num_sent = 0
@@ -265,5 +281,5 @@ async def _stream(
             yield errors.event(broken, num_sent)
 
 
-def _model(wired: Wiring) -> Model:
+def _model(wired: AppDeps) -> Model:
     return Model(id=wired.gateway.model_name, created=int(wired.gateway.began))

@@ -1,7 +1,7 @@
 """Episodes, groups and batches: the state machine, its leases and its journal. No HTTP, no torch, no asyncio.
 
 journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
-swarm = Swarm(journal, config.job, clock=time.time)
+swarm = SwarmState(journal, config.job, clock=time.time)
 episode = swarm.begin(BeginRequest(task_id="t1"))
 with swarm.calling(episode.id):                      # the lease stands still while the server itself is busy
     ...                                              # sample
@@ -13,8 +13,8 @@ if swarm.ready():
     swarm.learned(batch, metrics)
 """
 
+from agentjet.swarm.episodes import SwarmState
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode, Group
-from agentjet.swarm.state import Swarm
 
-__all__ = ["Batch", "Episode", "Group", "Journal", "Swarm"]
+__all__ = ["Batch", "Episode", "Group", "Journal", "SwarmState"]

@@ -9,14 +9,14 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from agentjet.algorithms.advantages import ADVANTAGES
+from agentjet.recipes.advantages import ADVANTAGES
 from agentjet.swarm.groups import all_equal
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode
-from agentjet.timeline.allowed import unpack_sets
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.timeline.forks import OrphanReason, orphans
 from agentjet.timeline.identity import context_digest
+from agentjet.timeline.support import unpack_sets
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call
 
@@ -132,7 +132,7 @@ def _row(tree: ConversationTree, call: Call, advantage: float, sequence: int) ->
         advantage=advantage,
         temperature=call.temperature,
         sequence=sequence,
-        allowed=unpack_sets(call.allowed, len(call.completion)) if call.allowed else (),
+        support=unpack_sets(call.support, len(call.completion)) if call.support else (),
     )
 
 

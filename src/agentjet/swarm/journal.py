@@ -15,12 +15,16 @@ from typing import Any
 from agentjet.config import JobConfig
 from agentjet.protocol import Event
 from agentjet.swarm.journal_file import JournalFile
-from agentjet.swarm.records import Batch, Episode, Group, JobSettings, Tally
-from agentjet.swarm.rows import (
+from agentjet.swarm.records import (
     EPISODES_FROM,
     SELECT_CALLS,
     SELECT_EPISODES,
     STATUS,
+    Batch,
+    Episode,
+    Group,
+    JobSettings,
+    OutcomeCounts,
     RecordedCall,
     pack_floats,
     pack_ints,
@@ -210,22 +214,22 @@ class Journal(JournalFile):
             "dropped": dropped,
         }
 
-    def code_versions(self, limit: int) -> dict[str, Tally]:
+    def code_versions(self, limit: int) -> dict[str, OutcomeCounts]:
         """What became of the training episodes of the versions last begun, the newest last."""
         return self._tallies("e.code_version != ''", (limit,))
 
-    def code_version(self, version: str) -> Tally:
+    def code_version(self, version: str) -> OutcomeCounts:
         """The same of one that has episodes."""
         return self._tallies("e.code_version = ? AND e.code_version != ''", (version, 1))[version]
 
-    def _tallies(self, condition: str, values: tuple[Any, ...]) -> dict[str, Tally]:
+    def _tallies(self, condition: str, values: tuple[Any, ...]) -> dict[str, OutcomeCounts]:
         rows = self._db.execute(
             "SELECT e.code_version, COUNT(*), COUNT(f.episode_id), COUNT(a.episode_id), TOTAL(f.reward) "
             "FROM episodes e LEFT JOIN finishes f ON f.episode_id = e.id LEFT JOIN aborts a ON a.episode_id = e.id "
             f"WHERE {condition} AND e.mode = 'train' GROUP BY e.code_version ORDER BY MAX(e.seq) DESC LIMIT ?",
             values,
         ).fetchall()
-        return {version: Tally(*counts) for version, *counts in reversed(rows)}
+        return {version: OutcomeCounts(*counts) for version, *counts in reversed(rows)}
 
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
         """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale`,
@@ -250,7 +254,7 @@ class Journal(JournalFile):
             *(pack_ints(call.suffix), pack_ints(call.completion), pack_floats(call.logprobs), pack_ints(call.versions)),
             *(b"".join(pieces), pack_ints([len(piece) for piece in pieces])),
             *(call.temperature, call.finish_reason, to_json(asdict(call.response)), call.prompt_key, call.created),
-            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.allowed, call.untrained),
+            *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.support, call.untrained),
         )
         self._insert("calls", values)
 

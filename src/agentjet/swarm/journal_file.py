@@ -1,4 +1,18 @@
-"""`JournalFile`: the SQLite file of a journal. One process has it, one transaction at a time; an older schema is
+"""The origin of a policy: what its weights follow from besides the batches of the journal.
+
+Recorded when a data dir begins, compared whenever it is taken up again: from another origin the same `policy_version`
+would be other weights. Keys are settings, but for `model_weights`, the fingerprint of what is under `model.name`, and
+`branched_from`, the data dir and the policy version that a branch began at.
+
+`WalSync`: waits until a journal's write-ahead log is on disk, and moves it into the database file now and then.
+
+Both may take as long as the disk likes, so both may be called from a thread that is not the journal's. Invariants:
+
+* what was committed before `wait` was called is on disk when it returns;
+* a log that could not be synced is never called synced later: after a failure the system may have dropped what it
+  could not write, and a second try would find nothing to do and succeed.
+
+`JournalFile`: the SQLite file of a journal. One process has it, one transaction at a time; an older schema is
 brought forward; what a disk refuses is undone and said.
 """
 
@@ -9,16 +23,117 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, Later
-from agentjet.swarm.log_sync import LONGEST_LOG, LogSync
-from agentjet.swarm.origin import BRANCHED_FROM, Origin, changes, of_settings
-from agentjet.swarm.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+from agentjet.swarm.records import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+from agentjet.types import ModelInfo
+
+Origin = Mapping[str, str | int]
+
+BRANCHED_FROM = "branched_from"
+FREE = ("model.device", "model.threads")
+"""Change the weights by rounding only, and with the machine: said, not refused."""
+
+
+def of_settings(model: ModelConfig) -> Origin:
+    """What is known before the worker is up."""
+    origin: dict[str, str | int] = {"model.name": model.name, "model.lora.rank": model.lora.rank}
+    if model.lora.rank:
+        origin["model.lora.alpha"] = model.lora.alpha
+        origin["model.lora.target_modules"] = ",".join(sorted(map(str.strip, model.lora.target_modules.split(","))))
+    if model.dtype != "auto":
+        origin["model.dtype"] = model.dtype
+    return origin
+
+
+def of_worker(card: ModelInfo) -> Origin:
+    """What only the worker knows, before it has loaded or learned anything."""
+    origin: dict[str, str | int] = {"model.dtype": card.dtype, "model.device": card.device}
+    if card.weights:
+        origin["model_weights"] = card.weights
+    if card.threads:
+        origin["model.threads"] = card.threads
+    return origin
+
+
+def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
+    """What differs and may, in words. Raises `ConfigError` for the first thing that may not."""
+    differing = [key for key in given if key in recorded and recorded[key] != given[key]]
+    for key in differing:
+        if key not in FREE:
+            named = f"{key} = {recorded[key]!r}"
+            if key == "model_weights":
+                named += f" (the fingerprint of the weights under model.name = {recorded.get('model.name')!r})"
+            raise ConfigError(
+                f"server.data_dir = {str(data_dir)!r} was created with {named}; {given[key]!r} would change the "
+                "meaning of its checkpoints. Restore the first one, or use a new server.data_dir, with an export of "
+                "this policy (`agentjet export`) as model.name."
+            )
+    return [
+        f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may come to "
+        "weights that differ by rounding"
+        for key in differing
+    ]
+
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_EVERY = 256
+"""Waits between two moves. A move keeps pace with the writer but cannot begin the log anew under it: that is left to
+the writer, which finds next to nothing to move when the log is `LONGEST_LOG` pages long.
+"""
+LONGEST_LOG = 16_384
+"""Pages of 4 KiB."""
+
+
+class WalSync:
+    """Of one open database in WAL mode."""
+
+    def __init__(self, path: Path) -> None:
+        """`path` is the database's. Raises `OSError` where it has no log."""
+        self._path = path
+        self._file = os.open(f"{path}-wal", os.O_RDONLY)
+        self._mover: sqlite3.Connection | None = None
+        self._waits = 0
+        self.failed: OSError | None = None
+        """Why the disk is trusted no longer."""
+
+    def wait(self) -> None:
+        """Return once the log is on disk. Raises `OSError`, from then on always."""
+        if self.failed is not None:
+            raise self.failed
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            self.failed = error
+            raise
+        self._waits += 1
+        if self._waits % CHECKPOINT_EVERY == 0:
+            self._move()
+
+    def close(self) -> None:
+        """Idempotent. Not while another thread waits."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _move(self) -> None:
+        """Into the database file what nobody reads in the log; a failure leaves it in the log, where it is safe."""
+        try:
+            if self._mover is None:
+                self._mover = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            self._mover.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except sqlite3.OperationalError as error:
+            log.warning("the journal's log could not be moved into the journal: %s", error)
+
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +150,7 @@ class JournalFile:
         self._lock = lock
         self._depth = 0
         self._lost: sqlite3.OperationalError | None = None
-        self._log: LogSync | None = None
+        self._log: WalSync | None = None
         self._distrusted: BaseException | None = None
         """Why nothing is written any more."""
         self.refusal = ""
@@ -150,7 +265,7 @@ class JournalFile:
             if is_new and BRANCHED_FROM not in self.origin:
                 # A setting may be mistyped at the first start: it counts once something was recorded.
                 self._db.execute("DELETE FROM meta WHERE key = 'origin'")
-            self.trace_origin(of_settings(model))
+            self.check_origin(of_settings(model))
 
     @property
     def origin(self) -> Origin:
@@ -162,7 +277,7 @@ class JournalFile:
         """Begin a new journal with the origin of another one, and remember which that was."""
         self._set_meta("origin", json.dumps({**origin, BRANCHED_FROM: branched_from}))
 
-    def trace_origin(self, given: Origin) -> list[str]:
+    def check_origin(self, given: Origin) -> list[str]:
         """Compare with the policy's origin; returns, in words, what changed that may. Raises `ConfigError` for what
         may not.
         """
@@ -181,7 +296,7 @@ class JournalFile:
         """
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG}")
-        self._log = LogSync(self.path)
+        self._log = WalSync(self.path)
         self.sync()  # What a server committed that was then killed is seen, and thus acknowledged, from here on.
 
     @property
@@ -222,7 +337,7 @@ class JournalFile:
             if isinstance(error, sqlite3.OperationalError):
                 raise self._refused(error) from error
             if type(error) is sqlite3.DatabaseError:  # SQLite's word for a damaged file.
-                raise self.distrust(error) from error
+                raise self.refuse_writes(error) from error
             raise
         finally:
             self._depth = 0
@@ -244,7 +359,7 @@ class JournalFile:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             is_disk = isinstance(error, sqlite3.OperationalError)
-            raise (self._refused(error) if is_disk else self.distrust(error)) from error
+            raise (self._refused(error) if is_disk else self.refuse_writes(error)) from error
 
     def sync(self) -> None:
         """Have on disk what was committed. May be called from another thread.
@@ -255,9 +370,9 @@ class JournalFile:
         try:
             self._log.wait()
         except OSError as error:
-            raise self.distrust(error) from error
+            raise self.refuse_writes(error) from error
 
-    def distrust(self, error: BaseException) -> Later:
+    def refuse_writes(self, error: BaseException) -> Later:
         """Refuse every further write until the file is opened again, because it is not known what of it is on disk.
         Returns what those get who wait for a write.
         """
@@ -277,7 +392,7 @@ class JournalFile:
         if self._distrusted is not None:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise self.distrust(self._distrusted) from self._distrusted
+            raise self.refuse_writes(self._distrusted) from self._distrusted
 
     def _undo(self, error: BaseException) -> None:
         """Back to before the transaction. A disk that refuses a write may take all that is uncommitted with it: then

@@ -1,17 +1,33 @@
 """What the swarm knows of an episode, a group and a batch, as frozen values: replaced, never edited.
 
 Times are Unix seconds of the swarm's clock.
+
+The journal's tables. Rows are only ever added, except groups (their state), notes (their counts) and what a durable
+checkpoint lets go.
+
+Token arrays are little-endian blobs: int32 for tokens and versions, float64 for log-probabilities (bit for bit what
+was reported); `allowed` is packed by `timeline.support`. `pieces` are the encoded bytes of the suffix's and the
+completion's tokens, joined, with the length of each in `piece_lengths` (int32). `ask` is a JSON object, see
+`types.NewContext`; `carry` is one of numbers, see `Batch.carry`. `noted` and `refused` are objects of counts, see
+`Episode`.
+
+A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
+
+Rows of the journal as values, and values as what its columns hold.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import numpy as np
 
 from agentjet.config import JobConfig
-from agentjet.types import EpisodeStatus, Mode
+from agentjet.types import Call, EpisodeStatus, Message, Mode, NewContext, ToolCall
 
 RECOVERABLE = frozenset(
     {"context_length_exceeded", "thread_unsupported_request", "previous_response_not_found", "item_not_found"}
@@ -81,7 +97,7 @@ def new_episode_id(now: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class OutcomeCounts:
     """What became of the training episodes of one code version. `aborted` includes expired ones."""
 
     episodes: int
@@ -89,10 +105,10 @@ class Tally:
     aborted: int
     reward_sum: float
 
-    def begun(self) -> Tally:
+    def begun(self) -> OutcomeCounts:
         return replace(self, episodes=self.episodes + 1)
 
-    def ended(self, reward: float | None) -> Tally:
+    def ended(self, reward: float | None) -> OutcomeCounts:
         if reward is None:
             return replace(self, aborted=self.aborted + 1)
         return replace(self, finished=self.finished + 1, reward_sum=self.reward_sum + reward)
@@ -169,3 +185,323 @@ class Batch:
     @property
     def episode_ids(self) -> tuple[str, ...]:
         return tuple(episode_id for group in self.groups for episode_id in group)
+
+
+SCHEMA_VERSION = 7
+
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY,
+    client_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    opened REAL NOT NULL,
+    touched REAL NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('open', 'complete', 'dropped')),
+    reason TEXT NOT NULL,
+    closed REAL,
+    for_batch INTEGER,
+    task_set TEXT NOT NULL DEFAULT '',
+    code_version TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX groups_dropped ON groups (for_batch) WHERE state = 'dropped';
+
+CREATE TABLE episodes (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    client_id TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    task_set TEXT NOT NULL,
+    group_name TEXT NOT NULL,
+    group_id INTEGER REFERENCES groups (id),
+    mode TEXT NOT NULL CHECK (mode IN ('train', 'eval')),
+    policy_version INTEGER NOT NULL,
+    begun REAL NOT NULL,
+    code_version TEXT NOT NULL DEFAULT '',
+    team TEXT NOT NULL DEFAULT '',
+    at_version INTEGER,
+    temperature REAL,
+    instance_id TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX episodes_of_group ON episodes (group_id);
+CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
+CREATE INDEX episodes_of_code ON episodes (code_version) WHERE code_version != '';
+CREATE INDEX episodes_of_client ON episodes (client_id) WHERE instance_id != '';
+CREATE INDEX episodes_of_instance ON episodes (client_id, instance_id) WHERE instance_id != '';
+
+CREATE TABLE calls (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    episode_id TEXT NOT NULL REFERENCES episodes (id),
+    role TEXT NOT NULL,
+    parent TEXT,
+    kept INTEGER NOT NULL,
+    suffix BLOB NOT NULL,
+    completion BLOB NOT NULL,
+    logprobs BLOB NOT NULL,
+    versions BLOB NOT NULL,
+    pieces BLOB NOT NULL,
+    piece_lengths BLOB NOT NULL,
+    temperature REAL NOT NULL,
+    finish_reason TEXT NOT NULL,
+    response TEXT NOT NULL,
+    prompt_key TEXT NOT NULL,
+    created REAL NOT NULL,
+    ask TEXT NOT NULL DEFAULT '{}',
+    fork TEXT NOT NULL DEFAULT '',
+    retry_of TEXT,
+    context BLOB NOT NULL DEFAULT x'',
+    allowed BLOB NOT NULL DEFAULT x'',
+    untrained TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX calls_of_episode ON calls (episode_id, seq);
+
+CREATE TABLE undelivered (call_id TEXT PRIMARY KEY) WITHOUT ROWID;
+
+CREATE TABLE notes (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    noted TEXT NOT NULL,
+    refused TEXT NOT NULL
+) WITHOUT ROWID;
+
+CREATE TABLE promises (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    reward REAL NOT NULL,
+    by_role TEXT NOT NULL,
+    metrics TEXT NOT NULL,
+    prepared REAL NOT NULL
+) WITHOUT ROWID;
+
+CREATE TABLE finishes (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    reward REAL NOT NULL,
+    by_role TEXT NOT NULL,
+    metrics TEXT NOT NULL,
+    num_calls INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    ended REAL NOT NULL
+) WITHOUT ROWID;
+
+CREATE TABLE aborts (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    status TEXT NOT NULL CHECK (status IN ('aborted', 'expired')),
+    reason TEXT NOT NULL,
+    num_calls INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    ended REAL NOT NULL,
+    for_batch INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX aborts_for_batch ON aborts (for_batch);
+
+CREATE TABLE batches (
+    id INTEGER PRIMARY KEY,
+    job TEXT NOT NULL,
+    composed REAL NOT NULL,
+    carry TEXT NOT NULL DEFAULT '{}'
+);
+CREATE TABLE batch_groups (
+    group_id INTEGER PRIMARY KEY REFERENCES groups (id),
+    batch_id INTEGER NOT NULL REFERENCES batches (id),
+    position INTEGER NOT NULL
+);
+CREATE TABLE batch_members (
+    episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+    batch_id INTEGER NOT NULL REFERENCES batches (id),
+    group_position INTEGER NOT NULL,
+    position INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX members_of_batch ON batch_members (batch_id, group_position, position);
+
+CREATE TABLE steps (
+    batch_id INTEGER PRIMARY KEY REFERENCES batches (id),
+    metrics TEXT NOT NULL,
+    learned REAL NOT NULL
+);
+
+CREATE TABLE checkpoints (
+    policy_version INTEGER PRIMARY KEY,
+    digest TEXT NOT NULL
+);
+
+CREATE TABLE idempotency (
+    scope TEXT NOT NULL,
+    key TEXT NOT NULL,
+    fingerprint TEXT NOT NULL,
+    episode_id TEXT NOT NULL,
+    created REAL NOT NULL,
+    PRIMARY KEY (scope, key)
+) WITHOUT ROWID;
+
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    kind TEXT NOT NULL,
+    time REAL NOT NULL,
+    body TEXT NOT NULL
+);
+"""
+
+MIGRATIONS = {
+    1: """
+    ALTER TABLE calls ADD COLUMN ask TEXT NOT NULL DEFAULT '{}';
+    ALTER TABLE calls ADD COLUMN fork TEXT NOT NULL DEFAULT '';
+    ALTER TABLE calls ADD COLUMN retry_of TEXT;
+    ALTER TABLE calls ADD COLUMN context BLOB NOT NULL DEFAULT x'';
+    CREATE TABLE undelivered (call_id TEXT PRIMARY KEY) WITHOUT ROWID;
+    """,
+    2: """
+    ALTER TABLE calls ADD COLUMN allowed BLOB NOT NULL DEFAULT x'';
+    ALTER TABLE episodes ADD COLUMN code_version TEXT NOT NULL DEFAULT '';
+    ALTER TABLE episodes ADD COLUMN team TEXT NOT NULL DEFAULT '';
+    ALTER TABLE episodes ADD COLUMN at_version INTEGER;
+    CREATE INDEX episodes_of_team ON episodes (team) WHERE team != '';
+    CREATE INDEX episodes_of_code ON episodes (code_version) WHERE code_version != '';
+    ALTER TABLE groups ADD COLUMN task_set TEXT NOT NULL DEFAULT '';
+    ALTER TABLE groups ADD COLUMN code_version TEXT NOT NULL DEFAULT '';
+    UPDATE groups SET task_set = COALESCE((SELECT task_set FROM episodes WHERE group_id = groups.id LIMIT 1), '');
+    ALTER TABLE batches ADD COLUMN carry TEXT NOT NULL DEFAULT '{}';
+    CREATE TABLE promises (
+        episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+        reward REAL NOT NULL,
+        by_role TEXT NOT NULL,
+        metrics TEXT NOT NULL,
+        prepared REAL NOT NULL
+    ) WITHOUT ROWID;
+    """,
+    3: """
+    ALTER TABLE episodes ADD COLUMN temperature REAL;
+    """,
+    4: """
+    ALTER TABLE batches DROP COLUMN seed;
+    """,
+    5: """
+    UPDATE meta SET key = 'origin', value = json_object('model.name', value) WHERE key = 'model';
+    """,
+    6: """
+    CREATE TABLE checkpoints (policy_version INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+    INSERT INTO meta SELECT 'undigested_until', COALESCE(
+        (SELECT MAX(batch_id) + 1 FROM steps), (SELECT value FROM meta WHERE key = 'base_version'), 0
+    );
+    ALTER TABLE episodes ADD COLUMN instance_id TEXT NOT NULL DEFAULT '';
+    CREATE INDEX episodes_of_client ON episodes (client_id) WHERE instance_id != '';
+    CREATE INDEX episodes_of_instance ON episodes (client_id, instance_id) WHERE instance_id != '';
+    CREATE TABLE notes (
+        episode_id TEXT PRIMARY KEY REFERENCES episodes (id),
+        noted TEXT NOT NULL,
+        refused TEXT NOT NULL
+    ) WITHOUT ROWID;
+    ALTER TABLE calls ADD COLUMN untrained TEXT NOT NULL DEFAULT '';
+    """,
+}
+"""From each older version to the next."""
+
+
+EPISODES_FROM = """
+FROM episodes e
+LEFT JOIN finishes f ON f.episode_id = e.id
+LEFT JOIN aborts a ON a.episode_id = e.id
+LEFT JOIN promises p ON p.episode_id = e.id
+LEFT JOIN groups g ON g.id = e.group_id
+LEFT JOIN batch_members m ON m.episode_id = e.id
+LEFT JOIN steps s ON s.batch_id = m.batch_id
+LEFT JOIN notes n ON n.episode_id = e.id
+"""
+
+STATUS = """
+CASE WHEN f.episode_id IS NOT NULL THEN 'finished' WHEN a.episode_id IS NOT NULL THEN a.status
+    WHEN p.episode_id IS NOT NULL THEN 'prepared' ELSE 'live' END
+"""
+
+SELECT_EPISODES = f"""
+SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id, e.mode, e.policy_version, e.begun,
+    {STATUS}, COALESCE(f.ended, a.ended),
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.reward, p.reward) END,
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.by_role, p.by_role, '{{}}') ELSE '{{}}' END,
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.metrics, p.metrics, '{{}}') ELSE '{{}}' END,
+    COALESCE(a.reason, ''),
+    COALESCE(f.num_calls, a.num_calls, (SELECT COUNT(*) FROM calls c WHERE c.episode_id = e.id)),
+    COALESCE(f.num_tokens, a.num_tokens,
+        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id AND c.untrained = ''), 0),
+    s.batch_id,
+    CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
+    e.code_version, e.team, e.at_version, e.temperature, e.instance_id,
+    COALESCE(n.noted, '{{}}'), COALESCE(n.refused, '{{}}')
+{EPISODES_FROM}
+"""
+
+SELECT_CALLS = """
+SELECT id, episode_id, role, parent, kept, suffix, completion, logprobs, versions, temperature, finish_reason, response,
+    prompt_key, created, pieces, piece_lengths, ask, fork, retry_of, context, allowed, untrained
+FROM calls
+"""
+
+_EPISODE_FIELDS = [field.name for field in fields(Episode)]
+
+RecordedCall = tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]
+"""A call with the encoded bytes of each token of its suffix and of its completion."""
+
+
+def read_episode(row: Sequence[Any]) -> Episode:
+    """From a row of `SELECT_EPISODES`."""
+    values = [*row[:13], json.loads(row[13]), json.loads(row[14]), *row[15:-2], *map(json.loads, row[-2:])]
+    return Episode(**dict(zip(_EPISODE_FIELDS, values, strict=True)))
+
+
+def read_call(row: Sequence[Any]) -> RecordedCall:
+    """From a row of `SELECT_CALLS`."""
+    suffix, completion = unpack_ints(row[5]), unpack_ints(row[6])
+    call = Call(
+        id=row[0],
+        episode_id=row[1],
+        role=row[2],
+        parent=row[3],
+        kept=row[4],
+        suffix=suffix,
+        completion=completion,
+        logprobs=tuple(np.frombuffer(row[7], "<f8").tolist()),
+        versions=unpack_ints(row[8]),
+        temperature=row[9],
+        finish_reason=row[10],
+        response=_message(json.loads(row[11])),
+        prompt_key=row[12],
+        created=row[13],
+        ask=_ask(json.loads(row[16])),
+        fork=row[17],
+        retry_of=row[18],
+        context=row[19],
+        support=row[20],
+        untrained=row[21],
+    )
+    pieces: list[bytes] = []
+    start = 0
+    for length in unpack_ints(row[15]):
+        pieces.append(row[14][start : start + length])
+        start += length
+    return call, tuple(pieces[: len(suffix)]), tuple(pieces[len(suffix) :])
+
+
+def _message(value: Mapping[str, Any]) -> Message:
+    return Message(**{**value, "tool_calls": tuple(ToolCall(**tool_call) for tool_call in value["tool_calls"])})
+
+
+def _ask(value: Mapping[str, Any]) -> NewContext:
+    if not value:
+        return NewContext()
+    messages, tools = tuple(map(_message, value["messages"])), tuple(value["tools"])
+    return NewContext(messages, value["after"], tools, value["fingerprint"], value.get("instructed", False))
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
+
+
+def unpack_ints(blob: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(blob, "<i4").tolist())
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    return np.asarray(values, "<f8").tobytes()

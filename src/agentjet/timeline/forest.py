@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentjet.timeline.allowed import EVERYTHING, pack_sets, unpack_sets
+from agentjet.timeline.support import EVERYTHING, pack_sets, unpack_sets
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -37,15 +37,15 @@ class Row:
     advantage: float
     temperature: float
     sequence: int
-    allowed: tuple[bytes, ...] = ()
-    """The set that each sampled token was chosen among (see `allowed`); empty when it was always the vocabulary."""
+    support: tuple[bytes, ...] = ()
+    """The set that each sampled token was chosen among (see `support`); empty when it was always the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forest:
     """A batch as prefix trees. Node arrays are [N]; target arrays are [M]; `parent` is -1 at roots.
 
-    `allowed` says which of `sets` a target was chosen among, -1 where it was the whole vocabulary.
+    `support` says which of `sets` a target was chosen among, -1 where it was the whole vocabulary.
     """
 
     tokens: IntArray
@@ -58,7 +58,7 @@ class Forest:
     temperature: FloatArray
     version: IntArray
     sequence: IntArray
-    allowed: IntArray
+    support: IntArray
     sets: tuple[bytes, ...]
     num_sequences: int
     num_row_tokens: int
@@ -132,7 +132,7 @@ def build_forest(rows: Sequence[Row]) -> Forest:
         row_paths[i] = path
         previous = row
     depth = np.concatenate(depths)
-    allowed, sets = _number_sets(rows)
+    support, sets = _number_sets(rows)
     sampled = [row_paths[i][len(row.tokens) - len(row.logprobs) :] for i, row in enumerate(rows)]
     return Forest(
         tokens=np.concatenate(tokens),
@@ -145,7 +145,7 @@ def build_forest(rows: Sequence[Row]) -> Forest:
         temperature=_repeat([row.temperature for row in rows], rows),
         version=np.concatenate([row.versions for row in rows]).astype(np.int32),
         sequence=np.repeat([row.sequence for row in rows], [len(row.logprobs) for row in rows]).astype(np.int32),
-        allowed=allowed,
+        support=support,
         sets=sets,
         num_sequences=len({row.sequence for row in rows}),
         num_row_tokens=sum(len(row.tokens) for row in rows),
@@ -184,7 +184,7 @@ def _number_sets(rows: Sequence[Row]) -> tuple[IntArray, tuple[bytes, ...]]:
     """Each distinct set of the rows once, and for each target the number of its set."""
     number = {EVERYTHING: -1}
     parts = [
-        [number.setdefault(one, len(number) - 1) for one in row.allowed] or np.full(len(row.logprobs), -1)
+        [number.setdefault(one, len(number) - 1) for one in row.support] or np.full(len(row.logprobs), -1)
         for row in rows
     ]
     return np.concatenate(parts).astype(np.int32), tuple(number)[1:]
@@ -247,7 +247,7 @@ def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) 
         temperature=forest.temperature[keep],
         version=forest.version[keep],
         sequence=forest.sequence[keep],
-        allowed=forest.allowed[keep],
+        support=forest.support[keep],
         sets=forest.sets,
         num_sequences=len(np.unique(forest.sequence[keep])),
         num_row_tokens=forest.num_row_tokens,

@@ -1,6 +1,6 @@
 """Why a conversation tree branches, and which of its calls nobody heard.
 
-A call either continues a timeline from its very end or begins one of its own; `cause` says why. Most branches are
+A call either continues a timeline from its very end or begins one of its own; `fork_cause` says why. Most branches are
 legitimate and train. The exception are *orphans*: answers that did not reach the agent. A later call that sends an
 answer back proves that it arrived, whatever the transport believed.
 """
@@ -12,20 +12,20 @@ from typing import Literal
 
 from agentjet.timeline.identity import Identity
 from agentjet.timeline.tree import ConversationTree, Match
-from agentjet.types import Ask, Call, Conversation, Fork
+from agentjet.types import Call, Conversation, Fork, NewContext
 
 OrphanReason = Literal["retry", "undelivered", "side"]
 
 
-def ask(conversation: Conversation, known: Mapping[int, Call], fingerprint: str = "") -> Ask:
+def new_context(conversation: Conversation, known: Mapping[int, Call], fingerprint: str = "") -> NewContext:
     """What is new in a request, given the calls that `ConversationTree.recognise` found in it."""
     if not known:
-        return Ask(conversation.messages, None, conversation.tools, fingerprint, conversation.instructed)
+        return NewContext(conversation.messages, None, conversation.tools, fingerprint, conversation.instructed)
     newest = max(known)
-    return Ask(conversation.messages[newest + 1 :], known[newest].id, (), fingerprint)
+    return NewContext(conversation.messages[newest + 1 :], known[newest].id, (), fingerprint)
 
 
-def cause(tree: ConversationTree, asked: Identity, known: Mapping[int, Call], match: Match) -> Fork:
+def fork_cause(tree: ConversationTree, asked: Identity, known: Mapping[int, Call], match: Match) -> Fork:
     """Why a request that matches like this begins a timeline; empty when it continues one or is the tree's first.
 
     `retry` and `role` are the caller's to know.

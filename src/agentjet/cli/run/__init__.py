@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentjet.cli.options import Json, Token, TokenFile, Url, connect
-from agentjet.cli.printing import printable
+from agentjet.cli import Json, Token, TokenFile, Url, connect, printable
 from agentjet.errors import AgentJetError, ConfigError
 
 if TYPE_CHECKING:
     from agentjet.cli.run.source import CommandSource
     from agentjet.client import Command, EvalReport, TrainReport
-    from agentjet.client.code import Code
+    from agentjet.client.agent_source import AgentSource
     from agentjet.types import Task
 
 
@@ -92,8 +91,8 @@ def run(
     """
     from agentjet.cli.run.source import CommandSource, check_source
     from agentjet.client import AgentFailing
-    from agentjet.client.signals import signals_unwind
-    from agentjet.client.task_file import read_tasks
+    from agentjet.client.inputs import read_tasks
+    from agentjet.client.threads import raise_on_signals
 
     if watch and (only_eval or code_version is not None):
         raise ConfigError(f"--watch and {'--eval' if only_eval else '--code-version'} exclude each other")
@@ -108,7 +107,7 @@ def run(
         options: dict[str, Any] = {"timeout": timeout, "score_refused": score_refused, "shared_home": shared_home}
         agent, code = _agent(stack, program, tasks, reward, options, watch)
         swarm = stack.enter_context(connect(url, token, token_file))
-        stack.enter_context(signals_unwind())
+        stack.enter_context(raise_on_signals())
         report: TrainReport | EvalReport
         try:
             if only_eval:
@@ -138,13 +137,13 @@ def run(
 
 def _agent(
     stack: ExitStack, program: CommandSource, tasks: list[Task], reward: str, options: dict[str, Any], watch: bool
-) -> tuple[Command, Code | None]:
+) -> tuple[Command, AgentSource | None]:
     """The agent, and with `watch` where newer versions of it come from. Raises `ConfigError` for whatever would fail in
     every episode."""
     from agentjet.cli.run.rewards import reward_source
     from agentjet.cli.run.source import CommandCode
     from agentjet.client import Command
-    from agentjet.client.code import ModuleCode, code_version_of
+    from agentjet.client.agent_source import ModuleSource, code_version_of
 
     scored = reward_source(reward)
     command = Command(program.resolved(), scored.score, any_exit_code=scored.any_exit_code, **options)
@@ -157,7 +156,7 @@ def _agent(
     if not program.files():
         raise ConfigError("--watch: the command names no file of its own; name what to watch with --source")
     copies = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentjet-code-", ignore_cleanup_errors=True))
-    code = CommandCode(program, command, ModuleCode(scored.score) if scored.is_function else None, Path(copies))
+    code = CommandCode(program, command, ModuleSource(scored.score) if scored.is_function else None, Path(copies))
     first = code.load().agent
     assert isinstance(first, Command)
     return first, code

@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentjet.client.agent_source import load_function
 from agentjet.client.command import Result, Score
-from agentjet.client.loading import load_function
 from agentjet.errors import ConfigError
 from agentjet.types import Reward
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentjet.client.code import Code, Stamp, Version, hash_of, stamp_of
+from agentjet.client.agent_source import AgentSource, AgentVersion, Stamp, file_stamps, hash_of
 from agentjet.client.command import Command
 from agentjet.errors import ConfigError
 
@@ -77,28 +77,28 @@ class CommandSource:
 
 
 @dataclass
-class CommandCode(Code):
+class CommandCode(AgentSource):
     """A command that is run from copies of its files below `copies`. Its reward is loaded anew with them where it is a
     function, whose files `reward_code` knows."""
 
     source: CommandSource
     command: Command
-    reward_code: Code | None
+    reward_code: AgentSource | None
     copies: Path
     num_copies: int = 0
 
     def stamp(self) -> Stamp:
-        own = stamp_of(self.source.files())
+        own = file_stamps(self.source.files())
         return own + self.reward_code.stamp() if self.reward_code is not None else own
 
-    def load(self) -> Version:
+    def load(self) -> AgentVersion:
         """Copy the files as they are now. Raises what is wrong with them, or with the reward's."""
-        score = Version("", self.command.__wrapped__)
+        score = AgentVersion("", self.command.__wrapped__)
         if self.reward_code is not None:
             score = self.reward_code.load()
         roots = self._copied(self.source.files())
         version = self.source.version(score.code_version, roots)
-        return Version(version, self.command.changed(self.source.resolved(roots), score.agent, version))
+        return AgentVersion(version, self.command.changed(self.source.resolved(roots), score.agent, version))
 
     def abandon(self) -> None:
         if self.reward_code is not None:

@@ -2,6 +2,14 @@
 
 The sampler's plan reads and writes its key-value cache, the learner's plan follows a forest's branches. The model is
 a stock `transformers` model; tokens of all sequences or branches are laid flat in one row.
+
+Attention of some queries to some keys, with the log-sum-exp that lets parts be merged.
+
+`torch`'s public attention keeps the log-sum-exp to itself, and its autograd would differentiate each part on its own.
+The two operators under it are called directly here: on a CPU the fused kernel that the public function takes as well,
+elsewhere, or where keys and values differ in width, matrix products that hold the scores.
+
+Shapes: Q queries, L keys, H heads, D widths.
 """
 
 from __future__ import annotations
@@ -13,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 ATTENTION = "agentjet_plan"
-BEYOND_PLANS = ("softcap", "s_aux", "sinks", "position_bias")
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias")
 """Arguments with which a model asks for more than a softmax over what is visible."""
 
 
@@ -39,7 +47,7 @@ def _attention(
 
     Raises `NotImplementedError` for what a plan does not compute: `branching.py` then keeps the model's own attention.
     """
-    if asked := [name for name in BEYOND_PLANS if unused.get(name) is not None]:
+    if asked := [name for name in UNSUPPORTED_ARGUMENTS if unused.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(asked)}")
     assert plan is not None, "this model runs under an attention plan only"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -51,7 +59,7 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
+def fold_query_heads(query: Tensor, num_kv_heads: int) -> Tensor:
     """[..., T, H, D] to [..., K, H/K * T, D]: query heads that share a key head become more query rows.
 
     Grouped-query attention then needs no copies of keys and values.
@@ -61,8 +69,8 @@ def group_queries(query: Tensor, num_kv_heads: int) -> Tensor:
     return query.reshape(*lead, t, num_kv_heads, group, d).movedim(-4, -2).reshape(*lead, num_kv_heads, group * t, d)
 
 
-def ungroup_queries(out: Tensor, num_heads: int) -> Tensor:
-    """The inverse of `group_queries`: [..., K, H/K * T, D] to [..., T, H, D]."""
+def unfold_query_heads(out: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `fold_query_heads`: [..., K, H/K * T, D] to [..., T, H, D]."""
     *lead, k, gt, d = out.shape
     group = num_heads // k
     return out.reshape(*lead, k, group, gt // group, d).movedim(-2, -4).reshape(*lead, gt // group, num_heads, d)
@@ -79,3 +87,98 @@ def causal_tail_mask(num_queries: int, num_keys: int, device: torch.device) -> T
     """[Q, K] mask where the queries are the last Q of the K positions."""
     q = torch.arange(num_keys - num_queries, num_keys, device=device)
     return torch.arange(num_keys, device=device)[None, :] <= q[:, None]
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of query, key and value."""
+
+FEW_KEYS = 384
+"""With fewer keys the fused backward pass is faster in float32 than in bfloat16, up to four times."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output [Q, H, D] and log-sum-exp [Q, H] of queries [Q, H, D] over keys and values [L, H, D].
+
+    `mask` [Q, L] is added to the scores; every query sees at least one key.
+    """
+    if _is_fused(query, value):
+        out, lse = _flash(*_heads_first(query, key, value), 0.0, causal, attn_mask=_in_4d(mask), scale=scale)
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    scores = _scores(query, key, scale, mask, causal)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("hql,lhd->qhd", (scores - lse.unsqueeze(-1)).exp(), value.to(scores.dtype))
+    return out, lse.transpose(0, 1)
+
+
+def attend_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [T, K, G, D] and log-sum-exp [T, K, G] of T blocks of L keys, each with queries of its own.
+
+    `query` [T, K, G, D]; `keys`, `values` [T, K, L, D]; `mask` [T, L] is added to the scores.
+    """
+    if _is_fused(query, values):
+        out, lse = _flash(query, keys, values, 0.0, False, attn_mask=mask[:, None, None], scale=scale)
+        return out, lse
+    accurate = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(accurate) @ keys.to(accurate).transpose(-1, -2) * scale + mask[:, None, None]
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ values.to(accurate), lse
+
+
+def attend_part_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+) -> Gradients:
+    """Gradients through this part, `out` and `lse` being those of all parts together."""
+    if _is_fused(query, value):
+        if len(key) < FEW_KEYS and query.dtype != lse.dtype:
+            grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
+            mask = None if mask is None else mask.to(lse.dtype)
+        tensors = _heads_first(grad_out, query, key, value, out)
+        lse = lse.transpose(0, 1)[None]
+        grads = _flash_backward(*tensors, lse, 0.0, causal, attn_mask=_in_4d(mask), scale=scale)
+        q, k, v = (grad[0].transpose(0, 1) for grad in grads)
+        return q, k, v
+    probabilities = (_scores(query, key, scale, mask, causal) - lse.transpose(0, 1).unsqueeze(-1)).exp()
+    grad_out, out, value = (x.to(lse.dtype) for x in (grad_out, out, value))
+    dots = torch.einsum("qhd,lhd->hql", grad_out, value) - (grad_out * out).sum(-1).transpose(0, 1).unsqueeze(-1)
+    grad_scores = probabilities * dots * scale
+    return (
+        torch.einsum("hql,lhd->qhd", grad_scores, key.to(lse.dtype)),
+        torch.einsum("hql,qhd->lhd", grad_scores, query.to(lse.dtype)),
+        torch.einsum("hql,qhd->lhd", probabilities, grad_out),
+    )
+
+
+def _is_fused(query: Tensor, value: Tensor) -> bool:
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
+
+
+def _in_4d(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask[None, None]
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
+    """[H, Q, L], in float32 at least."""
+    accurate = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
+    scores = torch.einsum("qhd,lhd->hql", query.to(accurate), key.to(accurate)) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores if mask is None else scores + mask

@@ -14,41 +14,41 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.compute.embedded import frames
-from agentjet.compute.embedded.watchdog import Watchdog, work_of
+from agentjet.compute.embedded import worker_process
+from agentjet.compute.embedded.worker_process import Watchdog, activity_of
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import (
     CheckpointError,
     ComputeError,
     ConfigError,
+    GrammarError,
     OutOfCache,
-    Unfollowable,
     WorkerDied,
     WorkerHung,
 )
-from agentjet.timeline.allowed import unpack_sets
 from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp, ModelCard, Sampled, SamplingParams, TokenScore
+from agentjet.timeline.support import unpack_sets
+from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams, TokenScore
 
 _ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, Unfollowable)
+    error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, GrammarError)
 }
 CLOSE_SECONDS = 10.0
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+THREAD_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """How the worker's threads wait for each other: asleep. OpenMP's default spins for 7 ms, which makes everything several
 times slower where agents or a second worker need the cores. `{"GOMP_SPINCOUNT": "1000"}` would spin for 25 us, then
 sleep. `python -m bench.step --waiting` compares ways.
 """
-WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+THREAD_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 """A user who sets one of them decides alone."""
-WORKER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+WORKER_VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """cuBLAS gives equal sums in every run only with a workspace of fixed size; without effect on a CPU."""
 
 
 def worker_environment() -> dict[str, str]:
     """The environment of the worker process. The values of the user's own environment win."""
-    is_chosen = any(name in os.environ for name in WAITING_VARIABLES)
-    return {**({} if is_chosen else WAITING), **WORKER, **os.environ}
+    is_chosen = any(name in os.environ for name in THREAD_WAIT_VARIABLES)
+    return {**({} if is_chosen else THREAD_WAIT), **WORKER_VARIABLES, **os.environ}
 
 
 class EmbeddedCompute:
@@ -74,7 +74,7 @@ class EmbeddedCompute:
         """The worker's process id while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def start(self, *, dtype: str = "") -> ModelCard:
+    async def start(self, *, dtype: str = "") -> ModelInfo:
         """See `Compute.start`."""
         await self._reap()
         self._closing = self._hung = False
@@ -93,7 +93,7 @@ class EmbeddedCompute:
         self._watch_task = asyncio.create_task(self._watch(self._process))
         card = await self._ask("start", config=self._config.model_dump(mode="json"), dtype=dtype)
         card["end_tokens"] = tuple(card["end_tokens"])
-        return ModelCard(**card)
+        return ModelInfo(**card)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Compute.sample`."""
@@ -186,15 +186,15 @@ class EmbeddedCompute:
         finally:
             self._replies.pop(id, None)
 
-    def _send(self, frame: frames.Frame) -> None:
+    def _send(self, frame: worker_process.Frame) -> None:
         process = self._process
         if process is None or process.returncode is not None or process.stdin is None or process.stdin.is_closing():
             raise WorkerDied("the worker process is not running")
-        process.stdin.write(frames.encode(frame))
+        process.stdin.write(worker_process.encode(frame))
 
     async def _read_frames(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        while (frame := await frames.read_async(process.stdout)) is not None:
+        while (frame := await worker_process.read_async(process.stdout)) is not None:
             self._watchdog.heard()
             self._dispatch(frame)
         code = await process.wait()
@@ -223,20 +223,20 @@ class EmbeddedCompute:
             looked = now()
             await asyncio.sleep(self._watchdog.interval)
             has_work = bool(self._replies or self._streams)
-            if self._watchdog.hangs(now() - looked, lambda: work_of(process.pid), has_work=has_work):
+            if self._watchdog.hangs(now() - looked, lambda: activity_of(process.pid), has_work=has_work):
                 self._hung = True
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 return
 
-    def _dispatch(self, frame: frames.Frame) -> None:
+    def _dispatch(self, frame: worker_process.Frame) -> None:
         if "tokens" in frame:
             version = frame["version"]
             for id, tokens, logprobs, packed, reason in frame["tokens"]:
                 queue = self._streams.get(id) if reason is None else self._streams.pop(id, None)
                 if queue is not None:
-                    allowed = unpack_sets(packed, len(tokens)) if packed else ()
-                    queue.put_nowait(Sampled(tuple(tokens), tuple(logprobs), version, reason, allowed))
+                    support = unpack_sets(packed, len(tokens)) if packed else ()
+                    queue.put_nowait(Sampled(tuple(tokens), tuple(logprobs), version, reason, support))
             return
         id = frame["id"]
         error = _ERRORS.get(frame["error"], ComputeError)(frame["message"]) if "error" in frame else None

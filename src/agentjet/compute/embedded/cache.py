@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 BLOCK = 128
 """Tokens of a block: fewer cost more merges of attention, more leave more of each last block empty."""
-WORTH_WAITING = 8
+MIN_PREFIX_TO_AWAIT = 8
 """Fewest further shared tokens for which a request waits until another row has computed them."""
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class CacheRow:
     """One sequence's place. `tokens[:filled]` have keys and values in `blocks`; `users` completions share it."""
 
     tokens: NDArray[np.int32]
@@ -45,7 +45,7 @@ class Row:
         self.length += 1
 
 
-class Cache:
+class KeyValueCache:
     """Hands out rows. `keys` and `values` are [layers, blocks, kv heads, BLOCK, head dim].
 
     Invariant: the blocks that are free or idle suffice for all that active rows have reserved and not taken.
@@ -70,14 +70,14 @@ class Cache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self._free = list(range(self._num_blocks))  # a heap: low blocks first, so that rows stand close together
         self._reserved = 0
-        self._active: dict[Row, None] = {}
-        self._idle: dict[Row, None] = {}  # the longest unused first
+        self._active: dict[CacheRow, None] = {}
+        self._idle: dict[CacheRow, None] = {}  # the longest unused first
 
     def fits(self, length: int) -> bool:
         """Whether a sequence of this many tokens could ever be held."""
         return length <= self._context and _blocks_of(length) <= self._num_blocks
 
-    def acquire(self, prompt: NDArray[np.int32], length: int) -> Row | None:
+    def acquire(self, prompt: NDArray[np.int32], length: int) -> CacheRow | None:
         """A row for `prompt` with room for `length` tokens, filled with the longest stored prefix; None: no room yet.
 
         At least the last prompt token is left to compute, since its hidden state is what samples.
@@ -92,7 +92,7 @@ class Cache:
             row, row.tokens = source, tokens
             self._trim(row, shared)
         else:
-            row = Row(tokens)
+            row = CacheRow(tokens)
             self._copy(source, row, shared)
         row.set_tokens(prompt)
         self._activate(row)
@@ -107,24 +107,24 @@ class Cache:
         if not filling:
             return False
         soon = max(_common_prefix(row.tokens[: row.length - 1], prompt[:-1]) for row in filling)
-        return soon >= WORTH_WAITING and soon >= self._longest_prefix(prompt[:-1])[1] + WORTH_WAITING
+        return soon >= MIN_PREFIX_TO_AWAIT and soon >= self._longest_prefix(prompt[:-1])[1] + MIN_PREFIX_TO_AWAIT
 
-    def extend(self, row: Row, length: int) -> None:
+    def extend(self, row: CacheRow, length: int) -> None:
         """Take the blocks that the first `length` tokens of an active row need."""
         assert length <= row.capacity and row in self._active
         self._take(row, length)
 
-    def branch(self, row: Row) -> Row | None:
+    def branch(self, row: CacheRow) -> CacheRow | None:
         """Another row with the same tokens and keys, for a completion that goes on differently; None: no room now."""
         if _blocks_of(row.capacity) > self._num_blocks - self._reserved:
             return None
-        twin = Row(np.zeros(row.capacity, np.int32))
+        twin = CacheRow(np.zeros(row.capacity, np.int32))
         self._copy(row, twin, row.filled)
         twin.set_tokens(row.tokens[: row.length])
         self._activate(twin)
         return twin
 
-    def release(self, row: Row) -> None:
+    def release(self, row: CacheRow) -> None:
         """The sequence ended; its keys stay as a prefix until their blocks are needed."""
         del self._active[row]
         self._reserved -= _blocks_of(row.capacity)
@@ -137,11 +137,11 @@ class Cache:
             self._trim(row, 0)
         self._idle.clear()
 
-    def _activate(self, row: Row) -> None:
+    def _activate(self, row: CacheRow) -> None:
         self._active[row] = None
         self._reserved += _blocks_of(row.capacity)
 
-    def _copy(self, source: Row | None, target: Row, count: int) -> None:
+    def _copy(self, source: CacheRow | None, target: CacheRow, count: int) -> None:
         """Give `target` the first `count` keys and values of `source`, which counts as used."""
         if source is None:
             return
@@ -156,7 +156,7 @@ class Cache:
         if is_idle:
             self._idle[source] = None
 
-    def _take(self, row: Row, length: int) -> None:
+    def _take(self, row: CacheRow, length: int) -> None:
         while len(row.blocks) < _blocks_of(length):
             while not self._free:
                 self._evict()
@@ -164,7 +164,7 @@ class Cache:
             self._clear_block(block, 0)
             row.blocks.append(block)
 
-    def _trim(self, row: Row, filled: int) -> None:
+    def _trim(self, row: CacheRow, filled: int) -> None:
         """Forget the keys and values after the first `filled`, and free the blocks that held only those."""
         row.filled = filled
         whole, rest = divmod(filled, BLOCK)
@@ -184,7 +184,7 @@ class Cache:
         del self._idle[oldest]
         self._trim(oldest, 0)
 
-    def _longest_prefix(self, prompt: NDArray[np.int32]) -> tuple[Row | None, int]:
+    def _longest_prefix(self, prompt: NDArray[np.int32]) -> tuple[CacheRow | None, int]:
         """The row that shares most tokens, idle before active, and how many."""
         best, shared = None, 0
         for row in (*self._idle, *self._active):

@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 
 from agentjet.compute.embedded.digests import seal, verified_state
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.errors import CheckpointError, ConfigError
 
 
-def save(path: Path, policy: Policy, learner: Learner, state: dict[str, Any]) -> str:
+def save(path: Path, policy: Policy, learner: PolicyLearner, state: dict[str, Any]) -> str:
     """Write a checkpoint; returns its digest. What was at `path` before is replaced only once the new one is complete
     on disk.
     """
@@ -36,7 +36,7 @@ def save(path: Path, policy: Policy, learner: Learner, state: dict[str, Any]) ->
     return digest
 
 
-def load(path: Path, policy: Policy, learner: Learner) -> dict[str, Any]:
+def load(path: Path, policy: Policy, learner: PolicyLearner) -> dict[str, Any]:
     """Restore weights and optimiser; returns the saved state.
 
     Raises `CheckpointError` for every damage, `ConfigError` when it was made under other settings.

@@ -13,7 +13,7 @@ from typing import Any
 
 from agentjet.errors import CheckpointError
 
-STATE = "state.json"
+STATE_FILE = "state.json"
 FORMAT = 2
 """Format 1, of AgentJet 0.1, has no digests."""
 
@@ -23,11 +23,11 @@ def seal(folder: Path, state: dict[str, Any]) -> str:
 
     Equal files and equal states give equal digests.
     """
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / STATE]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / STATE_FILE]
     files = {path.relative_to(folder).as_posix(): _described(path) for path in paths}
     content = {"format": FORMAT, **state, "files": files}
     digest = _digest_of(content)
-    (folder / STATE).write_text(json.dumps({**content, "digest": digest}, indent=2))
+    (folder / STATE_FILE).write_text(json.dumps({**content, "digest": digest}, indent=2))
     return digest
 
 
@@ -36,13 +36,13 @@ def verified_state(folder: Path) -> dict[str, Any]:
 
     Raises `CheckpointError` naming the first file that does not agree.
     """
-    state = _read(folder / STATE)
+    state = _read(folder / STATE_FILE)
     if state.get("format") == 1 and not {"digest", "files"} & state.keys():
         return state
     if state.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint {folder} cannot be read: it has format {state.get('format')!r}")
     if state.get("digest") != _digest_of({key: value for key, value in state.items() if key != "digest"}):
-        raise _damaged(folder, STATE, "its content does not agree with its digest")
+        raise _damaged(folder, STATE_FILE, "its content does not agree with its digest")
     for name, expected in state["files"].items():
         try:
             size = (folder / name).stat().st_size
@@ -61,7 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path.parent} cannot be read: {error}") from error
     if not isinstance(state, dict):
-        raise _damaged(path.parent, STATE, "it is not a JSON object")
+        raise _damaged(path.parent, STATE_FILE, "it is not a JSON object")
     return state
 
 

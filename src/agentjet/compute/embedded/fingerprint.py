@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from agentjet.compute.embedded.learner import Learner
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,7 +27,7 @@ class Fingerprints:
     masters of its own.
     """
 
-    def __init__(self, learner: Learner, sampling: Policy) -> None:
+    def __init__(self, learner: PolicyLearner, sampling: Policy) -> None:
         self._learner = learner
         self._sampling = sampling
         self._seen = self._look()

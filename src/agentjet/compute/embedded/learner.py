@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.algorithms.correction import correction_weights
-from agentjet.algorithms.losses import kl_k3, policy_loss, weights
 from agentjet.compute.embedded.passes import pass_of
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.timeline.allowed import decode_set
+from agentjet.recipes.correction import correction_weights
+from agentjet.recipes.losses import kl_k3, policy_loss, weights
 from agentjet.timeline.forest import Forest, select
+from agentjet.timeline.support import decode_set
 
 HEAD_ROWS = 512
 """Distributions whose logits over the whole vocabulary exist at the same time."""
@@ -46,7 +46,7 @@ class _Part:
     reference: Tensor | None = None
 
 
-class Learner:
+class PolicyLearner:
     """Owns the masters and the optimiser of one policy."""
 
     def __init__(self, policy: Policy) -> None:
@@ -348,7 +348,7 @@ def _distributions(
     Yields one target of each of D distributions [D], all of their targets [T], and the distribution of each of these
     [T]. `rows` [M] are the targets' positions.
     """
-    keys = np.stack([rows, forest.temperature.view(np.int32), forest.allowed], axis=1)
+    keys = np.stack([rows, forest.temperature.view(np.int32), forest.support], axis=1)
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
     order = np.argsort(inverse, kind="stable")
@@ -359,7 +359,7 @@ def _distributions(
 
 def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tensor | None:
     """Which tokens [D, V] some distributions, given by one target of each, leave out; None where none leaves any."""
-    numbers = forest.allowed[first]
+    numbers = forest.support[first]
     if (numbers < 0).all():
         return None
     outside = np.zeros((len(first), vocabulary), bool)

@@ -2,37 +2,62 @@
 
 Whether it can is looked up in the model's config, then tried (`branching.py`). A model that cannot is sampled and
 taught one row per timeline, with its own attention, which costs speed only.
+
+The model card: what the gateway must know of a model without loading it.
+
+Whether a model's state can branch: several continuations of one prefix computed side by side, the prefix once.
+
+Two questions, and both must be answered with yes. By its config, is every layer full attention? (A window that is
+never shorter than the context is full attention.) And does a forward pass over a small forest, under a plan, give what
+the model itself gives row by row? The second finds what no config says: soft caps, sinks, biases, convolutions beside
+the attention, layers that keep other keys than the cache can hold.
+
+A model of random weights, made on the spot: two layers over bytes, as a Hugging Face folder. It knows nothing and
+learns something in seconds, without a download: for studies of training itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
+import re
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
-from agentjet.compute.embedded.attention import ATTENTION
-from agentjet.compute.embedded.branching import why_state_cannot_branch
-from agentjet.compute.embedded.card import make_card
-from agentjet.compute.embedded.logits import find_logit_shape
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.resolve import (
+from agentjet.compute.embedded.attention import ATTENTION, AttentionPlan, flat_forward
+from agentjet.compute.embedded.fingerprint import model_fingerprint
+from agentjet.compute.embedded.passes import forest_plan
+from agentjet.compute.embedded.policy import (
+    Policy,
+    find_logit_transform,
     first_line,
     load_pretrained,
+    locate_model,
+    probe_tokens,
     resolve_device,
     resolve_dtype,
-    resolve_model,
+    tolerance,
     why_not_loaded,
 )
 from agentjet.config import LoraConfig, ModelConfig
+from agentjet.config.loader import cache_dir
 from agentjet.errors import ConfigError
+from agentjet.rendering import template_for
+from agentjet.timeline.forest import Row, build_forest
+from agentjet.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
-BEGINNING = 0
+LOADING_SEED = 0
 """Seed of what is drawn while a model is loaded (adapters): every worker begins alike, or a replay would end elsewhere.
 Set after the type was found, which may take draws or not.
 """
@@ -43,25 +68,25 @@ def load_policy(config: ModelConfig) -> Policy:
     if config.threads:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
-    folder = resolve_model(config.name)
+    folder = locate_model(config.name)
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
     dtype = resolve_dtype(config.dtype, device, hf_config)
-    torch.manual_seed(BEGINNING)
+    torch.manual_seed(LOADING_SEED)
     model: Any = load_pretrained(config.name, folder, hf_config, dtype)
     model = model.to(device).eval()
     _freeze_towers(model)
-    card = make_card(config, folder, model)
+    card = make_model_info(config, folder, model)
     if config.lora.rank:
         model = _with_adapters(model, config.lora)
     policy = Policy(model, card, folder)
-    policy.logit_shape = find_logit_shape(policy)
-    reason = why_state_cannot_branch(policy)
+    policy.logit_transform = find_logit_transform(policy)
+    reason = prefix_sharing_obstacle(policy)
     if reason is None:
         cast(Any, policy.decoder.config)._attn_implementation = ATTENTION
-        policy.card = dataclasses.replace(card, can_branch=True)
+        policy.card = dataclasses.replace(card, shares_prefixes=True)
     else:
         log.warning("%s: state cannot branch (%s): one row per timeline", config.name, reason)
     return policy
@@ -117,3 +142,260 @@ def _experts_without_adapters(adapted: nn.Module) -> list[str]:
         for name, part in adapted.named_modules()
         if name.endswith("experts") and any(p.ndim == 3 for p in part.parameters(recurse=False))
     ]
+
+
+RECURRENT_CONTEXT = 8192
+"""Context length of models that know no limit (recurrent ones) where the settings name none."""
+
+
+def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) -> ModelInfo:
+    """The card of a loaded model; raises `ConfigError` when a chat cannot be rendered for it. `shares_prefixes` is
+    False until somebody has looked.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name = {config.name!r} has no tokenizer: {why_not_loaded(error)}") from error
+    template, tool_format = template_for(config.name, tokenizer.chat_template or "")
+    if not template:
+        raise ConfigError(
+            f"model.name = {config.name!r} has no chat template: "
+            "use an instruct model, or add chat_template.jinja to its folder"
+        )
+    context = _context_length(model)
+    if context and config.context_length > context:
+        raise ConfigError(
+            f"model.context_length = {config.context_length} is above the {context} that {config.name!r} was made for"
+        )
+    return ModelInfo(
+        name=config.name,
+        tokenizer_path=_tokenizer_folder(folder, tokenizer),
+        chat_template=template,
+        context_length=config.context_length or context or RECURRENT_CONTEXT,
+        end_tokens=_end_tokens(model, tokenizer),
+        bos_token=tokenizer.bos_token or "",
+        eos_token=tokenizer.eos_token or "",
+        shares_prefixes=False,
+        num_parameters=model.num_parameters(),
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        tool_format=tool_format,
+        weights=model_fingerprint(model),
+        threads=torch.get_num_threads() if model.device.type == "cpu" else 0,
+    )
+
+
+def _context_length(model: PreTrainedModel) -> int | None:
+    """The longest context the model was made for; None for a recurrent model."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(longest) if longest else None
+
+
+def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
+    """A local folder with the `tokenizer.json` that `transformers` tokenises with.
+
+    Some tokenizer classes (Llama's) rebuild the pipeline, so that it may differ from the file in the model's folder.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            f"{folder}: its tokenizer {type(tokenizer).__name__} is not backed by the tokenizers library: "
+            "add a tokenizer.json to the model's folder"
+        )
+    text = backend.to_str()
+    own = Path(folder) / "tokenizer.json"
+    if own.exists() and _pipeline(Tokenizer.from_file(str(own)).to_str()) == _pipeline(text):
+        return str(own.parent.resolve())
+    target = cache_dir() / f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    tokenizer.save_pretrained(target)
+    return str(target)
+
+
+def _pipeline(text: str) -> dict[str, Any]:
+    """A `tokenizer.json` without what changes no token of a text."""
+    return {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding", "decoder")}
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    ends: set[int] = set()
+    for source in (
+        getattr(model.generation_config, "eos_token_id", None),
+        getattr(model.config, "eos_token_id", None),
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        if source is not None:
+            ends.update(source if isinstance(source, list | tuple) else [source])
+    return tuple(sorted(int(token) for token in ends))
+
+
+FULL = "full_attention"
+WINDOW_SETTING = re.compile(r"window_(size|len)|index_topk")
+"""Names of settings of layers that see less than everything, in configs that do not list their layers."""
+PROBE_TRUNK, PROBE_BRANCH = 8, 5
+
+
+def prefix_sharing_obstacle(policy: Policy) -> str | None:
+    """The reason, for the log; None when it can.
+
+    The boundary at which whatever a model of any kind raises, when it is looked at or run under a plan, becomes a
+    reason.
+    """
+    try:
+        return _by_config(policy.config, policy.card.context_length) or _by_trial(policy)
+    except Exception as error:
+        return f"it does not run under an attention plan: {type(error).__name__}: {first_line(error)}"
+
+
+def _by_config(config: Any, context: int) -> str | None:
+    kinds: set[str] = set()
+    for kind, arguments in zip(*get_layer_types_and_kwargs(config), strict=True):
+        window = arguments.get("sliding_window")
+        if kind == FULL or (kind == "sliding_attention" and window and window >= context):
+            continue
+        kinds.add(f"{kind} of {window} in a context of {context}" if window else kind)
+    if kinds:
+        return f"layers of kind {', '.join(sorted(kinds))}"
+    short = sorted(key for key, value in config.to_dict().items() if value and WINDOW_SETTING.search(key))
+    return f"its config has {', '.join(short)}" if short else None
+
+
+@torch.inference_mode()
+def _by_trial(policy: Policy) -> str | None:
+    """Two rows with a common trunk: as one forest under a plan, and row by row by the model itself."""
+    tokens = probe_tokens(policy, PROBE_TRUNK + 2 * PROBE_BRANCH).cpu().numpy().astype(np.int32)
+    rows = [
+        tokens[: PROBE_TRUNK + PROBE_BRANCH],
+        np.concatenate([tokens[:PROBE_TRUNK], tokens[PROBE_TRUNK + PROBE_BRANCH :]]),
+    ]
+    nothing = np.zeros(0, np.float32)
+    forest = build_forest([Row(row, nothing, nothing.astype(np.int32), 0.0, 1.0, i) for i, row in enumerate(rows)])
+    assert forest.num_nodes == len(tokens), "the vocabulary is smaller than the trial"
+    witness = _RecordingPlan(forest_plan(forest, policy.device))
+    with policy.attention(ATTENTION):
+        hidden = flat_forward(
+            policy.decoder,
+            torch.from_numpy(forest.tokens.astype(np.int64)).to(policy.device),
+            torch.from_numpy(forest.depth.astype(np.int64)).to(policy.device),
+            witness,
+        )
+    if (unlike := witness.unlike(policy)) is not None:
+        return unlike
+    ours = policy.head(hidden).float().log_softmax(-1)
+    for row in rows:
+        ids = torch.from_numpy(row.astype(np.int64)).to(policy.device)
+        logits = cast(Any, policy.model)(input_ids=ids[None], use_cache=False).logits[0].float()
+        theirs = logits.log_softmax(-1)
+        branch = np.flatnonzero(np.isin(forest.tokens, row))
+        difference = float((ours[torch.from_numpy(branch).to(policy.device)] - theirs).abs().max())
+        if not difference <= tolerance(policy.dtype, logits):
+            return f"its attention differs from plain attention by {difference:.3f} in log-probability"
+    return None
+
+
+class _RecordingPlan:
+    """Passes attention on to a plan and notes which layers asked, and for keys and values of which sizes."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan = plan
+        self._layers: list[int] = []
+        self._sizes: set[tuple[int, ...]] = set()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `AttentionPlan`."""
+        self._layers.append(layer)
+        self._sizes |= {tuple(key.shape[1:]), tuple(value.shape[1:])}
+        return self._plan.attend(layer, query, key, value, scale)
+
+    def unlike(self, policy: Policy) -> str | None:
+        """How the layers differ from those the sampler's cache is made for; None when they do not."""
+        shape = policy.shape
+        if sorted(self._layers) != list(range(shape.layers)):
+            return f"{len(set(self._layers))} of its {shape.layers} layers attend through the library's interface"
+        if self._sizes != {(shape.kv_heads, shape.head_dim)}:
+            return f"its keys and values have the sizes {sorted(self._sizes)}"
+        return None
+
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Ids 0, 1, 2; the bytes follow."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+RANDOM_MODEL_CONTEXT = 1024
+
+
+def make_random_model(folder: Path, *, layers: int = 2, width: int = 32, seed: int = 0) -> Path:
+    """Write the model into `folder`, which is made; the same seed gives the same weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = byte_vocabulary()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(vocabulary)), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL[2],
+        "pad_token": SPECIAL[0],
+        "model_max_length": RANDOM_MODEL_CONTEXT,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=RANDOM_MODEL_CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def byte_vocabulary() -> dict[str, int]:
+    """The special tokens, then the 256 bytes as byte-level tokenizers spell them: those that print stand for
+    themselves, the others for the characters from 256 on, in order (Radford et al. 2019).
+    """
+    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    spelled = [chr(byte) if byte in printing else chr(next(others)) for byte in range(256)]
+    return {token: number for number, token in enumerate((*SPECIAL, *spelled))}
+
+
+def tokenizer(vocabulary: dict[str, int]) -> dict[str, object]:
+    """`tokenizer.json`: a byte-level BPE without merges."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": token, **flags} for number, token in enumerate(SPECIAL)],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": [],
+        },
+    }

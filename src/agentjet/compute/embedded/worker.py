@@ -3,10 +3,16 @@
 Started by `backend.EmbeddedCompute` with frames on standard input and output. A thread reads frames, so that a vanished
 gateway ends the process at once, whatever the loop is at: nothing here must outlive it, since every fact that counts is
 in the gateway's journal.
+
+Memory that is freed goes back to the system.
+
+glibc keeps it: it takes blocks of up to 32 MB from a heap whose holes stay resident, and those of a learner, of another
+size in every batch, add up. Twelve batches of long conversations left 8 GB of holes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 import os
@@ -22,19 +28,18 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import torch
 
-from agentjet.compute.embedded import checkpoint, frames
+from agentjet.compute.embedded import checkpoint, worker_process
 from agentjet.compute.embedded.fingerprint import Fingerprints
-from agentjet.compute.embedded.learner import Learner
-from agentjet.compute.embedded.memory import give_back
+from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.plain_sampler import PlainSampler
+from agentjet.compute.embedded.plain_sampler import RowSampler
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import Sampler
-from agentjet.compute.embedded.scoring import score
+from agentjet.compute.embedded.sampler import PrefixSampler
+from agentjet.compute.embedded.token_sampling import score
 from agentjet.config import JobConfig, ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError
-from agentjet.timeline.allowed import pack_sets
 from agentjet.timeline.forest import Forest
+from agentjet.timeline.support import pack_sets
 from agentjet.types import FinishReason, SamplingParams
 
 ARRIVAL_GAP_SECONDS = 0.004
@@ -52,7 +57,7 @@ class _Piece:
     size: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
-    allowed: list[bytes] = dataclasses.field(default_factory=list)
+    support: list[bytes] = dataclasses.field(default_factory=list)
 
 
 class Worker:
@@ -60,18 +65,18 @@ class Worker:
 
     def __init__(self, output: BinaryIO) -> None:
         self._output = output
-        self._inbox: queue.SimpleQueue[frames.Frame] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[worker_process.Frame] = queue.SimpleQueue()
         self._version = 0
         self._metrics: dict[int, dict[str, float]] = {}
         self._pieces: dict[int, _Piece] = {}
         self.policy: Policy
-        self.sampler: Sampler | PlainSampler
-        self.learner: Learner
+        self.sampler: PrefixSampler | RowSampler
+        self.learner: PolicyLearner
         self.fingerprints: Fingerprints
 
     def read_forever(self, stream: BinaryIO) -> None:
         """The reader thread's work."""
-        while (frame := frames.read(stream)) is not None:
+        while (frame := worker_process.read(stream)) is not None:
             self._inbox.put(frame)
         os._exit(0)  # the gateway is gone
 
@@ -90,7 +95,7 @@ class Worker:
             if frame["op"] == "sample":
                 arrivals_end = arrivals_end or time.monotonic() + ARRIVALS_SECONDS
 
-    def _next_frame(self, arrivals_end: float) -> frames.Frame | None:
+    def _next_frame(self, arrivals_end: float) -> worker_process.Frame | None:
         """The next verb; None when it is time for a step of the sampler.
 
         A step costs nearly the same for one request as for fifty, and requests come in flocks: after one has come,
@@ -105,7 +110,7 @@ class Worker:
         except queue.Empty:
             return None
 
-    def _carry_out(self, frame: frames.Frame) -> None:
+    def _carry_out(self, frame: worker_process.Frame) -> None:
         """One verb. The boundary where a failure becomes an answer; a failed `learn` may have half changed the
         weights, so it ends the process.
         """
@@ -132,9 +137,9 @@ class Worker:
         if dtype and model.dtype == "auto":  # What two timings find may differ.
             model = ModelConfig.model_validate({**config["model"], "dtype": dtype})
         self.policy = load_policy(model)
-        sampler = Sampler if self.policy.card.can_branch else PlainSampler
+        sampler = PrefixSampler if self.policy.card.shares_prefixes else RowSampler
         self.sampler = sampler(self.policy, settings.sampler.max_concurrent, settings.sampler.cache_tokens)
-        self.learner = Learner(self.policy)
+        self.learner = PolicyLearner(self.policy)
         self.fingerprints = Fingerprints(self.learner, self.sampler.policy)
         return dataclasses.asdict(self.policy.card)
 
@@ -165,7 +170,7 @@ class Worker:
             piece = self._pieces[new.id]
             piece.tokens.append(new.token)
             piece.logprobs.append(new.logprob)
-            piece.allowed.append(new.allowed)
+            piece.support.append(new.support)
             if new.error is not None:
                 del self._pieces[new.id]
                 self._send({"id": new.id, "error": type(new.error).__name__, "message": str(new.error)})
@@ -176,7 +181,7 @@ class Worker:
     def _deliver(self, complete: list[tuple[int, _Piece, FinishReason | None]]) -> None:
         if complete:
             tokens = [
-                (id, piece.tokens, piece.logprobs, pack_sets(piece.allowed), reason) for id, piece, reason in complete
+                (id, piece.tokens, piece.logprobs, pack_sets(piece.support), reason) for id, piece, reason in complete
             ]
             self._send({"tokens": tokens, "version": self._version})
         for id, piece, reason in complete:
@@ -202,7 +207,7 @@ class Worker:
         metrics |= self.fingerprints.changed()
         self._metrics = {batch_id: metrics}
         self._change_version(batch_id + 1)
-        give_back()
+        trim_malloc()
         return metrics
 
     def _save(self, path: str) -> dict[str, Any]:
@@ -224,8 +229,8 @@ class Worker:
     def _export(self, path: str, adapter: bool = False) -> None:
         checkpoint.export(Path(path), self.policy, adapter=adapter)
 
-    def _send(self, frame: frames.Frame) -> None:
-        self._output.write(frames.encode(frame))
+    def _send(self, frame: worker_process.Frame) -> None:
+        self._output.write(worker_process.encode(frame))
         self._output.flush()
 
 
@@ -247,3 +252,10 @@ def main() -> None:
     worker.run()
     sys.stderr.flush()
     os._exit(0)  # the reader thread still holds standard input, which an orderly end of the interpreter would wait for
+
+
+def trim_malloc() -> None:
+    """Does nothing where the C library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

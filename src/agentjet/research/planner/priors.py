@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from agentjet.config import config_of
-from agentjet.config.table import sections
-from agentjet.config.table import settings as settings_in
+from agentjet.config import parse_config
+from agentjet.config.reference import sections
+from agentjet.config.reference import settings as settings_in
 from agentjet.errors import ConfigError
-from agentjet.research.models import Arm, Knob, Setting, Sign, Study, Subject, Value
-from agentjet.research.planner.actions import Refused
+from agentjet.research.models import Arm, Knob, Refused, Setting, Sign, Study, Subject, Value
 from agentjet.research.servers import check_model
 
 FREE = frozenset({"job.seed", "job.max_steps"})
@@ -89,8 +88,8 @@ def base_value(name: str, settings: Setting) -> Value:
     if name in settings:
         return settings[name]
     loss = "job.algorithm.loss"  # the defaults of others depend on it
-    config = config_of({loss: settings[loss]} if loss in settings else {})
-    value: Any = {**config.model_dump(), "job": config.job.in_force().model_dump()}
+    config = parse_config({loss: settings[loss]} if loss in settings else {})
+    value: Any = {**config.model_dump(), "job": config.job.with_defaults().model_dump()}
     for part in name.split("."):
         value = value[part]
     assert isinstance(value, bool | int | float | str), name
@@ -118,7 +117,7 @@ def rounded(value: float, digits: int = 2) -> float:
     return float(f"{value:.{digits - 1}e}")
 
 
-def twin(arm: Arm, others: Iterable[Arm], base: Setting | None) -> Arm | None:
+def equal_arm(arm: Arm, others: Iterable[Arm], base: Setting | None) -> Arm | None:
     """One of the others that would be trained as this arm is. `base` is None where no server's settings are varied."""
 
     def whole(one: Arm, names: set[str]) -> object:
@@ -182,4 +181,4 @@ def check_job(settings: Setting) -> None:
     for name in sorted(FREE & settings.keys()):
         raise ConfigError(f"{name} = {settings[name]!r}: seeds and lengths of trials are the study's; leave it out")
     check_model(settings)
-    config_of(settings)
+    parse_config(settings)

@@ -9,8 +9,7 @@ from itertools import pairwise
 from agentjet.errors import ConfigError
 from agentjet.research.models import Arm, Setting, Sign, Value
 from agentjet.research.planner.priors import base_value, knob, priors, rounded
-from agentjet.research.planner.reading import Mention
-from agentjet.research.planner.topics import Understood
+from agentjet.research.planner.topics import Mention, ParsedTopic
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Claim:
 
 
 @dataclass
-class Sketch:
+class PlanDraft:
     """What a template makes of a question."""
 
     arms: list[Arm] = field(default_factory=list)
@@ -59,7 +58,7 @@ REMEDIES: tuple[tuple[str, Setting, str], ...] = (
 """What is tried where training goes wrong, besides a third of the learning rate."""
 
 
-def sketch(understood: Understood, base: Setting) -> Sketch:
+def draft_plan(understood: ParsedTopic, base: Setting) -> PlanDraft:
     """`base` holds the settings that are not the defaults. Raises `ConfigError` where nothing is left to compare."""
     makers = {
         "sweep": sweep,
@@ -86,7 +85,7 @@ def sketch(understood: Understood, base: Setting) -> Sketch:
     return found
 
 
-def conditions_of(understood: Understood, base: Setting) -> tuple[dict[str, Value], list[str]]:
+def conditions_of(understood: ParsedTopic, base: Setting) -> tuple[dict[str, Value], list[str]]:
     """What is given in all arms, and a note for each setting of which that cannot be told."""
     given: dict[str, list[Value]] = {}
     for mention in understood.mentions:
@@ -119,7 +118,7 @@ def values_of(mention: Mention, base: Setting) -> list[Value]:
     return values
 
 
-def options_of(understood: Understood, base: Setting) -> dict[str, list[Value]]:
+def options_of(understood: ParsedTopic, base: Setting) -> dict[str, list[Value]]:
     """By setting that is asked about, the values that are named."""
     options: dict[str, list[Value]] = {name: [] for name in understood.settings}
     for mention in understood.asked:
@@ -127,16 +126,16 @@ def options_of(understood: Understood, base: Setting) -> dict[str, list[Value]]:
     return options
 
 
-def sweep(understood: Understood, base: Setting) -> Sketch:
+def sweep(understood: ParsedTopic, base: Setting) -> PlanDraft:
     """The present values against tuned ones."""
     names = understood.settings
     fixed = {name: base_value(name, base) for name in names}
     tuned = Arm("tuned", {}, tuple(knob(name, base) for name in names))
     claim = Claim("tuned", "present", "+", "the best of several values is chosen, and judged on fresh seeds")
-    return Sketch([Arm("present", fixed), tuned], [claim])
+    return PlanDraft([Arm("present", fixed), tuned], [claim])
 
 
-def ablation(understood: Understood, base: Setting) -> Sketch:
+def ablation(understood: ParsedTopic, base: Setting) -> PlanDraft:
     """Everything, then everything but one."""
     options = options_of(understood, base)
     names = list(options)
@@ -145,7 +144,7 @@ def ablation(understood: Understood, base: Setting) -> Sketch:
             raise ConfigError(f"{name}: an ablation takes one value away, and {len(values)} are named; name one")
     whole = {name: values[0] if values else with_it(name, base) for name, values in options.items()}
     everything = Arm("all", whole)
-    found = Sketch([everything])
+    found = PlanDraft([everything])
     for name in names:
         part = Arm(f"no {priors()[name].says[0]}", {**whole, name: without_it(name)})
         found.arms.append(part)
@@ -154,14 +153,14 @@ def ablation(understood: Understood, base: Setting) -> Sketch:
     return found
 
 
-def a_against_b(understood: Understood, base: Setting) -> Sketch:
+def a_against_b(understood: ParsedTopic, base: Setting) -> PlanDraft:
     """What is named against each other; one alone stands against the present value, a part against none."""
     options = options_of(understood, base)
     if understood.rivals and len(options) > 1 and all(len(values) < 2 for values in options.values()):
         return part_against_part(options, base)
     name, values = max(options.items(), key=lambda item: len(item[1]))
     prior = priors()[name]
-    found = Sketch(notes=not_varied(options, name))
+    found = PlanDraft(notes=not_varied(options, name))
     if not values and (prior.switch or prior.off is not None):
         part = Arm(f"with {prior.says[0]}", {name: with_it(name, base)})
         found.arms = [part, Arm("without", {name: without_it(name)})]
@@ -193,9 +192,9 @@ def compared(name: str, values: list[Value], base: Setting) -> list[Value]:
     return sorted(set(values), key=number) if prior.is_number else list(dict.fromkeys(values))
 
 
-def part_against_part(options: dict[str, list[Value]], base: Setting) -> Sketch:
+def part_against_part(options: dict[str, list[Value]], base: Setting) -> PlanDraft:
     """Several ways of doing something, each without the others."""
-    found = Sketch()
+    found = PlanDraft()
     for name, values in options.items():
         off = {other: without_it(other) for other in options if other != name}
         found.arms.append(Arm(priors()[name].says[0], {name: values[0] if values else with_it(name, base), **off}))
@@ -205,18 +204,18 @@ def part_against_part(options: dict[str, list[Value]], base: Setting) -> Sketch:
     return found
 
 
-def scaling(understood: Understood, base: Setting) -> Sketch:
+def scaling(understood: ParsedTopic, base: Setting) -> PlanDraft:
     """Each value against the next smaller one."""
     name = understood.settings[0]
     prior = priors()[name]
-    found = Sketch(notes=not_varied(understood.settings, name))
+    found = PlanDraft(notes=not_varied(understood.settings, name))
     found.arms = arms_of(name, [prior.typed(value) for value in prior.tried(base_value(name, base))], base, found)
     found.claims = [claim_of(name, more, less) for less, more in pairwise(found.arms)]
     found.tune(tuned_with([name]), base)
     return found
 
 
-def arms_of(name: str, values: list[Value], base: Setting, found: Sketch) -> list[Arm]:
+def arms_of(name: str, values: list[Value], base: Setting, found: PlanDraft) -> list[Arm]:
     """An arm for each value, at as many samples where more of it would mean more of those. Raises `ConfigError`."""
     arms = []
     for value in values:
@@ -235,12 +234,12 @@ def arms_of(name: str, values: list[Value], base: Setting, found: Sketch) -> lis
     return arms
 
 
-def diagnosis(understood: Understood, base: Setting) -> Sketch:
+def diagnosis(understood: ParsedTopic, base: Setting) -> PlanDraft:
     """As it is, against each remedy by itself. The learning rate is one of them, so nothing is tuned."""
     rate = number(base_value("job.optimizer.lr", base))
     lower = {"job.optimizer.lr": float(f"{rate / 3:.2g}")}
     remedies = (("lower rate", lower, "most runs that go wrong step too far"), *REMEDIES)
-    found = Sketch([Arm("as it is")])
+    found = PlanDraft([Arm("as it is")])
     for label, changes, why in remedies:
         if any(base_value(name, base) != value for name, value in changes.items()):
             found.arms.append(Arm(label, changes))
@@ -248,7 +247,7 @@ def diagnosis(understood: Understood, base: Setting) -> Sketch:
     return found
 
 
-def reward_shaping(understood: Understood, base: Setting) -> Sketch:
+def reward_shaping(understood: ParsedTopic, base: Setting) -> PlanDraft:
     raise ConfigError(
         "a reward is what the agent returns, which no setting of the server changes: name the agent of each arm in a "
         "file, --space space.toml; all arms are scored by the same evaluator, whatever they are trained on"

@@ -6,6 +6,6 @@
 matplotlib is imported when a report is built.
 """
 
-from agentjet.research.report.building import book_of, build, build_all, check, facts_of, narrate
+from agentjet.research.report.document import book_of, build, build_all, check, facts_of, narrate
 
 __all__ = ["book_of", "build", "build_all", "check", "facts_of", "narrate"]

@@ -1,4 +1,8 @@
-"""OpenAI's legacy text completions: a raw prompt is continued as it stands, without the chat template.
+"""The body of `POST /v1/completions`, every key of it, and of its answer.
+
+`KEYS` has the treatment of each.
+
+OpenAI's legacy text completions: a raw prompt is continued as it stands, without the chat template.
 
 What begins with an earlier prompt and its answer continues that timeline: see `gateway.prompting`.
 """
@@ -8,26 +12,122 @@ from __future__ import annotations
 import codecs
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, Strict
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest, ScoredToken, TokenLogprob
-from agentjet.server.dialects.completions_bodies import (
-    BODY,
-    KEYS,
-    MAX_PROMPTS,
-    Completion,
-    CompletionBody,
-    CompletionChoice,
-    CompletionLogprobs,
+from agentjet.protocol import Int64
+from agentjet.server.dialects.dialect import (
+    DONE,
+    OPENAI_ERRORS,
+    SAMPLING_KEYS,
+    AnswerHead,
+    Chunks,
+    CollectedChoices,
+    Count,
+    Dialect,
+    Finite,
+    KeyRules,
+    RequestKeys,
+    SamplingBody,
+    StreamEvent,
+    UsageBody,
+    collect,
+    completion_request,
+    fingerprint_of,
+    honoured,
+    noted,
+    refuse_unused_stream_options,
+    refuse_value,
+    refused,
+    sse,
 )
-from agentjet.server.dialects.dialect import DONE, Chunks, Dialect, Event, Head, sse
-from agentjet.server.dialects.errors import OPENAI
-from agentjet.server.dialects.gathering import Gathered, fingerprint_of, gather
-from agentjet.server.dialects.refusals import refuse_idle_stream_options
-from agentjet.server.dialects.request_keys import refuse_value
-from agentjet.server.dialects.sampled import sampled_request
 from agentjet.types import Call, Conversation
+
+TokenId = Annotated[int, Strict(), Field(ge=0, lt=2**24)]
+MAX_LIKELIEST = 20
+MAX_PROMPTS = 64
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionBody(SamplingBody):
+    """A text completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
+
+    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1)]
+    """Text, or token ids, which are fed as given; or a list of either.
+
+    Control tokens are written as ids: in text their names stay text.
+    """
+    max_tokens: Count | None = None
+    """Without it as the job says, and not OpenAI's 16."""
+    logprobs: Annotated[Int64, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    """0: log-probabilities of the sampled tokens. Above, in evaluation episodes: those of the likeliest tokens, too."""
+    echo: bool | None = None
+    """In evaluation episodes: the prompt comes back before the completion, with its log-probabilities."""
+
+    # Known, and not honoured: see `KEYS`.
+    user: Any = None
+    best_of: int | None = None
+    suffix: str | None = None
+    frequency_penalty: Finite | None = None
+    presence_penalty: Finite | None = None
+    repetition_penalty: Finite | None = None
+    min_p: Finite | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+KEYS: RequestKeys = {
+    **SAMPLING_KEYS,
+    "prompt": honoured("a text or a list of token ids; in evaluation episodes a list of up to 64 of either"),
+    "max_tokens": honoured("without it the job's limit, not OpenAI's 16"),
+    "logprobs": honoured("0: the sampled tokens; up to 20 in evaluation episodes: the likeliest tokens, too"),
+    "echo": honoured("in evaluation episodes, without `stream`"),
+    "best_of": honoured("1, or equal to `n`"),
+    "user": noted(),
+    "suffix": refused("the policy continues a text", ""),
+    "frequency_penalty": refused("it would change the distribution", 0.0),
+    "presence_penalty": refused("it would change the distribution", 0.0),
+    "repetition_penalty": refused("it would change the distribution", 1.0),
+    "min_p": refused("it would change the distribution", 0.0),
+    "logit_bias": refused("it would change the distribution", {}),
+}
+BODY = KeyRules(KEYS)
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of a choice, token by token: every sampled token, control tokens included."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """Null for the first token of a prompt."""
+    text_offset: list[int]
+    """Where each token begins in the tokens' text, in characters; 0 is the beginning of the choice's text."""
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class CompletionChoice(BaseModel):
+    """One completion."""
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None
+    """Null in the chunks of a stream but for the last of a choice."""
+
+
+class TextCompletion(BaseModel):
+    """The answer to a text completion request; a chunk of a stream has the same shape."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | None = None
+    system_fingerprint: str | None = None
+    """`policy-N`: the policy version that sampled the last token."""
 
 
 def to_request(body: CompletionBody) -> CallRequest:
@@ -35,7 +135,7 @@ def to_request(body: CompletionBody) -> CallRequest:
     notes = BODY.judge(body)
     if body.best_of != body.n:  # The best n of n are all of them.
         refuse_value(body.best_of, (1,), "best_of")
-    refuse_idle_stream_options(body, body.stream_options)
+    refuse_unused_stream_options(body, body.stream_options)
     scored = bool(body.echo or body.logprobs)
     first, *others = _prompts(body.prompt)
     if len(others) >= MAX_PROMPTS:
@@ -49,7 +149,7 @@ def to_request(body: CompletionBody) -> CallRequest:
             code="unsupported_parameter",
             param="stream",
         )
-    request = sampled_request(body, Conversation((), prompt=first), body.max_tokens, notes=notes)
+    request = completion_request(body, Conversation((), prompt=first), body.max_tokens, notes=notes)
     return replace(
         request,
         others=tuple(Conversation((), prompt=prompt) for prompt in others),
@@ -57,11 +157,11 @@ def to_request(body: CompletionBody) -> CallRequest:
     )
 
 
-async def to_answer(chunks: Chunks, body: CompletionBody, head: Head) -> Completion:
+async def to_answer(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> TextCompletion:
     """The whole answer, once every choice has ended."""
     choices = body.n or 1
-    gathered = await gather(chunks, choices)
-    return Completion(
+    gathered = await collect(chunks, choices)
+    return TextCompletion(
         id=f"cmpl-{head.id}",
         created=head.created,
         model=head.model,
@@ -71,7 +171,7 @@ async def to_answer(chunks: Chunks, body: CompletionBody, head: Head) -> Complet
     )
 
 
-def _choice(body: CompletionBody, gathered: Gathered, index: int, call: Call) -> CompletionChoice:
+def _choice(body: CompletionBody, gathered: CollectedChoices, index: int, call: Call) -> CompletionChoice:
     scores, prompt = gathered.scores[index], _prompts(body.prompt)[index // (body.n or 1)]
     asked = scores[: gathered.prompt_tokens[index]]
     text = call.response.content
@@ -86,15 +186,15 @@ def _choice(body: CompletionBody, gathered: Gathered, index: int, call: Call) ->
     return CompletionChoice(text=text, index=index, logprobs=logprobs, finish_reason=_finish_reason(call))
 
 
-async def to_events(chunks: Chunks, body: CompletionBody, head: Head) -> AsyncGenerator[Event]:
+async def to_events(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> AsyncGenerator[StreamEvent]:
     """The chunks of a streamed answer."""
-    gathered = Gathered()
+    gathered = CollectedChoices()
     offsets: dict[int, _Offsets] = {}
     fingerprint: str | None = None
 
-    def event(**changes: Any) -> Event:
-        common = Completion(id=f"cmpl-{head.id}", created=head.created, model=head.model, choices=[])
-        return Event(sse(common.model_copy(update={**changes, "system_fingerprint": fingerprint}).model_dump()))
+    def event(**changes: Any) -> StreamEvent:
+        common = TextCompletion(id=f"cmpl-{head.id}", created=head.created, model=head.model, choices=[])
+        return StreamEvent(sse(common.model_copy(update={**changes, "system_fingerprint": fingerprint}).model_dump()))
 
     async for chunk in chunks:
         gathered.take(chunk)
@@ -164,8 +264,8 @@ def _finish_reason(call: Call) -> Any:
 DIALECT = Dialect(
     path="/v1/completions",
     keys=KEYS,
-    answer=Completion,
-    errors=OPENAI,
+    answer=TextCompletion,
+    errors=OPENAI_ERRORS,
     to_request=lambda body, past: to_request(body),
     to_answer=to_answer,
     to_events=to_events,

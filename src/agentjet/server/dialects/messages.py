@@ -12,30 +12,33 @@ from typing import Any
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallRequest
-from agentjet.server.dialects.bodies import OMITTED, omission
-from agentjet.server.dialects.constraints import checked, function_tool
-from agentjet.server.dialects.dialect import Dialect
-from agentjet.server.dialects.messages_answers import to_answer, to_events
-from agentjet.server.dialects.messages_bodies import (
-    ALLOWED,
-    BLOCKS,
+from agentjet.server.dialects.dialect import (
+    UNREADABLE_PARTS,
+    Dialect,
+    check_choice,
+    function_tool,
+    placeholder_of,
+    refuse_value,
+)
+from agentjet.server.dialects.messages_answers import ANTHROPIC_ERRORS, to_answer, to_events
+from agentjet.server.dialects.messages_requests import (
+    BLOCK_KEYS,
     BODY,
     KEYS,
     PROVIDER_TOOLS,
-    TOOL,
-    Block,
-    CountBody,
-    Keys,
+    ROLE_BLOCKS,
+    TOOL_KEYS,
+    ContentBlock,
     MessageAnswer,
     MessagesBody,
-    Open,
-    Tool,
+    PartKeys,
+    PromptBody,
+    ToolBlock,
     ToolChoice,
     TurnBody,
+    TypedPart,
+    from_tool_input,
 )
-from agentjet.server.dialects.messages_errors import ANTHROPIC
-from agentjet.server.dialects.messages_inputs import to_arguments
-from agentjet.server.dialects.request_keys import refuse_value
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 
@@ -62,7 +65,7 @@ def to_request(body: MessagesBody) -> CallRequest:
     )
 
 
-def to_conversation(body: CountBody) -> tuple[Conversation, tuple[str, ...]]:
+def to_conversation(body: PromptBody) -> tuple[Conversation, tuple[str, ...]]:
     """What the model reads of a request, and what is noted of it. Raises `InvalidRequest` like `to_request`."""
     notes = BODY.judge(body)
     _refuse_edits(body.context_management)
@@ -98,11 +101,11 @@ def _refuse_edits(context_management: Any) -> None:
             )
 
 
-def _check_keys(part: Open, keys: Keys, where: str, notes: list[str]) -> None:
+def _check_keys(part: TypedPart, keys: PartKeys, where: str, notes: list[str]) -> None:
     """Raises `InvalidRequest` for a key that is missing, unknown, or asks for what cannot be had."""
     given = {name for name in part.model_fields_set if getattr(part, name) is not None} - {"type"}
     for name in given & {"cache_control", *keys.noted}:
-        notes.append(f"tools[].{name}" if keys is TOOL else f"messages[].content[].{name}")
+        notes.append(f"tools[].{name}" if keys is TOOL_KEYS else f"messages[].content[].{name}")
     given -= {"cache_control", *keys.noted}
     for name in keys.required:
         if name not in given:
@@ -125,7 +128,7 @@ def _turn(turn: TurnBody, where: str, notes: list[str]) -> list[Message]:
         return [Message(turn.role, turn.content)]
     blocks = [_readable(block, notes) for block in turn.content]
     for i, block in enumerate(blocks):
-        _check_block(block, f"{where}.content.{i}", ALLOWED[turn.role], f"{turn.role} message", notes)
+        _check_block(block, f"{where}.content.{i}", ROLE_BLOCKS[turn.role], f"{turn.role} message", notes)
     if turn.role == "assistant":
         return [_answer(blocks)]
     if not blocks:
@@ -145,33 +148,37 @@ def _turn(turn: TurnBody, where: str, notes: list[str]) -> list[Message]:
     return messages
 
 
-def _readable(block: Block, notes: list[str]) -> Block:
+def _readable(block: ContentBlock, notes: list[str]) -> ContentBlock:
     """The block, or the text that stands for one that the policy cannot read."""
-    return Block(type="text", text=omission(block.type, notes)) if block.type in OMITTED else block
+    return (
+        ContentBlock(type="text", text=placeholder_of(block.type, notes)) if block.type in UNREADABLE_PARTS else block
+    )
 
 
-def _check_block(block: Block, where: str, allowed: Sequence[str], parent: str, notes: list[str]) -> None:
+def _check_block(block: ContentBlock, where: str, allowed: Sequence[str], parent: str, notes: list[str]) -> None:
     if block.type in allowed:
-        _check_keys(block, BLOCKS[block.type], where, notes)
+        _check_keys(block, BLOCK_KEYS[block.type], where, notes)
         return
-    why = f"does not belong into a {parent}" if block.type in BLOCKS else "cannot be read: the policy reads text only"
+    why = (
+        f"does not belong into a {parent}" if block.type in BLOCK_KEYS else "cannot be read: the policy reads text only"
+    )
     raise InvalidRequest(f"{where} is of type {block.type!r}, which {why}.", code="unsupported_content", param=where)
 
 
-def _answer(blocks: Sequence[Block]) -> Message:
+def _answer(blocks: Sequence[ContentBlock]) -> Message:
     return Message(
         "assistant",
         content="".join(block.text or "" for block in blocks),
         reasoning="".join(block.thinking or "" for block in blocks),
         tool_calls=tuple(
-            ToolCall(block.id or "", block.name or "", to_arguments(block.input or {}))
+            ToolCall(block.id or "", block.name or "", from_tool_input(block.input or {}))
             for block in blocks
             if block.type == "tool_use"
         ),
     )
 
 
-def _result(block: Block, where: str, notes: list[str]) -> Message:
+def _result(block: ContentBlock, where: str, notes: list[str]) -> Message:
     """What a tool said. Templates have no place for `is_error`: it is put into words, unless the tool did so."""
     text = _text(block.content or "", f"{where}.content", notes)
     if block.is_error and not text.lower().startswith("error"):
@@ -179,7 +186,7 @@ def _result(block: Block, where: str, notes: list[str]) -> Message:
     return Message("tool", text, tool_call_id=block.tool_use_id or "")
 
 
-def _text(content: str | list[Block], where: str, notes: list[str]) -> str:
+def _text(content: str | list[ContentBlock], where: str, notes: list[str]) -> str:
     if isinstance(content, str):
         return content
     blocks = [_readable(block, notes) for block in content]
@@ -188,7 +195,7 @@ def _text(content: str | list[Block], where: str, notes: list[str]) -> str:
     return "".join(block.text or "" for block in blocks)
 
 
-def _tool(tool: Tool, index: int, notes: list[str]) -> dict[str, Any]:
+def _tool(tool: ToolBlock, index: int, notes: list[str]) -> dict[str, Any]:
     where = f"tools.{index}"
     if tool.type not in (None, "custom"):
         raise InvalidRequest(
@@ -197,11 +204,11 @@ def _tool(tool: Tool, index: int, notes: list[str]) -> dict[str, Any]:
             code="unsupported_parameter",
             param=where,
         )
-    _check_keys(tool, TOOL, where, notes)
+    _check_keys(tool, TOOL_KEYS, where, notes)
     return function_tool(tool.name, tool.description, tool.input_schema)
 
 
-def _offered(body: CountBody, notes: list[str]) -> list[tuple[int, Tool]]:
+def _offered(body: PromptBody, notes: list[str]) -> list[tuple[int, ToolBlock]]:
     """The tools that the policy is offered, by their places in the request."""
     if body.tool_choice is not None and body.tool_choice.type == "none":
         return []
@@ -231,14 +238,14 @@ def _constraint(body: MessagesBody) -> Constraint:
         strict=frozenset(tool.name or "" for tool in tools if tool.strict),
         parallel=not choice.disable_parallel_tool_use,
     )
-    return checked(constraint, [tool.name or "" for tool in tools])
+    return check_choice(constraint, [tool.name or "" for tool in tools])
 
 
 DIALECT = Dialect(
     path="/v1/messages",
     keys=KEYS,
     answer=MessageAnswer,
-    errors=ANTHROPIC,
+    errors=ANTHROPIC_ERRORS,
     to_request=lambda body, past: to_request(body),
     to_answer=to_answer,
     to_events=to_events,

@@ -1,30 +1,89 @@
-"""What is sampled as Anthropic's messages: blocks of thinking, text and tool uses, in this order, whole or streamed."""
+"""How Anthropic's routes say what went wrong.
+
+What is sampled as Anthropic's messages: blocks of thinking, text and tool uses, in this order, whole or streamed.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel
+
+from agentjet.errors import ContextOverflow, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects.dialect import Chunks, Event, Head, sse
-from agentjet.server.dialects.messages_bodies import (
+from agentjet.server.dialects.dialect import AnswerHead, Chunks, ErrorShape, StreamEvent, sse
+from agentjet.server.dialects.messages_requests import (
     MessageAnswer,
     MessagesBody,
+    MessageUsage,
     StopReason,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
-    Usage,
+    is_wrapped,
+    to_tool_input,
 )
-from agentjet.server.dialects.messages_inputs import is_wrapped, to_input
 from agentjet.types import Call, Message, ToolCall
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By status; the rest are `invalid_request_error` or, from 500 on, `api_error`."""
+
+
+class AnthropicErrorDetails(BaseModel):
+    """What Anthropic's SDKs act upon."""
+
+    error_code: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """What Anthropic's SDKs read. There is no place for the offending key: the message names it."""
+
+    type: str
+    message: str
+    details: AnthropicErrorDetails
+
+
+class AnthropicError(BaseModel):
+    """An error on a route of Anthropic's, also sent as the last event of a broken stream."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
+    request_id: str | None = None
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """The body of an error."""
+    kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    is_named = error.param is None or error.param in error.message
+    message = error.message if is_named else f"{error.param}: {error.message}"
+    if isinstance(error, ContextOverflow):  # Claude Code reads both numbers to compact its history.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.maximum - 1} maximum"
+    elif error.code == ContextOverflow.code:
+        message = f"prompt is too long: {error.message}"
+    message = message.replace(".function.parameters", ".input_schema")  # What the grammar calls it in any dialect.
+    details = AnthropicErrorDetails(error_code=error.code)
+    return AnthropicError(error=AnthropicErrorBody(type=kind, message=message, details=details)).model_dump()
+
+
+ANTHROPIC_ERRORS = ErrorShape(
+    model=AnthropicError, body=anthropic_error, event=lambda error, num_sent: sse(anthropic_error(error), name="error")
+)
+
 
 SIGNATURE = "agentjet"
 """Of every thinking block. Not empty, because some SDKs drop blocks without one from the history."""
 
 
-async def to_answer(chunks: Chunks, body: MessagesBody, head: Head) -> MessageAnswer:
+async def to_answer(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> MessageAnswer:
     """The whole answer, once it has ended."""
     async for chunk in chunks:
         last = chunk
@@ -34,18 +93,18 @@ async def to_answer(chunks: Chunks, body: MessagesBody, head: Head) -> MessageAn
         model=head.model,
         content=_content(last.call.response),
         **_end(last, last.call, body),
-        usage=Usage(input_tokens=last.num_prompt_tokens, output_tokens=len(last.call.completion)),
+        usage=MessageUsage(input_tokens=last.num_prompt_tokens, output_tokens=len(last.call.completion)),
     )
 
 
-async def to_events(chunks: Chunks, body: MessagesBody, head: Head) -> AsyncGenerator[Event]:
+async def to_events(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> AsyncGenerator[StreamEvent]:
     """The events of a streamed answer: blocks come one after the other, tool uses whole."""
     blocks = _Blocks()
     started = False
     async for chunk in chunks:
         if not started:
             started = True
-            empty = Usage(input_tokens=chunk.num_prompt_tokens, output_tokens=0)
+            empty = MessageUsage(input_tokens=chunk.num_prompt_tokens, output_tokens=0)
             message = MessageAnswer(id=f"msg_{head.id}", model=head.model, content=[], usage=empty)
             yield _event({"type": "message_start", "message": message.model_dump()})
         if chunk.reasoning:
@@ -58,13 +117,13 @@ async def to_events(chunks: Chunks, body: MessagesBody, head: Head) -> AsyncGene
             continue
         for event in blocks.end(chunk.call.response):
             yield _event(event)
-        usage = Usage(input_tokens=chunk.num_prompt_tokens, output_tokens=len(chunk.call.completion))
+        usage = MessageUsage(input_tokens=chunk.num_prompt_tokens, output_tokens=len(chunk.call.completion))
         yield _event({"type": "message_delta", "delta": _end(chunk, chunk.call, body), "usage": usage.model_dump()})
-    yield Event(sse({"type": "message_stop"}, name="message_stop"))
+    yield StreamEvent(sse({"type": "message_stop"}, name="message_stop"))
 
 
-def _event(payload: dict[str, Any]) -> Event:
-    return Event(sse(payload, name=payload["type"]))
+def _event(payload: dict[str, Any]) -> StreamEvent:
+    return StreamEvent(sse(payload, name=payload["type"]))
 
 
 class _Blocks:
@@ -124,7 +183,7 @@ def _content(message: Message) -> list[ThinkingBlock | TextBlock | ToolUseBlock]
 
 
 def _tool_use(call: ToolCall) -> ToolUseBlock:
-    return ToolUseBlock(id=call.id, name=call.name, input=to_input(call.arguments))
+    return ToolUseBlock(id=call.id, name=call.name, input=to_tool_input(call.arguments))
 
 
 def _end(chunk: CallChunk, call: Call, body: MessagesBody) -> dict[str, Any]:

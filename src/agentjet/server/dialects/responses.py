@@ -12,30 +12,37 @@ from typing import Any
 
 from agentjet.errors import InvalidRequest, NotFound, RequestError
 from agentjet.gateway.requests import CallRequest
-from agentjet.server.dialects.constraints import ANY_OBJECT, checked, named_function
-from agentjet.server.dialects.dialect import Dialect, ErrorShape, Past, sse
-from agentjet.server.dialects.errors import OpenAIError, openai_error
-from agentjet.server.dialects.refusals import refuse_idle_stream_options, refuse_other_tokens
-from agentjet.server.dialects.responses_answers import to_answer, to_events
-from agentjet.server.dialects.responses_bodies import BODY, INCLUDED, KEYS, Format, ResponsesBody
-from agentjet.server.dialects.responses_items import to_messages
-from agentjet.server.dialects.responses_shapes import ResponseAnswer
-from agentjet.server.dialects.responses_tools import Offered, called, offered
+from agentjet.server.dialects.dialect import (
+    ANY_OBJECT,
+    CallLookup,
+    Dialect,
+    ErrorShape,
+    OpenAIError,
+    check_choice,
+    named_function,
+    openai_error,
+    refuse_top_logprobs,
+    refuse_unused_stream_options,
+    sse,
+)
+from agentjet.server.dialects.responses_answers import ResponseAnswer, to_answer, to_events
+from agentjet.server.dialects.responses_bodies import BODY, INCLUDABLE, KEYS, ResponsesBody, TextFormat
+from agentjet.server.dialects.responses_requests import OfferedTool, full_name, offered_tools, to_messages
 from agentjet.types import Constraint, Conversation, Message
 
 PARAMS = {"messages": "input"}
 """What this dialect calls what others gave its name to."""
 
 
-def to_request(body: ResponsesBody, past: Past) -> CallRequest:
+def to_request(body: ResponsesBody, past: CallLookup) -> CallRequest:
     """The canonical request. Raises `RequestError` naming the first thing that cannot be honoured."""
-    refuse_other_tokens(body.top_logprobs, "top_logprobs")
-    refuse_idle_stream_options(body, body.stream_options)
+    refuse_top_logprobs(body.top_logprobs, "top_logprobs")
+    refuse_unused_stream_options(body, body.stream_options)
     notes = BODY.judge(body)
-    notes += [f"include: {name}" for name in body.include or () if name not in INCLUDED]
+    notes += [f"include: {name}" for name in body.include or () if name not in INCLUDABLE]
     instructions = (Message("system", body.instructions),) if body.instructions else ()
     said = [Message("user", body.input)] if isinstance(body.input, str) else to_messages(body.input, past, notes)
-    tools = [] if body.tool_choice == "none" else offered(body.tools or (), notes)
+    tools = [] if body.tool_choice == "none" else offered_tools(body.tools or (), notes)
     return CallRequest(
         conversation=Conversation(
             (*instructions, *_continued(body.previous_response_id, past), *said),
@@ -52,7 +59,7 @@ def to_request(body: ResponsesBody, past: Past) -> CallRequest:
     )
 
 
-def _continued(response_id: str | None, past: Past) -> tuple[Message, ...]:
+def _continued(response_id: str | None, past: CallLookup) -> tuple[Message, ...]:
     """The conversation behind an earlier answer, with it, but without the instructions of that request."""
     if response_id is None:
         return ()
@@ -67,7 +74,7 @@ def _continued(response_id: str | None, past: Past) -> tuple[Message, ...]:
     return (*asked.messages[1 if asked.instructed else 0 :], answer)
 
 
-def _constraint(body: ResponsesBody, tools: Sequence[Offered]) -> Constraint:
+def _constraint(body: ResponsesBody, tools: Sequence[OfferedTool]) -> Constraint:
     """What `text.format`, `tool_choice`, `parallel_tool_calls` and strict tools ask of the answer."""
     choice = body.tool_choice
     constraint = Constraint(
@@ -75,13 +82,13 @@ def _constraint(body: ResponsesBody, tools: Sequence[Offered]) -> Constraint:
         schema_param="text.format",
         calls="required" if choice == "required" or isinstance(choice, dict) else "auto",
         function=_named(choice) if isinstance(choice, dict) else "",
-        strict=frozenset(tool.called for tool in tools if tool.strict),
+        strict=frozenset(tool.full_name for tool in tools if tool.strict),
         parallel=body.parallel_tool_calls is not False,
     )
-    return checked(constraint, [tool.called for tool in tools])
+    return check_choice(constraint, [tool.full_name for tool in tools])
 
 
-def _schema(given: Format | None) -> Mapping[str, Any] | None:
+def _schema(given: TextFormat | None) -> Mapping[str, Any] | None:
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
@@ -95,12 +102,12 @@ def _named(choice: Mapping[str, Any]) -> str:
     if choice.get("type") == "custom":
         choice = {**choice, "type": "function"}
     name = named_function(choice, choice, "{'type': 'function' or 'custom', 'name': ...}")
-    return called(choice.get("namespace"), name)
+    return full_name(choice.get("namespace"), name)
 
 
 def _error(error: RequestError) -> dict[str, Any]:
     body = openai_error(error)
-    if error.code != "unknown_parameter":  # That one says what the body called it.
+    if error.code != "unknown_parameter":  # That one says what the body full_name it.
         body["error"]["param"] = PARAMS.get(error.param or "", error.param)
     return body
 

@@ -1,50 +1,173 @@
-"""What comes back from the Responses API: the whole response, or the events that build it up."""
+"""What `POST /v1/responses` answers: the response, its output items and their parts.
+
+What comes back from the Responses API: the whole response, or the events that build it up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from agentjet.gateway.requests import CallChunk, TokenLogprob
-from agentjet.server.dialects.dialect import Chunks, Event, Head, sse
-from agentjet.server.dialects.gathering import Gathered, gather
+from agentjet.server.dialects.dialect import AnswerHead, Chunks, CollectedChoices, StreamEvent, collect, sse
 from agentjet.server.dialects.responses_bodies import ResponsesBody, Status
-from agentjet.server.dialects.responses_items import item_id, seal
-from agentjet.server.dialects.responses_shapes import (
-    Incomplete,
-    LogprobShape,
-    OutputCall,
-    OutputCustomCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-    ResponseAnswer,
-    ResponseUsage,
-)
-from agentjet.server.dialects.responses_tools import Offered, offered, to_input
+from agentjet.server.dialects.responses_requests import OfferedTool, item_id, offered_tools, seal, to_custom_input
 from agentjet.types import ToolCall
 
 
-async def to_answer(chunks: Chunks, body: ResponsesBody, head: Head) -> ResponseAnswer:
+class LogprobShape(BaseModel):
+    """A sampled token with the logarithm of its probability under the distribution it was sampled from."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any] = []
+
+
+class OutputText(BaseModel):
+    """What the model said. Its log-probabilities are those of every sampled token, control tokens included."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[LogprobShape] = []
+
+
+class ReasoningText(BaseModel):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputMessage(BaseModel):
+    """The message of an answer."""
+
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: Status
+    content: list[OutputText]
+
+
+class OutputReasoning(BaseModel):
+    """The reasoning of an answer."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    encrypted_content: str | None = None
+    status: Status
+
+
+class OutputCall(BaseModel):
+    """A function call of an answer."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+    namespace: str | None = None
+
+
+class OutputCustomCall(BaseModel):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: Status
+    namespace: str | None = None
+
+
+OutputItem = OutputReasoning | OutputMessage | OutputCall | OutputCustomCall
+
+
+class InputDetails(BaseModel):
+    """Nothing is told apart here."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(BaseModel):
+    """Nothing is told apart here."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(BaseModel):
+    """Tokens as the policy saw and sampled them."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails = InputDetails()
+    output_tokens: int
+    output_tokens_details: OutputDetails = OutputDetails()
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    """Why an answer ended early."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseAnswer(BaseModel):
+    """The answer to a request; a stream begins with one that is in progress. The rest repeats the request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None = None
+    incomplete_details: IncompleteDetails | None = None
+    error: None = None
+    background: Literal[False] = False
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int = 0
+    top_p: float | None
+    truncation: Literal["disabled"] = "disabled"
+    user: str | None
+
+
+async def to_answer(chunks: Chunks, body: ResponsesBody, head: AnswerHead) -> ResponseAnswer:
     """The whole answer, once it has ended."""
-    return _ended(await gather(chunks), body, head)
+    return _ended(await collect(chunks), body, head)
 
 
-async def to_events(chunks: Chunks, body: ResponsesBody, head: Head) -> AsyncGenerator[Event]:
+async def to_events(chunks: Chunks, body: ResponsesBody, head: AnswerHead) -> AsyncGenerator[StreamEvent]:
     """The events of a streamed answer: items come one after the other, function calls whole."""
     numbers = count()
 
-    def event(kind: str, content: dict[str, Any]) -> Event:
+    def event(kind: str, content: dict[str, Any]) -> StreamEvent:
         payload = {"type": f"response.{kind}", "sequence_number": next(numbers), **content}
-        return Event(sse(payload, name=payload["type"]))
+        return StreamEvent(sse(payload, name=payload["type"]))
 
     begun = {"response": _response(body, head, "in_progress", []).model_dump()}
     yield event("created", begun)
     yield event("in_progress", begun)
-    gathered = Gathered()
+    gathered = CollectedChoices()
     items = _Items(body, head)
     async for chunk in chunks:
         gathered.take(chunk)
@@ -63,7 +186,7 @@ Payload = tuple[str, dict[str, Any]]
 class _Items:
     """The output items of a streamed answer; at most one, a message or reasoning, is open."""
 
-    def __init__(self, body: ResponsesBody, head: Head) -> None:
+    def __init__(self, body: ResponsesBody, head: AnswerHead) -> None:
         self._body = body
         self._head = head
         self._index = -1
@@ -147,7 +270,7 @@ class _Items:
         return [shape.model_dump() for shape in _logprobs(self._body, tokens)]
 
 
-def _ended(gathered: Gathered, body: ResponsesBody, head: Head) -> ResponseAnswer:
+def _ended(gathered: CollectedChoices, body: ResponsesBody, head: AnswerHead) -> ResponseAnswer:
     """The response that the only choice is."""
     call, usage = gathered.calls[0], gathered.usage
     status: Status = "incomplete" if call.finish_reason == "length" else "completed"
@@ -157,7 +280,7 @@ def _ended(gathered: Gathered, body: ResponsesBody, head: Head) -> ResponseAnswe
         output.append(_reasoning(body, head, said.reasoning, "completed"))
     if said.content or not said.tool_calls:  # An answer that says nothing is an empty message: agents look for one.
         output.append(_message(head, said.content, "completed", _logprobs(body, gathered.tokens[0])))
-    tools = {tool.called: tool for tool in offered(body.tools or (), [])}
+    tools = {tool.called: tool for tool in offered_tools(body.tools or (), [])}
     output += [
         _tool_call(f"{head.id}_{i}", tool_call, tools.get(tool_call.name))
         for i, tool_call in enumerate(said.tool_calls)
@@ -167,7 +290,7 @@ def _ended(gathered: Gathered, body: ResponsesBody, head: Head) -> ResponseAnswe
     return response.model_copy(
         update={
             "temperature": call.temperature,
-            "incomplete_details": Incomplete() if status == "incomplete" else None,
+            "incomplete_details": IncompleteDetails() if status == "incomplete" else None,
             "usage": ResponseUsage(
                 input_tokens=usage.prompt_tokens,
                 output_tokens=usage.completion_tokens,
@@ -177,23 +300,23 @@ def _ended(gathered: Gathered, body: ResponsesBody, head: Head) -> ResponseAnswe
     )
 
 
-def _tool_call(number: str, call: ToolCall, tool: Offered | None) -> OutputCall | OutputCustomCall:
-    """A call as an item. One of a tool that was not offered is a function call."""
+def _tool_call(number: str, call: ToolCall, tool: OfferedTool | None) -> OutputCall | OutputCustomCall:
+    """A call as an item. One of a tool that was not offered_tools is a function call."""
     name, namespace = (tool.name, tool.namespace or None) if tool is not None else (call.name, None)
     common: dict[str, Any] = {"call_id": call.id, "name": name, "namespace": namespace, "status": "completed"}
     if tool is not None and tool.is_custom:
-        return OutputCustomCall(id=item_id("ctc", number), input=to_input(call.arguments), **common)
+        return OutputCustomCall(id=item_id("ctc", number), input=to_custom_input(call.arguments), **common)
     return OutputCall(id=item_id("fc", number), arguments=call.arguments, **common)
 
 
-def _reasoning(body: ResponsesBody, head: Head, text: str, status: Status) -> OutputReasoning:
+def _reasoning(body: ResponsesBody, head: AnswerHead, text: str, status: Status) -> OutputReasoning:
     sealed = seal(text) if "reasoning.encrypted_content" in (body.include or ()) else None
     return OutputReasoning(
         id=item_id("rs", head.id), content=[ReasoningText(text=text)], encrypted_content=sealed, status=status
     )
 
 
-def _message(head: Head, text: str, status: Status, logprobs: Sequence[LogprobShape] = ()) -> OutputMessage:
+def _message(head: AnswerHead, text: str, status: Status, logprobs: Sequence[LogprobShape] = ()) -> OutputMessage:
     return OutputMessage(
         id=item_id("msg", head.id), content=[OutputText(text=text, logprobs=list(logprobs))], status=status
     )
@@ -205,7 +328,7 @@ def _logprobs(body: ResponsesBody, tokens: Sequence[TokenLogprob]) -> list[Logpr
     return [LogprobShape(token=t.text, logprob=t.logprob, bytes=list(t.utf8)) for t in tokens]
 
 
-def _response(body: ResponsesBody, head: Head, status: Status, output: list[OutputItem]) -> ResponseAnswer:
+def _response(body: ResponsesBody, head: AnswerHead, status: Status, output: list[OutputItem]) -> ResponseAnswer:
     """A response with what it repeats of the request."""
     shape = body.text.format if body.text else None
     return ResponseAnswer(

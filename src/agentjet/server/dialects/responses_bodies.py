@@ -10,13 +10,26 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from agentjet.protocol import Temperature
-from agentjet.server.dialects.bodies import Body, Count, Finite, JsonObject, Part, RequestBody, Text, plain
-from agentjet.server.dialects.request_keys import KeyRules, RequestKeys, honoured, noted, refused
+from agentjet.server.dialects.dialect import (
+    Body,
+    Count,
+    Finite,
+    JsonObject,
+    KeyRules,
+    RequestBody,
+    RequestKeys,
+    Text,
+    TextPart,
+    check_portable_json,
+    honoured,
+    noted,
+    refused,
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class ItemPart(Part):
+class ItemPart(TextPart):
     """A part of a message's content, or of a function's output, with what others than text have in it."""
 
     annotations: list[Any] | None = None
@@ -144,10 +157,10 @@ class ResponsesTool(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_json(cls, given: Any) -> Any:
-        return plain(given) if isinstance(given, dict) else given  # The answer repeats it.
+        return check_portable_json(given) if isinstance(given, dict) else given  # The answer repeats it.
 
 
-class Format(Body):
+class TextFormat(Body):
     """What the text of the answer is: any text, any JSON object, or JSON that follows a schema, which is followed
     whole, whether `strict` or not.
     """
@@ -162,7 +175,7 @@ class Format(Body):
 class TextConfig(Body):
     """How the answer's text is to be."""
 
-    format: Format | None = None
+    format: TextFormat | None = None
     verbosity: Any = None
 
 
@@ -176,7 +189,7 @@ class ReasoningConfig(Body):
     mode: Any = None
 
 
-class StreamShape(Body):
+class ResponseStreamOptions(Body):
     """What a stream carries besides the answer."""
 
     include_obfuscation: Literal[False] | None = None
@@ -203,7 +216,7 @@ class ResponsesBody(RequestBody):
     """Either way: an episode remembers its answers as long as it lives."""
     top_logprobs: int | None = None
     """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""
-    stream_options: StreamShape | None = None
+    stream_options: ResponseStreamOptions | None = None
 
     # Known, and not honoured: see `KEYS`.
     user: Text | None = None
@@ -226,7 +239,7 @@ class ResponsesBody(RequestBody):
 
 
 HINT = "the policy alone decides whether and how much it reasons"
-INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+INCLUDABLE = ("reasoning.encrypted_content", "message.output_text.logprobs")
 """What can be included in an answer. Anything else is of tools that a provider runs, and noted."""
 KEYS: RequestKeys = {
     "model": honoured("and the role, after `@`"),

@@ -1,0 +1,220 @@
+"""What a caller gave to a run or an episode, checked before it begins: a mistake is a sentence that names it.
+
+Tasks from a file of JSON lines: one object a task, whose `id` and `task_set` are the task's, if there.
+
+Changes of single job settings: a read, an edit and a compare-and-set, repeated if another change came first.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from agentjet.errors import ConfigError, Conflict, InvalidRequest
+from agentjet.protocol import BeginRequest, JobBody
+from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, Task
+
+Body = TypeVar("Body", bound=BaseModel)
+
+SHOWN = 60
+"""Characters of a wrong value in a message."""
+
+
+def begin_request(**fields: Any) -> BeginRequest:
+    """A request for an episode. Raises `InvalidRequest` naming the first field that is wrong."""
+    return request_of(BeginRequest, **fields)
+
+
+def request_of(kind: type[Body], **fields: Any) -> Body:
+    """A request's body. Raises `InvalidRequest` naming the first field that is wrong."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        detail = error.errors()[0]
+    key, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
+    raise InvalidRequest(f"{key} = {_shown(detail['input'])}: {message[0].lower()}{message[1:]}", param=key)
+
+
+def check_run(agent: object, **counts: object) -> None:
+    """Raises `ValueError` for what is no agent, or no count of at least 1."""
+    if not callable(agent):
+        raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
+    check_signature(agent, f"agent = {_shown(agent)}")
+    for name, value in counts.items():
+        if not _is_whole(value) or value < 1:
+            raise ValueError(f"{name} = {_shown(value)}: it must be a whole number of at least 1")
+
+
+def checked_tasks(tasks: Iterable[Task], *, named: str = "tasks") -> tuple[Task, ...]:
+    """The tasks given as `named`; an iterator is used up. Raises `ValueError` for what is no list of tasks."""
+    if isinstance(tasks, Task):
+        raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
+    if isinstance(tasks, Set):
+        raise ValueError(
+            f"{named} is a set, whose order differs from run to run: give a list, such as "
+            f"sorted({named}, key=lambda task: task.id)"
+        )
+    try:
+        listed = tuple(tasks)
+    except TypeError:
+        if hasattr(tasks, "__iter__"):  # What it raises on its way is its own.
+            raise
+        raise ValueError(f"{named} = {_shown(tasks)}: give a list of Task") from None
+    for index, task in enumerate(listed):
+        if not isinstance(task, Task):
+            raise ValueError(f"{named}[{index}] = {_shown(task)}: give a Task, such as Task('an-id', payload=...)")
+    return listed
+
+
+def require_tasks(verb: str, tasks: Iterable[Task]) -> tuple[Task, ...]:
+    """The same. Raises `ValueError`, too, when there are no tasks to `verb` on."""
+    if not (listed := checked_tasks(tasks)):
+        raise ValueError(f"there are no tasks to {verb} on")
+    return listed
+
+
+def check_signature(agent: Callable[..., object], named: str) -> None:
+    """Raises `ValueError` for a function that cannot be called as an agent is."""
+    try:
+        inspect.signature(agent, follow_wrapped=False).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{named} cannot be called as agent(task, episode): {error}") from None
+    except ValueError:  # what is not written in Python may have no signature
+        pass
+
+
+def check_policy(at_version: Any, temperature: Any) -> None:
+    """Raises `ValueError` for what is no policy version, or no temperature."""
+    if at_version not in (None, "newest") and not (_is_whole(at_version) and at_version >= 0):
+        raise ValueError(f"at_version = {_shown(at_version)}: give a policy version, from 0 on, or 'newest'")
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if temperature is not None and not (
+        is_number and (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE)
+    ):
+        raise ValueError(
+            f"temperature = {_shown(temperature)}: give 0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        )
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+MAX_ROW_BYTES = 100_000
+"""A row travels in the environment of a process, where Linux takes 128 KiB."""
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """The tasks of a file; the payload of each is its row. A row without an `id` is called after its line.
+
+    Raises `ConfigError` naming the line, and the column where there is one.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is no UTF-8") from None
+    tasks: dict[str, tuple[int, Task]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        task = _task(_row(line, f"{path} line {number}"), number, f"{path} line {number}")
+        if task.id in tasks:
+            raise ConfigError(f"{path} line {number}: the id {task.id!r} is that of line {tasks[task.id][0]}, too")
+        tasks[task.id] = (number, task)
+    if not tasks:
+        raise ConfigError(f"{path}: there is no task in it")
+    return [task for _, task in tasks.values()]
+
+
+def _row(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}, column {error.colno}: {error.msg}") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
+        raise ConfigError(f"{place}: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f'{place}: a task is a JSON object such as {{"question": "..."}}, not {line.strip()[:40]}')
+    if len(line.encode()) > MAX_ROW_BYTES:
+        raise ConfigError(
+            f"{place}: the row has {len(line.encode())} bytes; it travels in the environment, where {MAX_ROW_BYTES} "
+            "fit: put what is long into a file, and its name into the row"
+        )
+    return row
+
+
+def _task(row: dict[str, Any], number: int, place: str) -> Task:
+    named, task_set = row.get("id", f"line-{number}"), row.get("task_set", "")
+    if isinstance(named, bool) or not isinstance(named, str | int) or not 1 <= len(str(named)) <= MAX_NAME:
+        raise ConfigError(f"{place}: id = {named!r}: it must be text of 1 to {MAX_NAME} characters, or a whole number")
+    if not isinstance(task_set, str) or len(task_set) > MAX_NAME:
+        raise ConfigError(f"{place}: task_set = {task_set!r}: it must be text of at most {MAX_NAME} characters")
+    return Task(str(named), task_set=task_set, payload=row)
+
+
+ATTEMPTS = 5
+"""Number of tries. Another client may replace the settings between the read and the write."""
+FIXED = ("model", "sampler", "server")
+"""Sections of the settings that a running server keeps."""
+
+
+def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the job settings with `changes`, whose keys are dotted names with or without `job.` in front.
+
+    Raises `ConfigError` for a setting that is not the job's, or a key that leads through a value. The server checks
+    everything else.
+    """
+    edited = copy.deepcopy(dict(job))
+    for key, value in changes.items():
+        section, _, rest = key.partition(".")
+        if section in FIXED and rest:
+            raise ConfigError(
+                f"{key} = {value!r}: a running server keeps its {section}.* settings; stop it and start it again with "
+                f"--set {key}=VALUE (`agentjet serve`)"
+            )
+        *sections, name = key.removeprefix("job.").split(".")
+        values = edited
+        for depth, inner in enumerate(sections, 1):
+            values = values.setdefault(inner, {})
+            if not isinstance(values, dict):
+                held = ".".join(["job", *sections[:depth]])
+                raise ConfigError(f"{key} = {value!r}: {held} is a value, {values!r}, and has no settings in it")
+        values[name] = value
+    return edited
+
+
+def check_finite(values: Mapping[str, Any], prefix: str = "job.") -> None:
+    """Raises `ConfigError` for a number that is not finite: JSON has none, and the server would be given `null`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            check_finite(value, f"{prefix}{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{prefix}{name} = {value}: it must be a finite number")
+
+
+async def change(
+    read: Callable[[], Awaitable[JobBody]], write: Callable[[JobBody], Awaitable[JobBody]], changes: Mapping[str, Any]
+) -> JobBody:
+    """The job settings after `changes`. Raises `Conflict` if other changes came first `ATTEMPTS` times in a row."""
+    for attempt in range(1, ATTEMPTS + 1):
+        now = await read()
+        try:
+            return await write(JobBody(revision=now.revision, job=edited(now.job, changes)))
+        except Conflict as conflict:
+            if conflict.code != "job_revision_changed" or attempt == ATTEMPTS:
+                raise
+    raise AssertionError("the last attempt returns or raises")

@@ -1,0 +1,362 @@
+"""Attention over a forest: each branch attends to its own past only, and shared prefixes are computed once.
+
+A dense N x N mask would cost more than the forest saves. Instead every node's keys are cut in parts that need no mask,
+or a small one, and whose results are merged exactly by their log-sum-exps:
+
+* *blocks* cover every node once. An unbranched run attends to itself causally; small subtrees share one block with the
+  forest's interval mask;
+* *crossings*: all the nodes below a run attend to the whole of it. In depth-first order those queries are one interval
+  and so are the keys: nothing is gathered and nothing is masked. Runs too short to pay for a merge of their own are
+  crossed together with the next ones.
+
+The backward pass walks the same parts with the merged output and log-sum-exp, which is exact (as in ring attention).
+
+Shapes: N nodes, H query heads, K key heads, D head width; a part has Q queries and L keys.
+
+The attention plan of a forest on CUDA: `flex_attention` with the interval mask, one fused kernel a layer.
+
+The mask is `kv <= q < end[kv]`, one integer a node. Which 128 x 128 tiles it leaves empty, full or mixed follows from
+the smallest and largest `end` of a tile's keys, so the tile table is built without an N x N mask.
+
+Tested on a CPU against `ForestPlan`: the tile table, and the forward pass, eager and compiled. Never run: the backward
+pass, which `flex_attention` does not have on a CPU, and anything on CUDA. `branching.py` tries the forward pass when a
+model is loaded, so a kernel that cannot run, or computes something else, shows there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from agentjet.compute.embedded.attention import Gradients, attend_part, attend_part_backward
+from agentjet.timeline.forest import Forest
+
+BLOCK_TOKENS = 256
+"""Subtrees up to this size attend to themselves under a mask; larger ones are cut at their branches."""
+MIN_CROSSING_TOKENS = 128
+"""Runs are crossed together until they have this many keys."""
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlock:
+    """Nodes `start:stop` that attend to each other, causally where `branched` is false, else under the interval mask.
+
+    `ancestors` are the runs above them all, root first.
+    """
+
+    start: int
+    stop: int
+    branched: bool
+    ancestors: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Queries `start:stop`, each of which sees all of `runs`."""
+
+    start: int
+    stop: int
+    runs: tuple[Interval, ...]
+
+
+def cut(
+    forest: Forest, block_tokens: int = BLOCK_TOKENS, crossing_tokens: int = MIN_CROSSING_TOKENS
+) -> tuple[list[AttentionBlock], list[Crossing]]:
+    """The parts of a forest: every node sees its path to the root exactly once, through its block and its crossings."""
+    cutting = _Cutting(forest, block_tokens, crossing_tokens)
+    pending: list[_Siblings] = [_Siblings(0, forest.num_nodes, (), 0)]
+    while pending:
+        pending += cutting.siblings(pending.pop())
+    return cutting.blocks, cutting.crossings
+
+
+@dataclass(frozen=True, slots=True)
+class _Siblings:
+    """Subtrees `start:stop` side by side below `ancestors`, of which the last `uncrossed` runs are still to be seen."""
+
+    start: int
+    stop: int
+    ancestors: tuple[Interval, ...]
+    uncrossed: int
+
+    @property
+    def open_runs(self) -> tuple[Interval, ...]:
+        return self.ancestors[len(self.ancestors) - self.uncrossed :]
+
+
+class _Cutting:
+    """The parts found so far."""
+
+    def __init__(self, forest: Forest, block_tokens: int, crossing_tokens: int) -> None:
+        self._end = forest.end
+        self._block_tokens = block_tokens
+        self._crossing_tokens = crossing_tokens
+        self._run_stops = forest.run_stops()
+        self.blocks: list[AttentionBlock] = []
+        self.crossings: list[Crossing] = []
+
+    def siblings(self, group: _Siblings) -> list[_Siblings]:
+        """Cut one group; returns the groups below it. Small neighbours are packed into common blocks."""
+        below: list[_Siblings] = []
+        child = packed = group.start
+        while child < group.stop:
+            end = int(self._end[child])
+            if end - packed > self._block_tokens:
+                self._block(group, packed, child)
+                packed = child
+            if end - child > self._block_tokens:
+                below += self._large(group, child, end)
+                packed = end
+            child = end
+        self._block(group, packed, group.stop)
+        return below
+
+    def _large(self, group: _Siblings, start: int, end: int) -> list[_Siblings]:
+        """A subtree that is no block: the run it begins with, then what hangs below."""
+        stop = self._run_stop(start)
+        self._block(group, start, stop)
+        if stop == end:
+            return []
+        below = _Siblings(stop, end, (*group.ancestors, (start, stop)), group.uncrossed + 1)
+        if sum(b - a for a, b in below.open_runs) < self._crossing_tokens:
+            return [below]
+        self.crossings.append(Crossing(stop, end, below.open_runs))
+        return [_Siblings(stop, end, below.ancestors, 0)]
+
+    def _block(self, group: _Siblings, start: int, stop: int) -> None:
+        if start == stop:
+            return
+        self.blocks.append(AttentionBlock(start, stop, self._run_stop(start) < stop, group.ancestors))
+        if group.uncrossed:
+            self.crossings.append(Crossing(start, stop, group.open_runs))
+
+    def _run_stop(self, start: int) -> int:
+        """One past the last node of the unbranched run that `start` is on."""
+        return int(self._run_stops[np.searchsorted(self._run_stops, start, side="right")])
+
+
+KeyValues = dict[int, tuple[Tensor, Tensor]]
+"""By layer, keys and values [P, K, D] of P nodes."""
+
+
+class ForestParts:
+    """How the attention of a forest is cut: all that the backward pass needs of a plan.
+
+    It holds nothing that was computed. Each layer's gradient function holds it, and keys and values hold those of the
+    layers below: a plan in its place would be kept by its own keys, for ever, since no collector sees through autograd.
+    """
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        blocks, crossings = cut(forest)
+        self._forest = forest
+        self._device = device
+        self._masks: dict[torch.dtype, list[Tensor | None]] = {}
+        self.blocks = blocks
+        self.crossings = [(slice(c.start, c.stop), _keys(c.runs, device)) for c in crossings]
+
+    def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """What is added to the scores of each block: [Q, Q] of 0 and -inf; None where causality says it all."""
+        if dtype not in self._masks:
+            self._masks[dtype] = [self._mask(block, dtype) if block.branched else None for block in self.blocks]
+        return self._masks[dtype]
+
+    def _mask(self, block: AttentionBlock, dtype: torch.dtype) -> Tensor:
+        nodes = np.arange(block.start, block.stop)
+        end = self._forest.end[block.start : block.stop]
+        visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < end[None, :])
+        mask = torch.zeros(visible.shape, dtype=dtype)
+        return mask.masked_fill_(~torch.from_numpy(visible), -torch.inf).to(self._device)
+
+
+class ForestPlan:
+    """The attention plan of one forward pass over a forest, reused by every layer."""
+
+    def __init__(self, forest: Forest, device: torch.device, past: KeyValues | None = None) -> None:
+        """`past` are nodes computed before, all of which every node of the forest sees; gradients flow to them."""
+        self._parts = ForestParts(forest, device)
+        self._past = past or {}
+        self.computed: KeyValues = {}
+        """What the layers gave for the forest's own nodes."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `AttentionPlan`."""
+        self.computed[layer] = key, value
+        past = self._past.get(layer, (None, None))
+        out: Tensor = _ForestAttention.apply(query, key, value, *past, scale, self._parts)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _keys(runs: tuple[Interval, ...], device: torch.device) -> slice | Tensor:
+    """Indices of the runs' nodes: a slice, which needs no copy, where one run is all."""
+    if len(runs) == 1:
+        return slice(*runs[0])
+    return torch.from_numpy(np.concatenate([np.arange(*run) for run in runs])).to(device)
+
+
+class _ForestAttention(torch.autograd.Function):
+    """[N, H, D] queries and [N, K, D] keys and values to [N, H, D], part by part; optionally [P, K, D] of a past."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        past_key: Tensor | None,
+        past_value: Tensor | None,
+        scale: float,
+        parts: ForestParts,
+    ) -> Tensor:
+        keys, values = _expand(key, query), _expand(value, query)
+        accurate = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
+        out = query.new_empty((*query.shape[:2], value.shape[2]), dtype=accurate)
+        lse = query.new_empty(query.shape[:2], dtype=accurate)
+        for block, mask in zip(parts.blocks, parts.masks(query.dtype), strict=True):
+            own = slice(block.start, block.stop)
+            out[own], lse[own] = attend_part(query[own], keys[own], values[own], scale, mask, causal=mask is None)
+        for own, seen in parts.crossings:
+            _merge(out[own], lse[own], *attend_part(query[own], keys[seen], values[seen], scale))
+        if past_key is not None and past_value is not None:
+            _merge(out, lse, *attend_part(query, _expand(past_key, query), _expand(past_value, query), scale))
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, past_key, past_value, out, lse)
+        ctx.scale, ctx.parts = scale, parts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, past_key, past_value, out, lse = ctx.saved_tensors
+        keys, values = _expand(key, query), _expand(value, query)
+        grad_q, grad_k, grad_v = (torch.empty_like(x, dtype=lse.dtype) for x in (query, keys, values))
+        heads_of_past: tuple[Tensor | None, Tensor | None] = (None, None)
+
+        def part(own: slice, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Gradients:
+            return attend_part_backward(
+                grad_outputs[0][own], query[own], k, v, out[own], lse[own], ctx.scale, mask, causal=causal
+            )
+
+        for block, mask in zip(ctx.parts.blocks, ctx.parts.masks(query.dtype), strict=True):
+            own = slice(block.start, block.stop)
+            grad_q[own], grad_k[own], grad_v[own] = part(own, keys[own], values[own], mask, mask is None)
+        for own, seen in ctx.parts.crossings:
+            q, k, v = part(own, keys[seen], values[seen])
+            grad_q[own] += q
+            _add(grad_k, seen, k)
+            _add(grad_v, seen, v)
+        if past_key is not None:
+            q, k, v = part(slice(None), _expand(past_key, query), _expand(past_value, query))
+            grad_q += q
+            heads_of_past = _contract(k, past_key), _contract(v, past_value)
+        own_gradients = grad_q.to(query.dtype), _contract(grad_k, key), _contract(grad_v, value)
+        return *own_gradients, *heads_of_past, None, None
+
+
+def _add(total: Tensor, seen: slice | Tensor, gradient: Tensor) -> None:
+    if isinstance(seen, slice):
+        total[seen] += gradient
+    else:
+        total.index_add_(0, seen, gradient.to(total.dtype))
+
+
+def _expand(heads: Tensor, query: Tensor) -> Tensor:
+    """[N, K, D] to [N, H, D]: a key head for every query head."""
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+def _contract(grad: Tensor, like: Tensor) -> Tensor:
+    """The gradient of `_expand`."""
+    n, k, d = like.shape
+    return grad.reshape(n, k, -1, d).sum(2, dtype=torch.promote_types(grad.dtype, torch.float32)).to(like.dtype)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take a part's output [Q, H, D] and log-sum-exp [Q, H] into those of the same queries, in place."""
+    both = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - both).exp_().unsqueeze(-1)).add_(part * (part_lse - both).exp_().unsqueeze(-1))
+    lse.copy_(both)
+
+
+TILE = 128
+"""Edge of a tile of the mask; passes are padded to a multiple of it."""
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class FlexPlan:
+    """The attention plan of one forward pass over a forest; the tile table serves every layer."""
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self._num_nodes = forest.num_nodes
+        self._padding = -forest.num_nodes % TILE
+        # A padded node ends right after itself: it sees itself only, and nobody sees it.
+        padding = np.arange(forest.num_nodes, forest.num_nodes + self._padding, dtype=np.int32) + 1
+        self._tiles = tile_mask(np.concatenate([forest.end, padding]), device)
+        self._flex: Callable[..., Any] = compiled_flex() if device.type == "cuda" else cast(Any, flex_attention)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `AttentionPlan`."""
+        out = cast(
+            Tensor,
+            self._flex(
+                self._heads_first(query),
+                self._heads_first(key),
+                self._heads_first(value),
+                block_mask=self._tiles,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            ),
+        )
+        return out[0].transpose(0, 1)[: self._num_nodes]
+
+    def _heads_first(self, tensor: Tensor) -> Tensor:
+        """[N, H, D] to [1, H, padded N, D]."""
+        return F.pad(tensor, (0, 0, 0, 0, 0, self._padding)).transpose(0, 1)[None]
+
+
+def interval_mask(end: Tensor) -> MaskMod:
+    """`flex_attention`'s mask function of a forest: a node sees itself and its ancestors."""
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < end[key])
+
+    return sees
+
+
+def tile_mask(end: NDArray[np.int32], device: torch.device) -> BlockMask:
+    """The tile table of a forest with a multiple of `TILE` nodes."""
+    tiles = end.reshape(-1, TILE)
+    number = np.arange(len(tiles))
+    start, before = number * TILE, number[None, :] < number[:, None]  # [query tile, key tile]
+    touched = before & (tiles.max(1)[None, :] > start[:, None])
+    full = before & (tiles.min(1)[None, :] >= start[:, None] + TILE)
+    mixed = (touched & ~full) | np.eye(len(tiles), dtype=bool)
+    return BlockMask.from_kv_blocks(
+        *_table(mixed, device),
+        *_table(full, device),
+        BLOCK_SIZE=TILE,
+        mask_mod=interval_mask(torch.from_numpy(end).to(device)),
+    )
+
+
+def _table(chosen: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many key tiles each query tile has, and which, the chosen ones first."""
+    order = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
+    count = chosen.sum(1).astype(np.int32)
+    return torch.from_numpy(count)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Any]:
+    """`flex_attention`, compiled once a process; shapes are dynamic, since no two forests have the same size."""
+    return torch.compile(flex_attention, dynamic=True)

@@ -1,0 +1,153 @@
+"""An episode opened up: what was said, in words and in tokens, and what is trained of it. Parts of the status."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+
+from agentjet.errors import NotFound
+from agentjet.protocol import (
+    REPORTED_BATCHES,
+    CallView,
+    CodeVersionStatus,
+    EpisodeTree,
+    EpisodeView,
+    ScoredAnswer,
+    TaskSetStatus,
+    ZeroVariance,
+    batches_without_variance,
+)
+from agentjet.rendering import Renderer
+from agentjet.swarm import Episode, Journal, SwarmState
+from agentjet.timeline.forks import orphans
+from agentjet.types import Call, Message
+
+SHOWN_CHARACTERS = 200
+"""Of a prompt or an answer in a report."""
+
+
+def view(episode: Episode) -> EpisodeView:
+    """An episode as the server sees it."""
+    return EpisodeView(**_facts(episode))
+
+
+def code_versions(swarm: SwarmState) -> dict[str, CodeVersionStatus]:
+    """What became of the episodes of each version of the agents' code."""
+    return {
+        version: CodeVersionStatus(
+            episodes=tally.episodes, finished=tally.finished, aborted=tally.aborted, reward_mean=tally.reward_mean
+        )
+        for version, tally in swarm.code_versions().items()
+    }
+
+
+def task_sets(swarm: SwarmState) -> dict[str, TaskSetStatus]:
+    """The task sets that share the batches."""
+    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.task_sets().items()}
+
+
+def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
+    """The report if the newest batches could teach nothing, with the first group of the newest one."""
+    batches = batches_without_variance(swarm.recent_steps)
+    newest = swarm.last_batch if batches >= REPORTED_BATCHES else None
+    if newest is None:
+        return None
+    members = [swarm.episode(episode_id) for episode_id in newest.groups[0]]
+    calls = [swarm.calls(member.id) for member in members]
+    asked = calls[0][0].ask.messages if calls[0] else ()
+    answers = Counter(
+        (_said(made[-1].response) if made else "", member.reward or 0.0)
+        for member, made in zip(members, calls, strict=True)
+    )
+    return ZeroVariance(
+        batches=batches,
+        truncated=swarm.last_step.get("completion/truncated", 0.0),
+        task_id=members[0].task_id,
+        prompt=_shortened(asked[-1].content) if asked else "",
+        answers=[ScoredAnswer(answer=a, reward=r, count=count) for (a, r), count in answers.most_common()],
+    )
+
+
+def _said(response: Message) -> str:
+    calls = [f"{call.name}({call.arguments})" for call in response.tool_calls]
+    return _shortened(" ".join([response.content, *calls]).strip())
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> EpisodeTree:
+    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer.
+
+    Needs time for long episodes: for a thread, with a journal of its own.
+    """
+    calls = [call for call, _, _ in journal.calls(episode.id)]
+    unheard = orphans(calls, journal.undelivered(episode.id))
+    roles = list(dict.fromkeys(call.role for call in calls))
+    calls.sort(key=lambda call: roles.index(call.role))
+    return EpisodeTree(**_facts(episode), calls=[_call(call, unheard.get(call.id, ""), renderer) for call in calls])
+
+
+def recorded_tree(journal: Journal, episode_id: str) -> EpisodeTree:
+    """The same from a journal alone, without texts. Raises `NotFound`."""
+    episode = journal.episode(episode_id)
+    if episode is None:
+        raise NotFound(f"There is no episode {episode_id!r} in {journal.path}.", code="episode_not_found")
+    return tree(journal, episode, None)
+
+
+def _facts(episode: Episode) -> dict[str, object]:
+    return {
+        "episode_id": episode.id,
+        "status": episode.status,
+        "mode": episode.mode,
+        "task_id": episode.task_id,
+        "task_set": episode.task_set,
+        "group": episode.group,
+        "client_id": episode.client_id,
+        "policy_version": episode.policy_version,
+        "num_calls": episode.num_calls,
+        "reward": episode.reward,
+        "by_role": dict(episode.by_role),
+        "metrics": dict(episode.metrics),
+        "reason": episode.reason or episode.dropped,
+        "trained_in": episode.trained_in,
+        "code_version": episode.code_version,
+        "team": episode.team,
+        "noted": dict(episode.noted),
+        "refused": dict(episode.refused),
+        "unscorable": episode.unscorable,
+    }
+
+
+def _call(call: Call, orphan: str, renderer: Renderer | None) -> CallView:
+    tokens = [*call.suffix, *call.completion]
+    context = [None] * len(call.suffix)
+    return CallView(
+        call_id=call.id,
+        role=call.role,
+        parent=call.parent,
+        kept=call.kept,
+        fork=call.fork,
+        retry_of=call.retry_of,
+        orphan=orphan,
+        after=call.ask.after,
+        messages=[_message(message) for message in call.ask.messages],
+        tools=[json.loads(json.dumps(tool, default=dict)) for tool in call.ask.tools],
+        response=_message(call.response),
+        tokens=tokens,
+        texts=[renderer.token_bytes(t).decode(errors="replace") for t in tokens] if renderer is not None else [],
+        mask=[0] * len(call.suffix) + [0 if orphan else 1] * len(call.completion),
+        logprobs=[*context, *call.logprobs],
+        versions=[*context, *call.versions],
+        temperature=call.temperature,
+        finish_reason=call.finish_reason,
+        created=call.created,
+    )
+
+
+def _message(message: Message) -> dict[str, object]:
+    """A message without what it has not."""
+    return {name: value for name, value in asdict(message).items() if value or name in ("role", "content")}

@@ -1,0 +1,360 @@
+"""1. An edit is taken up between groups: those that have begun are completed by the code they began with. 2. What
+cannot be loaded, or only fails, is not kept. 3. An agent's version is a hash of what its author wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.client import AsyncSwarm, Command, TrainReport
+from agentjet.client.agent_source import ModuleSource, code_version_of
+from agentjet.errors import ConfigError
+from agentjet.types import Task
+from tests.client.server import TOKEN, URL, FakeServer, FakeTime
+
+TASKS = [Task(f"t{number}", payload=number) for number in range(20)]
+AGENT = """
+import asyncio
+from live_words import REWARD
+
+async def agent(task, episode):
+    await GATE()
+    return REWARD
+"""
+
+
+@dataclass
+class Files:
+    """An agent's module and one beside it; each of its episodes awaits `gate`."""
+
+    folder: Path
+    edits: dict[int, tuple[str, str]] = field(default_factory=dict)
+    num_begun: int = 0
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.py").write_text(text)
+
+    def edit(self, at: int, name: str, text: str) -> None:
+        """Have it written in the midst of the episode that is the `at`th to begin."""
+        self.edits[at] = name, text
+
+    async def gate(self) -> None:
+        self.num_begun += 1
+        if self.num_begun in self.edits:
+            self.write(*self.edits[self.num_begun])
+        await asyncio.sleep(0)
+
+    def agent(self) -> Any:
+        __import__("live_agent")
+        return sys.modules["live_agent"].agent  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Files]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = Files(tmp_path)
+    files.write("live_words", "REWARD = 0.25\n")
+    files.write("live_agent", AGENT)
+    monkeypatch.setattr("builtins.GATE", files.gate, raising=False)
+    yield files
+    for name in ("live_agent", "live_words", "live_more"):
+        sys.modules.pop(name, None)
+
+
+@dataclass
+class Run:
+    """Training runs over the fake server, in time that does not pass."""
+
+    server: FakeServer = field(default_factory=lambda: FakeServer(batch_size=2, group_size=2))
+    time: FakeTime = field(default_factory=FakeTime)
+
+    async def train(self, agent: Any, steps: int, **options: Any) -> TrainReport:
+        async with AsyncSwarm(URL, TOKEN, transport=self.server.transport(), retry=self.time.retry()) as swarm:
+            async with asyncio.timeout(20):
+                options = {"concurrency": 2, "progress": False, "reload": True, **options}
+                return await swarm.train(agent, TASKS, steps=steps, **options)
+
+    def versions_of_groups(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for view in self.server.episodes.values():
+            if view.status == "finished":
+                found.setdefault(view.group, set()).add(view.code_version)
+        return found
+
+
+def test_an_edit_is_taken_up_between_groups(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first episode of the first group edits: its partner still runs the old code, all others the new."""
+    run = Run()
+    files.edit(1, "live_words", "REWARD = 0.75\n")
+    report = asyncio.run(run.train(files.agent(), 3, concurrency=1, progress=True))
+    old, new = report.by_code_version
+    assert [report.by_code_version[it].mean_reward for it in (old, new)] == [0.25, 0.75]
+    assert report.by_code_version[old].num_finished == 2
+    assert all(len(versions) == 1 for versions in run.versions_of_groups().values())
+    assert [(it.kind, it.before, it.to) for it in report.code_changes] == [("loaded", old, new)]
+    assert report.rewards == (0.5, 0.75, 0.75)
+    assert not report.num_aborted
+    assert f"code {new} takes the place of {old}" in capsys.readouterr().out
+    assert f"code {new}: " in str(report)
+
+
+def test_groups_that_have_begun_are_completed_by_their_code(files: Files) -> None:
+    """Two groups of three are under way when the edit comes; the last episode of theirs is begun only after it."""
+    run = Run(FakeServer(batch_size=4, group_size=3))
+    files.edit(5, "live_words", "REWARD = 0.75\n")
+    report = asyncio.run(run.train(files.agent(), 4, concurrency=5))
+    groups = run.versions_of_groups()
+    assert all(len(versions) == 1 for versions in groups.values()), groups
+    old = next(iter(report.by_code_version))
+    num_old = report.by_code_version[old].num_finished
+    assert num_old >= 5 and num_old % 3 == 0, "the groups of the old code are complete"
+    assert num_old < 12, "none began after the edit"
+    finished = [view for view in run.server.episodes.values() if view.status == "finished"]
+    assert len(finished) == len(report.finished)
+
+
+def test_who_waits_for_room_begins_with_the_newest_code(files: Files) -> None:
+    """While the batch has no room the workers' requests stand open at the server; an edit replaces them."""
+    run = Run(FakeServer(batch_size=1, group_size=2))
+    files.edit(2, "live_words", "REWARD = 0.75\n")
+    report = asyncio.run(run.train(files.agent(), 3, concurrency=6))
+    old, _ = report.by_code_version
+    assert report.by_code_version[old].num_finished == 2
+    assert report.rewards == (0.25, 0.75, 0.75)
+    assert run.server.by_status()["live"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def agent(:\n", r"SyntaxError: .*live_agent\.py, line 1"),
+        ("import no_such_module_anywhere\n", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+        ("", "AttributeError: module 'live_agent' has no attribute 'agent'"),
+        ("agent = 3\n", "TypeError: agent of .*live_agent.py is no function any more"),
+    ],
+)
+def test_what_cannot_be_loaded_is_not_taken_up(
+    files: Files, text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run()
+    files.edit(1, "live_agent", text)
+    report = asyncio.run(run.train(files.agent(), 2, progress=True))
+    [change] = report.code_changes
+    [version] = report.by_code_version
+    assert (change.kind, change.before) == ("not loaded", version)
+    assert re.match(why, change.why), change.why
+    assert set(report.rewards) == {0.25} and not report.num_aborted
+    assert f"could not be loaded, code {version} stays" in capsys.readouterr().out
+
+
+def test_an_edit_mended_after_a_typo_is_taken_up(files: Files) -> None:
+    run = Run()
+    files.edit(1, "live_words", "REWARD = = 0.5\n")
+    files.edit(7, "live_words", "REWARD = 0.75\n")
+    report = asyncio.run(run.train(files.agent(), 5))
+    assert [change.kind for change in report.code_changes] == ["not loaded", "loaded"]
+    assert "live_words.py" in report.code_changes[0].why
+    assert report.rewards[-1] == 0.75
+
+
+def test_an_edit_is_loaded_though_the_one_before_hangs(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mending edit is written while the hanging one is being imported, which then never ends."""
+    run, hang = Run(), threading.Event()
+
+    def edit_and_hang() -> None:
+        files.write("live_agent", AGENT + "    # mended\n" + "REWARD = 0.75\n")
+        hang.wait()
+
+    monkeypatch.setattr("builtins.EDIT_AND_HANG", edit_and_hang, raising=False)
+    files.edit(1, "live_agent", "EDIT_AND_HANG()\n" + AGENT)
+    try:
+        report = asyncio.run(run.train(files.agent(), 3))
+    finally:
+        hang.set()
+    old, new = report.by_code_version
+    assert [(it.kind, it.before, it.to) for it in report.code_changes] == [("loaded", old, new)]
+    assert report.rewards[-1] == 0.75
+
+
+def test_an_edit_that_does_not_load_in_time_is_left_behind(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, hang = Run(), threading.Event()
+    monkeypatch.setattr("agentjet.client.live_reload.LOAD_SECONDS", 0.6)
+    monkeypatch.setattr("agentjet.client.live_reload.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("builtins.HANG", hang.wait, raising=False)
+    files.edit(1, "live_words", "HANG()\nREWARD = 0.75\n")
+    agent = files.agent()
+    before = sys.modules["live_agent"], sys.modules["live_words"]
+    try:
+        report = asyncio.run(run.train(agent, 3, progress=True))
+    finally:
+        hang.set()
+    [change] = report.code_changes
+    assert (change.kind, change.why) == ("not loaded", "TimeoutError: loading it did not end within 1 s")
+    assert set(report.rewards) == {0.25}
+    assert (sys.modules["live_agent"], sys.modules["live_words"]) == before
+    assert capsys.readouterr().out.count("still being loaded") == 1
+
+
+def test_a_version_that_only_fails_is_rolled_back(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run()
+    files.edit(1, "live_words", "REWARD = 1 / 0 if False else None\n")
+    report = asyncio.run(run.train(files.agent(), 4, progress=True))
+    good, bad = report.by_code_version
+    assert [change.kind for change in report.code_changes] == ["loaded", "rolled back"]
+    back = report.code_changes[1]
+    assert (back.before, back.to) == (bad, good)
+    assert "its first 4 episodes all failed, the last with InvalidRequest: reward is None" in back.why
+    assert report.by_code_version[bad].num_finished == 0
+    assert set(report.rewards) == {0.25} and len(report.rewards) == 4
+    assert f"ROLLED BACK to code {good}" in capsys.readouterr().out
+    assert "rolled back to" in str(report)
+    assert all(len(versions) == 1 for versions in run.versions_of_groups().values())
+
+
+def test_no_task_is_given_up_for_a_version_that_is_rolled_back(files: Files) -> None:
+    """One worker alone: its task fails more often than a task may before the version has failed often enough."""
+    run = Run(FakeServer(batch_size=1, group_size=2))
+    files.edit(2, "live_words", "REWARD = None\n")
+    report = asyncio.run(run.train(files.agent(), 4, concurrency=1))
+    assert [change.kind for change in report.code_changes] == ["loaded", "rolled back"]
+    assert report.num_aborted == 4
+    finished = Counter(result.task_id for result in report.finished)
+    assert len(finished) == 4 and set(finished.values()) == {2}
+
+
+def test_a_version_rolled_back_is_tried_again_when_the_files_change(files: Files) -> None:
+    run = Run()
+    files.edit(1, "live_words", "REWARD = None\n")
+    files.edit(14, "live_words", "REWARD = 1.0\n")
+    report = asyncio.run(run.train(files.agent(), 6))
+    assert [change.kind for change in report.code_changes] == ["loaded", "rolled back", "loaded"]
+    assert report.rewards[-1] == 1.0
+    assert run.server.by_status()["live"] == 0
+
+
+def test_one_that_fails_now_and_then_is_kept(files: Files) -> None:
+    run = Run()
+    files.edit(1, "live_agent", AGENT + "    # edited\n" + FLAKY)
+    report = asyncio.run(run.train(files.agent(), 3))
+    assert [change.kind for change in report.code_changes] == ["loaded"]
+    assert report.num_aborted >= 3
+
+
+FLAKY = """
+num_calls = 0
+reliable = agent
+
+async def agent(task, episode):
+    global num_calls
+    num_calls += 1
+    assert num_calls % 3, "every third one fails"
+    return await reliable(task, episode)
+"""
+
+
+def test_two_edits_of_one_size_within_one_tick_of_the_clock(files: Files) -> None:
+    """Python's compiled cache tells files apart by size and second; a version must not."""
+    agent = files.agent()
+    code = ModuleSource(agent)
+    versions = []
+    for reward in ("0.10", "0.20", "0.30"):
+        files.write("live_words", f"REWARD = {reward}\n")
+        os.utime(files.folder / "live_words.py", (1_700_000_000, 1_700_000_000))
+        version = code.load()
+        versions.append(version.code_version)
+        assert version.agent.__globals__["REWARD"] == float(reward)
+        assert code_version_of(version.agent) == version.code_version
+    assert len(set(versions)) == 3
+    assert agent.__globals__["REWARD"] == 0.25, "what runs keeps what it has"
+
+
+def test_a_failed_load_leaves_the_old_modules_imported(files: Files) -> None:
+    code = ModuleSource(files.agent())
+    before = sys.modules["live_agent"], sys.modules["live_words"]
+    files.write("live_agent", "from live_words import REWARD\nraise RuntimeError('half way')\n")
+    with pytest.raises(RuntimeError, match="half way"):
+        code.load()
+    assert (sys.modules["live_agent"], sys.modules["live_words"]) == before
+
+
+def test_a_module_that_is_imported_newly_belongs_to_the_version(files: Files) -> None:
+    code = ModuleSource(files.agent())
+    files.write("live_more", "REWARD = 0.5\n")
+    files.write("live_agent", AGENT.replace("live_words", "live_more"))
+    first = code.load().code_version
+    stamp = code.stamp()
+    files.write("live_more", "REWARD = 0.625\n")
+    assert code.stamp() != stamp
+    assert code.load().code_version != first
+
+
+def test_a_module_of_a_package_is_loaded_anew_however_it_is_imported(files: Files) -> None:
+    (files.folder / "live_package").mkdir()
+    files.write("live_package/words", "REWARD = 0.25\n")
+    files.write("live_package/tasks", "")
+    files.write(
+        "live_package/agent", "from live_package import words\n\ndef agent(task, episode):\n    return words.REWARD\n"
+    )
+    old = importlib.import_module("live_package.agent").agent
+    tasks = importlib.import_module("live_package.tasks")  # by the script alone
+    code = ModuleSource(old)
+    try:
+        files.write("live_package/words", "REWARD = 0.75\n")
+        new = code.load().agent
+        assert (old(None, None), new(None, None)) == (0.25, 0.75)
+        assert importlib.import_module("live_package").tasks is tasks
+        files.write("live_package/words", "REWARD = = 1\n")
+        with pytest.raises(SyntaxError):
+            code.load()
+        assert importlib.import_module("live_package").words.REWARD == 0.75
+    finally:
+        for name in [name for name in sys.modules if name.startswith("live_package")]:
+            del sys.modules[name]
+
+
+def test_the_version_of_an_agent(files: Files) -> None:
+    version = code_version_of(files.agent())
+    assert len(version) == 12
+    assert code_version_of(files.agent()) == version
+    assert code_version_of(Command(["true"], lambda payload, result: 0.0, code_version="mine")) == "mine"
+    assert code_version_of(eval("lambda task, episode: 0.0", {"__name__": "typed in"})) == ""
+
+
+def test_the_server_is_told_the_version_also_without_reload(files: Files) -> None:
+    run = Run()
+    report = asyncio.run(run.train(files.agent(), 1, reload=False))
+    assert {view.code_version for view in run.server.episodes.values()} == {code_version_of(files.agent())}
+    named = asyncio.run(run.train(files.agent(), 1, reload=False, code_version="v7"))
+    assert list(named.by_code_version) == ["v7"]
+    assert report.code_changes == ()
+
+
+@pytest.mark.parametrize("what", ["closure", "instance", "main"])
+def test_an_agent_that_cannot_be_found_again_is_refused(what: str, files: Files) -> None:
+    class Instance:
+        async def __call__(self, task: Task, episode: Any) -> float:
+            return 0.0
+
+    def closure(task: Task, episode: Any) -> float:
+        return 0.0
+
+    agents: dict[str, Any] = {"closure": closure, "instance": Instance()}
+    if what == "main":
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec("def agent(task, episode): ...", names)
+        agents["main"] = names["agent"]
+    with pytest.raises(ConfigError, match="move it to a file of its own" if what == "main" else "top of a module"):
+        asyncio.run(Run().train(agents[what], 1))

@@ -1,0 +1,51 @@
+"""1. A request to end the process raises where the main thread is, while inside only. 2. What the program handles or
+ignores stays its own business, and other threads change nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from agentjet.client.threads import raise_on_signals
+
+
+@pytest.fixture(autouse=True)
+def default() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_request_to_end_unwinds() -> None:
+    with pytest.raises(SystemExit) as ended, raise_on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_the_program_does_itself_stays() -> None:
+    heard: list[int] = []
+    for own in (lambda number, frame: heard.append(number), signal.SIG_IGN):
+        signal.signal(signal.SIGTERM, own)
+        with raise_on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) == own
+    assert heard == [signal.SIGTERM]
+
+
+def test_in_another_thread_it_does_nothing() -> None:
+    found: list[object] = []
+
+    def work() -> None:
+        with raise_on_signals():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]

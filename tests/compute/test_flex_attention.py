@@ -1,0 +1,111 @@
+"""Pins of the CUDA plan: its tile table says exactly what the forest's mask says, and it attends as `ForestPlan` does.
+
+In eager mode `flex_attention` evaluates the mask and ignores the table, which is therefore checked on its own; compiled
+for a CPU it uses the table, in the forward pass only. What needs a CUDA device is tested where there is one.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from agentjet.compute.embedded.forest_attention import (
+    TILE,
+    FlexPlan,
+    ForestPlan,
+    compiled_flex,
+    interval_mask,
+    tile_mask,
+)
+from agentjet.compute.embedded.passes import forest_plan
+from agentjet.timeline.forest import Forest, Row, build_forest
+from tests.compute.conftest import tokens
+
+CPU = torch.device("cpu")
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def a_forest(seed: int) -> Forest:
+    """Long runs and many small branches, over several tiles, with a ragged end."""
+    rng = np.random.default_rng(seed)
+    trunks = [tokens(seed + i, int(rng.integers(20, 400))) for i in range(2)]
+    rows = []
+    for i in range(12):
+        branch = np.concatenate([trunks[i % 2], tokens(50 + i % 5, int(rng.integers(1, 90))), tokens(90 + i, 30)])
+        rows.append(Row(branch, np.zeros(5, np.float32), np.zeros(5, np.int32), 1.0, 1.0, i))
+    return build_forest(rows)
+
+
+def tensors(forest: Forest, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(forest.num_nodes, heads, 16) for heads in (4, 2, 2)]
+    query, key, value = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    return query, key, value
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("seed", range(3))
+def test_it_attends_as_the_forest_plan_does(seed: int) -> None:
+    forest = a_forest(seed)
+    assert forest.num_nodes % TILE and forest.num_nodes > 3 * TILE
+    query, key, value = tensors(forest, CPU)
+    ours = FlexPlan(forest, CPU).attend(0, query, key, value, 0.3)
+    theirs = ForestPlan(forest, CPU).attend(0, query, key, value, 0.3)
+    assert ours.shape == theirs.shape
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_tile_table_is_that_of_the_mask(seed: int) -> None:
+    forest = a_forest(seed)
+    length = forest.num_nodes // TILE * TILE
+    end = np.minimum(forest.end[:length], length).astype(np.int32)
+    table = tile_mask(end, CPU)
+    mask = interval_mask(torch.from_numpy(end))
+    reference = create_block_mask(mask, None, None, length, length, device="cpu", BLOCK_SIZE=TILE)
+    assert torch.equal(table.to_dense(), reference.to_dense())
+    nodes = torch.arange(length)
+    none = torch.zeros((), dtype=torch.long)
+    visible = mask(none, none, nodes[:, None], nodes[None, :]).view(length // TILE, TILE, length // TILE, TILE)
+    whole = visible.all(3).all(1)
+    assert table.full_kv_num_blocks is not None and table.full_kv_indices is not None
+    for i, (count, order) in enumerate(zip(table.full_kv_num_blocks[0, 0], table.full_kv_indices[0, 0], strict=True)):
+        assert sorted(order[:count].tolist()) == whole[i].nonzero()[:, 0].tolist()
+    assert whole.any() and not whole.all()
+
+
+def test_a_cpu_keeps_the_forest_plan() -> None:
+    assert isinstance(forest_plan(a_forest(0), CPU), ForestPlan)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
+def test_compiled_it_attends_by_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(2):
+        forest = a_forest(seed)
+        query, key, value = tensors(forest, CPU)
+        plan = FlexPlan(forest, CPU)
+        monkeypatch.setattr(plan, "_flex", compiled_flex())
+        with torch.no_grad():
+            ours = plan.attend(0, query, key, value, 0.3)
+        assert torch.allclose(ours, ForestPlan(forest, CPU).attend(0, query, key, value, 0.3), atol=1e-5)
+
+
+@pytest.mark.gpu
+@cuda
+def test_on_cuda_output_and_gradients_are_those_of_the_forest_plan() -> None:
+    device = torch.device("cuda")
+    forest = a_forest(1)
+    found = []
+    for plan in (forest_plan(forest, device), ForestPlan(forest, device)):
+        inputs = [tensor.requires_grad_() for tensor in tensors(forest, device)]
+        out = plan.attend(0, *inputs, 0.3)
+        (out * torch.linspace(-1, 1, out.numel(), device=device).view_as(out)).sum().backward()
+        found.append([out.detach(), *(tensor.grad for tensor in inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,129 @@
+"""Pins of the pass in pieces:
+
+1. whatever the budget, gradient and log-probabilities are those of the forest in one piece, in float64;
+2. nothing but the last given node and short runs is computed twice;
+3. a walk without gradients leaves nothing behind for the next one;
+4. a walk with gradients leaves no tensor alive: what a batch computed is freed, whatever the collector can see.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentjet.compute.embedded.passes import PrefixPass
+from agentjet.compute.embedded.policy import Policy
+from agentjet.timeline.chunks import ForestChunk
+from agentjet.timeline.forest import Forest, Row, build_forest
+from tests.compute.conftest import make_policy, tokens
+
+WHOLE = 10_000
+
+
+def branching(seed: int = 0, depth: int = 3) -> Forest:
+    """Two trees that branch a few times, with runs of 3 to 40 nodes; the last tokens of every branch are sampled."""
+    rng = np.random.default_rng(seed)
+    rows: list[Row] = []
+
+    def grow(prefix: np.ndarray, levels: int) -> None:
+        for _ in range(rng.integers(1, 4)):
+            branch = np.concatenate([prefix, tokens(int(rng.integers(1_000_000)), int(rng.integers(3, 40)))])
+            rows.append(Row(branch, np.full(3, -5.0, np.float32), np.zeros(3, np.int32), 1.0, 1.0, len(rows)))
+            if levels:
+                grow(branch, levels - 1)
+
+    for tree in range(2):
+        grow(tokens(tree, 30), depth)
+    return build_forest(rows)
+
+
+def logprobs(policy: Policy, hidden: Tensor, rows: Tensor, piece: Forest) -> Tensor:
+    wanted = torch.from_numpy(piece.tokens[piece.node].astype(np.int64))
+    return policy.head(hidden[rows]).log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
+
+
+def walk(policy: Policy, way: PrefixPass, forest: Forest, budget: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [M] and the flat gradient of their weighted sum."""
+    policy.model.zero_grad()
+    found = torch.zeros(forest.num_targets, dtype=policy.dtype)
+    for piece, targets in way.pieces(forest, budget):
+        hidden, rows = way.hidden(piece)
+        cut = hidden.detach().requires_grad_()
+        values = logprobs(policy, cut, rows, piece)
+        found[torch.from_numpy(targets)] = values.detach()
+        if len(targets):
+            (values * torch.from_numpy(targets + 1.0)).sum().backward()
+        way.backward(hidden, cut.grad)
+    way.finish()
+    return found, torch.cat([p.grad.flatten() for p in policy.trainable().values() if p.grad is not None])
+
+
+@pytest.fixture
+def double(tiny_folder: Path) -> Policy:
+    policy = make_policy(tiny_folder)
+    policy.model.double()
+    return policy
+
+
+@pytest.mark.parametrize("budget", [700, 300, 64, 16])
+def test_pieces_of_any_size_have_the_gradient_of_the_whole(double: Policy, budget: int) -> None:
+    forest = branching()
+    way = PrefixPass(double)
+    whole = walk(double, way, forest, WHOLE)
+    cut = walk(double, way, forest, budget)
+    assert len(way.pieces(forest, budget)) > 3
+    for ours, expected in zip(cut, whole, strict=True):
+        assert float((ours - expected).norm() / expected.norm()) < 1e-6  # the library's norms are float32
+
+
+def test_hardly_anything_is_computed_twice(double: Policy) -> None:
+    forest = branching(depth=4)
+    way = PrefixPass(double)
+    pieces = way.pieces(forest, 128)
+    computed = sum(way.num_computed(piece) for piece, _ in pieces)
+    assert len(pieces) > 10
+    assert forest.num_nodes <= computed <= forest.num_nodes + 3 * len(pieces)
+
+
+@pytest.mark.parametrize("budget", [WHOLE, 64])
+def test_no_tensor_outlives_its_walk(double: Policy, budget: int) -> None:
+    way, forest = PrefixPass(double), branching()
+
+    def alive() -> int:
+        walk(double, way, forest, budget)
+        gc.collect()
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+    alive()
+    assert alive() == alive()
+
+
+def test_a_walk_without_gradients_leaves_nothing_behind(double: Policy) -> None:
+    forest = branching()
+    way = PrefixPass(double)
+    expected, gradient = walk(double, way, forest, 64)
+    found = torch.zeros_like(expected)
+    with torch.no_grad():
+        for piece, targets in way.pieces(forest, 64):
+            found[torch.from_numpy(targets)] = logprobs(double, *way.hidden(piece), piece)
+    assert torch.allclose(found, expected, atol=1e-6)
+    again = walk(double, way, forest, 64)
+    assert torch.equal(again[0], expected) and torch.equal(again[1], gradient)
+
+
+def test_a_kept_piece_is_one_path_and_lives_until_the_last_piece_below_it(double: Policy) -> None:
+    pieces = [piece for piece, _ in PrefixPass(double).pieces(branching(), 64)]
+    stack: list[int] = []
+    for piece in pieces:
+        assert isinstance(piece, ForestChunk)
+        assert piece.level <= len(stack)
+        del stack[piece.level :]
+        assert piece.num_cached <= (stack[-1] if stack else 0)
+        if piece.is_kept:
+            assert np.array_equal(piece.parent, np.arange(-1, piece.num_nodes - 1))
+            stack.append(piece.num_cached + piece.num_nodes)

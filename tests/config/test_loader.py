@@ -1,0 +1,175 @@
+"""Pins settings: what wins over what, and that every mistake is a sentence with key, value and way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentjet.config import JobConfig, ServeConfig, load_config, parse_job, server_token, setting_names, settings_table
+from agentjet.config.loader import parse_value
+from agentjet.errors import ConfigError
+
+
+def load(*overrides: str, file: Path | None = None, **environ: str) -> ServeConfig:
+    return load_config(file, overrides, environ=environ)
+
+
+def complaint(*overrides: str, file: Path | None = None, **environ: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(*overrides, file=file, **environ)
+    return str(refused.value)
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    assert load() == ServeConfig()
+
+
+def test_file_then_environment_then_set(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("[server]\nport = 1\ndata_dir = 'here'\n[job]\nbatch_size = 3\n[job.optimizer]\nlr = 1e-4\n")
+    config = load("server.port=3", "job.optimizer.lr=2e-4", file=file, AGENTJET_PORT="2", AGENTJET_DATA_DIR="there")
+    assert (config.server.port, config.server.data_dir) == (3, Path("there"))
+    assert (config.job.batch_size, config.job.optimizer.lr, config.job.group_size) == (3, 2e-4, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4", 4), ("2e-5", 2e-5), ("true", True), ("cuda", "cuda"), ('"cuda"', "cuda"), (" /tmp/a b ", "/tmp/a b"),
+        ("org/Model-1.5", "org/Model-1.5"), ("", ""), ("1 # 2", "1 # 2"), ("1\nb = 2", "1\nb = 2"), ("a=b", "a=b"),
+    ],
+)  # fmt: skip
+def test_what_is_set_is_toml_or_else_text(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("job.bach_size", "job.batch_size"),
+        ("lr", "job.optimizer.lr"),
+        ("job.lr", "job.optimizer.lr"),
+        ("job.algoritm.loss", "job.algorithm"),
+        ("sever.port", "server"),
+        ("job.optimiser.lr", "job.optimizer"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
+    assert complaint(f"{key}=1").endswith(f"there is no such setting; did you mean {nearest}?")
+
+
+def test_the_section_that_an_unknown_key_is_in_already_is_no_way_out() -> None:
+    assert complaint("job.foo=1") == "job.foo = 1 (--set): there is no such setting; docs/settings.md lists them all"
+
+
+def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("[job]\nbach_size = 3\n")
+    assert complaint(file=file) == (
+        f"job.bach_size = 3 ({file}): there is no such setting; did you mean job.batch_size?"
+    )
+    assert "docs/settings.md" in complaint("wxyz=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["job.batch_size=0"], "job.batch_size = 0 (--set): input should be greater than or equal to 1"),
+        (
+            ["job.seed=9223372036854775808"],
+            "job.seed = 9223372036854775808 (--set): a whole number has 64 bits at most",
+        ),
+        (['job.seed="-9223372036854775809"'], "job.seed = '-9223372036854775809' (--set): a whole number has 64 bits"),
+        (["job.batch_size=1180591620717411303424"], "(--set): a whole number has 64 bits at most"),
+        (["job.seed=1" + "0" * 5000], "(--set): unable to parse input string as an integer"),
+        (["job.temperature=1e-44"], "job.temperature = 1e-44 (--set): input should be greater than or equal to 0.01"),
+        (["job.temperature=11"], "job.temperature = 11 (--set): input should be less than or equal to 10"),
+        (["job.batch_size=many"], "job.batch_size = 'many' (--set): input should be a valid integer"),
+        (["job.batch_size=true"], "job.batch_size = True (--set): true and false are no values"),
+        (["job.optimizer.lr=inf"], "job.optimizer.lr = inf (--set): input should be a finite number"),
+        (["job.task_weights.math=0"], "job.task_weights.math = 0 (--set): input should be greater than 0"),
+        (["job.task_weights.math=inf"], "job.task_weights.math = inf (--set): input should be a finite number"),
+        (["job.task_weights=2"], "job.task_weights = 2 (--set): input should be a valid dictionary"),
+        (["model.device=gpu"], "model.device = 'gpu' (--set): input should be 'auto', 'cpu' or 'cuda'"),
+        (["job=3"], "job = 3 (--set): this is a section; set what is in it, such as job.batch_size"),
+        (["job=3", "job.seed=1"], "job.seed = 1: 'job' is set to 3 already"),
+        (["job.group_size=1"], "group_size = 1: grpo compares the episodes of a group"),
+        (["job.group_size=4", "job.min_group_size=5"], "min_group_size = 5 is above group_size = 4"),
+        (["model.context_length=100", "job.max_tokens=100"], "job.max_tokens = 100 leaves no room for a prompt"),
+        (["job.algorithm.aggregation=constant"], "needs constant > 0"),
+        (["server.host=0.0.0.0"], "server.host = '0.0.0.0' (--set): non-loopback addresses require TLS"),
+        (["batch_size"], "'batch_size' is not of the form section.setting=value"),
+        (["=3"], "'=3' is not of the form section.setting=value"),
+    ],
+)
+def test_mistakes_are_sentences(overrides: list[str], said: str) -> None:
+    assert said in complaint(*overrides)
+
+
+def test_a_table_can_be_set_whole_or_in_parts() -> None:
+    assert load('job.task_weights={math = 2, "*" = 1}').job.task_weights == {"math": 2, "*": 1}
+    assert load("job.task_weights.math=2", "job.task_weights.code=0.5").job.task_weights == {"math": 2, "code": 0.5}
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    assert complaint("job.batch_size=0", "job.seed=x").count("\n") == 1
+
+
+def test_the_environment_is_named_as_the_origin() -> None:
+    assert "server.port = 'x' (AGENTJET_PORT)" in complaint(AGENTJET_PORT="x")
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    assert "does not exist" in complaint(file=tmp_path / "nowhere.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[job\n")
+    assert "is not valid TOML" in complaint(file=broken)
+    broken.write_text(f"[job]\nseed = 1{'0' * 5000}\n")
+    assert "is not valid TOML" in complaint(file=broken)
+    assert "cannot be read" in complaint(file=tmp_path)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.0.1"])
+def test_loopback_has_several_names(host: str) -> None:
+    assert load(f"server.host={host}").server.host == host
+
+
+def test_a_job_over_the_wire_is_checked_alike() -> None:
+    assert parse_job(JobConfig(seed=7).model_dump(mode="json")) == JobConfig(seed=7)
+    with pytest.raises(
+        ConfigError, match=r"job\.bach_size = 3: there is no such setting; did you mean job\.batch_size"
+    ):
+        parse_job({"bach_size": 3})
+    with pytest.raises(ConfigError, match=r"job\.optimizer\.lr = -1: input should be greater than 0"):
+        parse_job({"optimizer": {"lr": -1}})
+    with pytest.raises(ConfigError, match=r"job\.seed = 1180591620717411303424: a whole number has 64 bits at most"):
+        parse_job({"seed": 2**70})
+    assert [parse_job({"seed": seed}).seed for seed in (-(2**63), 2**63 - 1)] == [-(2**63), 2**63 - 1]
+
+
+def test_a_token_from_the_environment_must_be_hard_to_guess() -> None:
+    assert server_token({}) is None is server_token({"AGENTJET_TOKEN": ""})
+    assert server_token({"AGENTJET_TOKEN": "x" * 16}) == "x" * 16
+    with pytest.raises(ConfigError, match="AGENTJET_TOKEN has 5 characters"):
+        server_token({"AGENTJET_TOKEN": "hello"})
+    assert server_token({"AGENTJET_TOKEN": "x" * 16 + "\n"}) == "x" * 16
+
+
+@pytest.mark.parametrize("odd", ["ü", " ", "\n", "\r\n", "\x00", "\x7f"])
+def test_a_token_that_no_header_can_carry_is_refused_by_name(odd: str) -> None:
+    with pytest.raises(ConfigError, match="AGENTJET_TOKEN has a character") as refused:
+        server_token({"AGENTJET_TOKEN": f"secret-secret{odd}secret-secret"})
+    assert "secret-secret" not in str(refused.value)
+
+
+def test_every_setting_can_be_set_by_its_name_and_is_documented() -> None:
+    table = settings_table()
+    for name in setting_names():
+        section, _, leaf = name.rpartition(".")
+        [row] = [
+            line for line in table.partition(f"## `[{section}]`")[2].splitlines() if line.startswith(f"| `{leaf}` ")
+        ][:1]
+        meaning = row.split(" | ")[3].removesuffix(" |")
+        assert meaning.endswith("."), f"{name} has no docstring"
+    assert "| `lr` | number > 0 | `2e-05` | Peak learning rate. |" in table

@@ -1,0 +1,79 @@
+"""What becomes of a call whose worker dies.
+
+Pinned here:
+1. it is sampled again, with the same parameters, and recorded once;
+2. not where part of the answer was given out: it fails with a 503;
+3. the second worker that dies under it ends it, and nothing else;
+4. a worker that hung is replaced like one that died, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import Later, RequestError, WorkerHung
+from agentjet.protocol import BeginRequest
+from tests.fakes import running
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_call_whose_worker_dies_is_sampled_again(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        run.compute.may_sample.clear()
+        call = asyncio.create_task(run.say(episode.id))
+        await run.until(lambda: len(run.compute.asked) == 1)
+        run.compute.die()
+        run.compute.may_sample.set()
+        assert (await call).response.content == "hi"
+        first, second = run.compute.asked
+        assert (first.prompt, first.params) == (second.prompt, second.params)
+        assert run.gateway.swarm.episode(episode.id).num_calls == 1
+
+
+async def test_a_call_under_which_two_workers_die_is_given_up_alone(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        deadly = await run.gateway.begin(BeginRequest(task_id="t"))
+        run.compute.may_sample.clear()
+        call = asyncio.create_task(run.say(deadly.id, choices=2))
+        for tried in (1, 2):
+            await run.until(lambda tried=tried: len(run.compute.asked) == 2 * tried)
+            run.compute.die()
+        with pytest.raises(RequestError) as refusal:
+            await call
+        assert (refusal.value.status, refusal.value.code) == (500, "call_killed_workers")
+        run.compute.may_sample.set()
+        other = await run.gateway.begin(BeginRequest(task_id="t"))
+        assert (await run.say(other.id)).response.content == "hi"
+        assert run.compute.starts == 3 and run.gateway.engine.state == "sampling"
+
+
+async def test_a_streamed_call_whose_worker_dies_fails_once_text_is_out(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        stream = run.stream(episode.id)
+        assert (await anext(stream)).text == "h"
+        run.compute.may_sample.clear()
+        run.compute.die()
+        with pytest.raises(Later) as broken:
+            async for _ in stream:
+                pass
+        assert (broken.value.status, broken.value.code) == (503, "worker_died")
+        assert run.gateway.swarm.episode(episode.id).num_calls == 0
+
+
+async def test_a_worker_that_hung_is_replaced_and_counted(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.may_start.clear()
+        run.compute.die(WorkerHung("no sign of work for 120 s"))
+        await run.until(lambda: run.gateway.engine.state == "loading")
+        status = run.gateway.status()
+        assert "no sign of work" in status.waiting_for and status.workers_hung == 1
+        run.compute.may_start.set()
+        await run.until(lambda: run.gateway.engine.state == "sampling")
+        status = run.gateway.status()
+        assert (status.workers_started, status.workers_hung) == (2, 1)

@@ -1,0 +1,43 @@
+"""The port: an answer in several pieces does not wait for acknowledgements; what is said of where it is bound."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from agentjet.cli.server_process import all_addresses_line, run
+from agentjet.config import load_config
+from agentjet.errors import ConfigError
+from agentjet.server.http import listen
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_connections_send_at_once(host: str) -> None:
+    try:
+        listener = listen(host, 0)
+    except OSError:
+        pytest.skip(f"there is no {host} here")
+    with listener, socket.create_connection(listener.getsockname()[:2]):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_server_bound_everywhere_says_so() -> None:
+    with listen("0.0.0.0", 0) as listener:
+        assert all_addresses_line(listener).startswith(
+            f"Bound to 0.0.0.0 port {listener.getsockname()[1]}: every address"
+        )
+    with listen("127.0.0.1", 0) as listener:
+        assert all_addresses_line(listener) == ""
+
+
+@pytest.mark.parametrize("host", ["foo.invalid", "192.0.2.7"])
+def test_a_host_that_is_no_address_is_named(host: str, tmp_path: Path) -> None:
+    config = load_config(
+        None, [f"server.host={host}", "server.insecure=true", f"server.data_dir={tmp_path}"], environ={}
+    )
+    with pytest.raises(ConfigError, match=f"server.host = '{host}' is no address"):
+        run(config)

@@ -1,0 +1,82 @@
+"""Pinned here: what a commit wrote is moved out of the log while a writer goes on, the log's length is bounded, and a
+failed sync is never forgotten.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from agentjet.swarm import Journal
+from agentjet.swarm.journal_file import CHECKPOINT_EVERY, WalSync
+
+
+def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.sqlite")
+    journal.commit_together()
+    before = journal.path.stat().st_size
+    for _ in range(CHECKPOINT_EVERY):
+        with journal.transaction():
+            journal.add_event("state", 0.0, {"text": "x" * 4000})
+        journal.commit()
+        with journal.transaction():  # Open while the other connection moves what is committed.
+            journal.sync()
+    assert journal.path.stat().st_size > before + CHECKPOINT_EVERY * 4000 / 2
+    journal.commit()
+    assert len(journal.events(0, 1000)) == CHECKPOINT_EVERY
+    journal.close()
+
+
+def test_the_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentjet.swarm.journal_file.LONGEST_LOG", 50)
+    journal = Journal.open(tmp_path / "journal.sqlite")
+    journal.commit_together()
+    for _ in range(200):
+        with journal.transaction():
+            journal.add_event("state", 0.0, {"text": "x" * 4000})
+        journal.commit()
+        journal.sync()
+    assert os.stat(f"{journal.path}-wal").st_size < 70 * 4200
+    assert len(journal.events(0, 1000)) == 200
+    journal.close()
+
+
+def test_a_disk_without_room_for_the_move_fails_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal.open(tmp_path / "journal.sqlite")
+    journal.commit_together()
+    sync = WalSync(journal.path)
+
+    class Full:
+        def execute(self, statement: str) -> sqlite3.Cursor:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        def close(self) -> None: ...
+
+    sync._mover = Full()  # type: ignore[assignment]
+    for _ in range(CHECKPOINT_EVERY):
+        sync.wait()
+    assert "could not be moved" in caplog.text and sync.failed is None
+    sync.close()
+    journal.close()
+
+
+def test_a_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal.open(tmp_path / "journal.sqlite")
+    journal.commit_together()
+    sync = WalSync(journal.path)
+
+    def fails(file: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("os.fdatasync", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            sync.wait()
+    with pytest.raises(OSError, match="Input/output"):
+        sync.wait()
+    sync.close()
+    sync.close()
+    journal.close()
