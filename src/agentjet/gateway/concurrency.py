@@ -179,7 +179,7 @@ class GroupCommit:
         """The same of what is committed."""
         self._failed: BaseException | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        swarm.commit_together(self._soon)
+        swarm.store.defer_commits(self._soon)
 
     async def durable(self) -> None:
         """Returns once everything that was changed so far is on disk.
@@ -210,7 +210,7 @@ class GroupCommit:
         waiting, self._next = self._next, None
         assert waiting is not None
         try:
-            self._swarm.commit()
+            self._swarm.store.commit()
         except Later as later:
             _refuse(waiting, later)
             return
@@ -220,7 +220,7 @@ class GroupCommit:
                 raise
             return
         self._under_way = waiting
-        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.sync)
+        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.store.journal.sync)
         synced.add_done_callback(self._synced)
 
     def _synced(self, done: asyncio.Future[None]) -> None:
@@ -229,7 +229,7 @@ class GroupCommit:
         try:
             if error is None:
                 waiting.set_result(None)
-                self._swarm.announce()  # Listeners may write: that belongs to the next commit.
+                self._swarm.store.announce()  # Listeners may write: that belongs to the next commit.
             else:
                 self._give_up(waiting, error)
         finally:
@@ -241,7 +241,7 @@ class GroupCommit:
         """Refuse those who wait, and everybody from here on: it is not known what of the journal is on disk."""
         is_known = isinstance(error, Later)
         log.critical("the journal is not on disk: %s", error, exc_info=None if is_known else error)
-        self._failed = error if is_known else self._swarm.refuse_writes(error)
+        self._failed = error if is_known else self._swarm.store.journal.refuse_writes(error)
         _refuse(waiting, self._failed)
 
 

@@ -53,7 +53,7 @@ class Deliveries:
         self._next_ordinal: dict[str, int] = {}
         """By live episode: no later call may have a smaller one, or it would have another call's seed."""
         self._retries = Retries()
-        swarm.undelivered_calls = self._handing_out
+        swarm.store.undelivered_calls = self._handing_out
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))

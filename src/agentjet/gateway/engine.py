@@ -184,12 +184,12 @@ class Engine:
             self._emit("checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
         if (covered := self._store.covers(keep)) is not None:
-            self._swarm.checkpointed(covered)
+            self._swarm.batches.checkpointed(covered)
         self._emit("checkpoint", {"ok": True, "policy_version": version, "path": info.path})
         return info
 
     async def _record_checkpoint(self, stamp: CheckpointStamp) -> None:
-        self._swarm.record_checkpoint(stamp)
+        self._swarm.batches.record_checkpoint(stamp)
         await self._commits.durable()
 
     def refuse_diverged(self) -> None:
@@ -248,11 +248,11 @@ class Engine:
         if pending is not None and pending.id == tried and self._deaths[tried] >= MAX_CRASHES:
             del self._deaths[tried]
             log.error("batch %d failed %d workers: set aside", tried, MAX_CRASHES)
-            self._swarm.set_aside(pending, str(error))
+            self._swarm.batches.quarantine(pending, str(error))
 
     async def _bring_up(self) -> None:
         """Start the worker and take it to where the journal stands."""
-        self._store.sweep(self._swarm.recorded_digest)
+        self._store.sweep(self._swarm.batches.recorded_digest)
         await self._start_worker()
         batches = await self._load_newest()
         self._swarm.record_origin()
@@ -289,7 +289,7 @@ class Engine:
 
     def _resume(self, stamp: CheckpointStamp | None, refused: list[str]) -> list[Batch]:
         try:
-            return self._swarm.resume(stamp)
+            return self._swarm.batches.resume(stamp)
         except CheckpointError as error:
             raise CheckpointError("; ".join([*refused, str(error), *self._unusable()])) from error
 
@@ -298,7 +298,7 @@ class Engine:
         stamp = await self._compute.load(Path(info.path))
         if stamp.policy_version != info.policy_version:
             raise CheckpointError(f"checkpoint {info.path} is damaged: it has policy version {stamp.policy_version}")
-        self._swarm.check_checkpoint(stamp)
+        self._swarm.batches.check_checkpoint(stamp)
         if not stamp.digest:
             log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", info.path)
         return stamp
@@ -349,7 +349,9 @@ class Engine:
         """Batch after batch, errands in between, until stopped."""
         swarm = self._swarm
         while True:
-            await self._changed.until(lambda: bool(self._stopping or self._errands or swarm.pending or swarm.ready()))
+            await self._changed.until(
+                lambda: bool(self._stopping or self._errands or swarm.pending or swarm.batches.ready())
+            )
             if self._stopping:
                 return
             # With stale tokens allowed, completions go on across a step: the worker learns between two of their tokens.
@@ -357,7 +359,7 @@ class Engine:
                 return
             try:
                 await self._run_errands()
-                if not self._stopping and (swarm.pending or swarm.ready()):
+                if not self._stopping and (swarm.pending or swarm.batches.ready()):
                     await self._step()
                     self._timer.roll()
             except Later as later:
@@ -375,7 +377,7 @@ class Engine:
 
     async def _step(self) -> None:
         self._enter("learning")
-        batch = self._swarm.pending or self._swarm.compose()
+        batch = self._swarm.pending or self._swarm.batches.compose()
         await self._commits.durable()
         await self._learn(batch)
         job, version = self._swarm.job, self._swarm.policy_version
@@ -391,11 +393,11 @@ class Engine:
     async def _learn_it(self, batch: Batch) -> None:
         self._trying = batch.id
         try:
-            forest = self._swarm.forest(batch)
+            forest = self._swarm.batches.forest(batch)
             self._timer.learn()
             metrics = await self._compute.learn(batch.id, forest, batch.job)
             if batch.id == self._swarm.policy_version:
-                merged = self._swarm.learned(batch, {**metrics, **self._timer.metrics(forest.num_targets)})
+                merged = self._swarm.batches.learned(batch, {**metrics, **self._timer.metrics(forest.num_targets)})
                 await self._commits.durable()
                 self._metrics.append(batch.id + 1, merged)
                 if has_diverged(merged):
@@ -475,7 +477,7 @@ class Engine:
 
     def _emit(self, kind: str, body: dict[str, Any]) -> None:
         try:
-            self._swarm.emit(kind, body)
+            self._swarm.store.emit(kind, body)
         except Later as later:
             log.error("event %s %s is not in the journal: %s", kind, body, later)
 

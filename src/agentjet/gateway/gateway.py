@@ -102,7 +102,7 @@ class Gateway:
         self._commits = GroupCommit(self.swarm)
         self.changed = Broadcast()
         self._room = AdmissionWaiters()
-        self.swarm.on_event = self._on_event
+        self.swarm.store.on_event = self._on_event
         self.last_event = self._journal.last_event()
         """Number of the newest event that is on disk."""
         self._compute = compute
@@ -184,7 +184,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait
         while True:
-            self.swarm.saw(request.client_id)  # Whoever polls and is refused is a client all the same.
+            self.swarm.client_seen(request.client_id)  # Whoever polls and is refused is a client all the same.
             if self.engine.state in NOT_SERVING:
                 raise self.engine.refusal()
             try:
@@ -204,7 +204,7 @@ class Gateway:
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` when the client holds as many live episodes as it may. A begin that is repeated may pass."""
         most = self.config.server.max_episodes_per_client
-        counts = self.swarm.status_counts()
+        counts = self.swarm.queries.status_counts()
         if counts["live"] + counts["prepared"] < most:  # Cheap, and nearly always so.
             return
         if self.swarm.begun(request, idempotency_key) is not None:
@@ -212,7 +212,7 @@ class Gateway:
         if self.swarm.is_due():
             self.swarm.reap()
         self.swarm.take_over(request)
-        if self.swarm.num_undecided(request.client_id) >= most:
+        if self.swarm.queries.num_live_or_prepared(request.client_id) >= most:
             raise too_many_episodes(request.client_id, most)
 
     async def heartbeat(self, episode_id: str) -> Episode:
@@ -290,7 +290,7 @@ class Gateway:
         if before:
             self.swarm.episode(before)
         if status in ("live", "prepared"):  # Held in memory.
-            found = self.swarm.recent_episodes(limit, team=team, status=status, before=before)
+            found = self.swarm.queries.recent_episodes(limit, team=team, status=status, before=before)
             return list(map(views.view, found))
 
         def read() -> list[EpisodeView]:
@@ -385,18 +385,18 @@ class Gateway:
             model=self.model_name,
             model_weights=self.engine.card.weights if self.engine.card else "",
             policy_version=swarm.policy_version,
-            branched_from=swarm.branched_from,
+            branched_from=swarm.queries.branched_from,
             batch_size=job.batch_size,
             group_size=job.group_size,
             spare_episodes=job.spare_episodes,
             max_steps=job.max_steps,
-            groups_complete=swarm.groups_complete,
-            groups_open=swarm.groups_open,
-            episodes=swarm.status_counts(),
+            groups_complete=swarm.queries.num_groups("complete"),
+            groups_open=swarm.queries.num_groups("open"),
+            episodes=swarm.queries.status_counts(),
             calls_active=len(self._calls.deliveries),
             last_step=swarm.last_step,
-            clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
-            holding=swarm.holding(),
+            clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},
+            holding=swarm.queries.holding(),
             code_versions=views.code_versions(swarm),
             task_sets=views.task_sets(swarm),
             workers_started=self.engine.num_workers,
@@ -408,16 +408,16 @@ class Gateway:
         )
 
     def _waiting_for(self) -> str:
-        if self.swarm.disk_refusal:
-            return f"the disk. {self.swarm.disk_refusal}"
+        if self.swarm.store.journal.refusal:
+            return f"the disk. {self.swarm.store.journal.refusal}"
         if self.engine.state not in ("sampling", "learning"):
             return self.engine.reason or _WORDS[self.engine.state]
-        return DIVERGED if has_diverged(self.swarm.last_step) else self.swarm.waiting_for()
+        return DIVERGED if has_diverged(self.swarm.last_step) else self.swarm.queries.waiting_for()
 
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
         """Events numbered above `after`, until the gateway closes; None when none came for `keep_alive` seconds."""
         while not self.closing:
-            page = [event for event in self.swarm.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
+            page = [event for event in self.swarm.queries.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
             for event in page:
                 after = event.seq
                 yield event
@@ -451,7 +451,7 @@ class Gateway:
     def _admission(self) -> tuple[int, bool, int, int]:
         """The facts that the admission of every client depends on; a change of them may admit one that waits."""
         swarm = self.swarm
-        return swarm.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
+        return swarm.queries.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
 
     async def _reap(self) -> None:
         """Reclaim what outlived its lease, when it does; while the disk refuses writes, see whether it takes one."""
@@ -466,9 +466,9 @@ class Gateway:
                     else min(LEASE_CHECK_SECONDS, max(0.001, deadline - self._clock()))
                 )
                 await self.changed.wait(nap)
-                if self.swarm.disk_refusal and now() >= next_try:
+                if self.swarm.store.journal.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
-                    self.swarm.try_disk()
+                    self.swarm.store.probe_disk()
                 if self.swarm.is_due():
                     self.swarm.reap()
             except Later:  # The journal has said why.

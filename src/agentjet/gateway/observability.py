@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentjet.errors import ConfigError
-from agentjet.swarm.batch_queue import WAY_OUT
+from agentjet.swarm.batches import WAY_OUT
 from agentjet.types import Call
 
 if TYPE_CHECKING:
