@@ -14,15 +14,13 @@ from typing import TypeVar
 T = TypeVar("T")
 WHOLE = 150
 TRANSITIONS = (
-    "add_episode",
+    "add_facts",
+    "put_snapshot",
+    "add_settled",
     "add_call",
     "add_undelivered",
-    "add_promise",
-    "add_finish",
-    "add_abort",
-    "put_group",
     "add_batch",
-    "remove_batch",
+    "remove_batches",
     "add_step",
     "prune",
     "remember",
@@ -32,7 +30,7 @@ TRANSITIONS = (
 """Methods of the journal that write while the server runs; `commit` has them on disk."""
 MOMENTS = ("before", "after", "committed")
 """Of a transition: before its row is written, after that, and once it is on disk while nobody was told."""
-RARE = ("remove_batch", "add_undelivered")
+RARE = ("remove_batches", "add_undelivered")
 """Transitions that must be provoked; short runs leave them out."""
 WORKER_VERBS = ("sample", "learn", "save", "start", "any")
 """What a worker is doing when it is killed; `any`: whatever it does at a random time."""

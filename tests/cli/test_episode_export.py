@@ -108,7 +108,7 @@ def test_what_cannot_be_exported(served: Served, tmp_path: Path) -> None:
 def test_messages_that_a_checkpoint_covers_are_gone(served: Served, tmp_path: Path) -> None:
     with Swarm(served.url, TOKEN) as swarm:
         play(swarm, "old", 1.0, mode="eval")
-        served.run.gateway._journal.prune(1, 0.0)
+        served.run.gateway.swarm.batches.checkpointed(1)
         play(swarm, "new", 1.0, mode="eval")
     out = tmp_path / "out.jsonl"
     assert "conversations: 2, of episodes: 1, in" in (said := run("episodes", "export", str(out), *at(served)))

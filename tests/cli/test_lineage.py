@@ -67,7 +67,7 @@ async def test_a_tagged_checkpoint_outlives_rotation(tmp_path: Path) -> None:
         for _ in range(4):
             await up.batch()
         assert versions(up) == [1, 4, 5]
-        assert up.gateway._journal.durable_version() == 4, "a tag holds back no pruning"
+        assert up.gateway.swarm.store.state.durable_version == 4, "a tag holds back no pruning"
         await up.gateway.versions.untag("good")
         await up.batch()
         assert versions(up) == [5, 6]
@@ -183,7 +183,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         await up.batch()
         assert swarm.policy_version == 6 and up.compute.learned == [5]
         assert swarm.last_step["groups/dropped_rolled_back"] == 3 * 2 + 2
-        [event] = [event.body for event in swarm.events() if event.kind == "rollback"]
+        [event] = [event.body for event in swarm.queries.events() if event.kind == "rollback"]
         assert event == {"to": 1, "policy_version": 5, "batches": 3, "trained": 12, "waiting": 1, "live": 1}
         after = up.compute.weights
     shutil.rmtree(checkpoint(data, 6))

@@ -13,6 +13,7 @@ import pytest
 
 from agentjet.errors import ConfigError, Later
 from agentjet.swarm import Journal
+from agentjet.swarm.store import Store
 from tests.swarm.world import World
 
 
@@ -88,8 +89,8 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 
 def test_every_commit_waits_for_the_disk(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
-    assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
-    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert journal.file.db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+    assert journal.file.db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     journal.close()
 
 
@@ -100,12 +101,12 @@ def test_what_was_acknowledged_is_in_the_files_of_a_killed_server(world: World, 
     copy = tmp_path / "copy"
     shutil.copytree(world.path.parent, copy)  # as a kill leaves them: never closed
     journal = Journal.open(copy / world.path.name)
-    assert journal.episode(episode.id) == world.swarm.episode(episode.id)
+    assert Store(journal, lambda: 0.0).episode(episode.id) == world.swarm.episode(episode.id)
     journal.close()
 
 
 def fill_disk(world: World) -> None:
-    db = world.journal._db
+    db = world.journal.file.db
     pages = db.execute("PRAGMA page_count").fetchone()[0]
     db.execute(f"PRAGMA max_page_count = {pages}")
 
@@ -136,7 +137,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
     )
     assert now == before
     assert len(world.swarm.tree(live.id, "").calls) == 1
-    world.journal._db.execute("PRAGMA max_page_count = 1000000")
+    world.journal.file.db.execute("PRAGMA max_page_count = 1000000")
     assert world.finish(finished, 1.0).status == "finished"
 
 

@@ -199,7 +199,7 @@ class History:
             "version": swarm.policy_version,
             "counts": swarm.queries.status_counts(),
             "last_step": swarm.last_step,
-            "carry": swarm.store.carry,
+            "carry": swarm.store.state.carry,
             "code_versions": list(swarm.queries.code_versions().items()),
             "task_sets": swarm.queries.task_sets(),
             "events": swarm.queries.events(),
@@ -210,7 +210,7 @@ class History:
         """The bytes of every batch that may still be learned or replayed."""
         swarm = self.world.swarm
         try:
-            batches = swarm.batches.from_version(max(self.world.journal.durable_version(), swarm.policy_version - 2))
+            batches = swarm.batches.from_version(max(swarm.store.state.durable_version, swarm.policy_version - 2))
         except CheckpointError:
             raise AssertionError("batches above the durable version can always be replayed") from None
         return [(batch, swarm.batches.forest(batch).to_wire()) for batch in batches]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from agentjet.gateway.checkpoints import CheckpointStore, flush
 from agentjet.gateway.observability import MetricsFile
 from agentjet.swarm import Journal, SwarmState
 from agentjet.swarm.batches import Rollback, check_rollback, check_stamp, check_state_origin
+from agentjet.swarm.store import Store
 from agentjet.types import CheckpointStamp
 
 SEAL_KEYS = frozenset({"format", "files", "digest"})
@@ -35,12 +37,12 @@ def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
     store = CheckpointStore(data_dir)
     journal = Journal.open(data_dir / JOURNAL)
     try:
-        held = journal.job_settings()
+        held, recorded = journal.job_settings(), journal.read_state()
         if held is None:
             raise ConfigError(f"{str(data_dir)!r} has no job settings: its server was never started by this AgentJet")
-        MetricsFile(data_dir / METRICS).check_journal(journal.policy_version())
+        MetricsFile(data_dir / METRICS).check_journal(recorded.policy_version)
         target = find_checkpoint(store, version)
-        check_rollback(journal, target)
+        check_rollback(journal, recorded, target)
         state = _verified(store, journal, target)
         swarm = SwarmState(journal, held.given)
         new = swarm.policy_version + 1
@@ -77,8 +79,9 @@ def branch(source: Path, version: str, data_dir: Path) -> int:
             stamp = CheckpointStamp(target, _sealed(copy, state))
         journal = Journal.open(partial / JOURNAL)
         try:
-            with journal.transaction():
-                journal.set_base_version(target)
+            begun_store = Store(journal, time.time)
+            with begun_store.transaction():
+                begun_store.start_at(target)
                 journal.put_checkpoint(stamp)
                 journal.branch(origin, f"{source.resolve()}@{target}")
         finally:
@@ -116,7 +119,7 @@ def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[st
     state = verified_state(store.path(version))
     if state["policy_version"] != version:
         raise CheckpointError(f"checkpoint {store.path(version)} is damaged: it has version {state['policy_version']}")
-    check_stamp(journal, CheckpointStamp(version, state.get("digest", "")))
+    check_stamp(journal, journal.read_state(), CheckpointStamp(version, state.get("digest", "")))
     check_state_origin(journal, state)
     return {key: value for key, value in state.items() if key not in SEAL_KEYS}
 

@@ -393,7 +393,7 @@ class Engine:
     async def _learn_it(self, batch: Batch) -> None:
         self._trying = batch.id
         try:
-            forest = self._swarm.batches.forest(batch)
+            forest = await asyncio.to_thread(self._swarm.batches.forest, batch)
             self._timer.learn()
             metrics = await self._compute.learn(batch.id, forest, batch.job)
             if batch.id == self._swarm.policy_version:

@@ -91,7 +91,7 @@ class Gateway:
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
         metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
         try:
-            metrics.check_journal(self._journal.policy_version())
+            metrics.check_journal(self._journal.read_state().policy_version)
         except ConfigError:
             self._journal.close()
             raise
@@ -284,21 +284,11 @@ class Gateway:
         """The newest episodes, newest first, as they are on disk: all, those of a team, those of a status, those begun
         `before` an episode.
 
-        A status may have to look through all there are. Raises `Later`, and `NotFound` if there is no such `before`.
+        Raises `Later`, and `NotFound` if `before` does not exist.
         """
         await self.durable()
-        if before:
-            self.swarm.episode(before)
-        if status in ("live", "prepared"):  # Held in memory.
-            found = self.swarm.queries.recent_episodes(limit, team=team, status=status, before=before)
-            return list(map(views.view, found))
-
-        def read() -> list[EpisodeView]:
-            with self._journal.reading() as journal:
-                found = journal.recent_episodes(limit, team=team, status=status, before=before)
-                return list(map(views.view, found))
-
-        return await offload(LARGE, read)
+        found = self.swarm.queries.recent_episodes(limit, team=team, status=status, before=before)
+        return list(map(views.view, found))
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
@@ -408,8 +398,8 @@ class Gateway:
         )
 
     def _waiting_for(self) -> str:
-        if self.swarm.store.journal.refusal:
-            return f"the disk. {self.swarm.store.journal.refusal}"
+        if self.swarm.store.file.refusal:
+            return f"the disk. {self.swarm.store.file.refusal}"
         if self.engine.state not in ("sampling", "learning"):
             return self.engine.reason or _WORDS[self.engine.state]
         return DIVERGED if has_diverged(self.swarm.last_step) else self.swarm.queries.waiting_for()
@@ -466,7 +456,7 @@ class Gateway:
                     else min(LEASE_CHECK_SECONDS, max(0.001, deadline - self._clock()))
                 )
                 await self.changed.wait(nap)
-                if self.swarm.store.journal.refusal and now() >= next_try:
+                if self.swarm.store.file.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
                     self.swarm.store.probe_disk()
                 if self.swarm.is_due():

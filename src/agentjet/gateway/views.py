@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from dataclasses import asdict
 
-from agentjet.errors import NotFound
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CallView,
@@ -20,6 +19,7 @@ from agentjet.protocol import (
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
+from agentjet.swarm.store import Store
 from agentjet.timeline.forks import orphans
 from agentjet.types import Call, Message
 
@@ -90,12 +90,9 @@ def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> Episo
     return EpisodeTree(**_facts(episode), calls=[_call(call, unheard.get(call.id, ""), renderer) for call in calls])
 
 
-def recorded_tree(journal: Journal, episode_id: str) -> EpisodeTree:
+def recorded_tree(store: Store, episode_id: str) -> EpisodeTree:
     """The same from a journal alone, without texts. Raises `NotFound`."""
-    episode = journal.episode(episode_id)
-    if episode is None:
-        raise NotFound(f"There is no episode {episode_id!r} in {journal.path}.", code="episode_not_found")
-    return tree(journal, episode, None)
+    return tree(store.journal, store.episode(episode_id), None)
 
 
 def _facts(episode: Episode) -> dict[str, object]:

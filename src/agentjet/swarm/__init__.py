@@ -15,6 +15,6 @@ if swarm.ready():
 
 from agentjet.swarm.episodes import SwarmState
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.state import Batch, Episode, Group
 
 __all__ = ["Batch", "Episode", "Group", "Journal", "SwarmState"]

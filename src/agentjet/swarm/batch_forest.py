@@ -12,10 +12,9 @@ import numpy as np
 from agentjet.recipes.advantages import ADVANTAGES
 from agentjet.swarm.groups import all_equal
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.records import Batch, Episode
+from agentjet.swarm.state import Batch, Episode
 from agentjet.timeline.forest import Forest, Row, build_forest
 from agentjet.timeline.forks import OrphanReason, orphans
-from agentjet.timeline.identity import context_digest
 from agentjet.timeline.support import unpack_sets
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call
@@ -56,7 +55,7 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
             ]
             for role, (tree, calls) in sequences.items():
                 advantage = role_advantages(batch, members, role, [role in roles for roles in spoken])[i]
-                rows += [_row(tree, call, advantage, num_sequences) for call in calls]
+                rows += _rows(tree, calls, advantage, num_sequences)
                 num_sequences += 1
     means = {
         "episode/timelines": shape.pop("timelines") / len(batch.episode_ids),
@@ -88,6 +87,7 @@ def _trained_sequences(
 def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Counter[str]) -> list[Call]:
     """The calls of a tree whose sampled tokens are trained. The others are counted in `shape`."""
     trained = []
+    digests = tree.context_digests()
     for call in tree.calls:
         if call.fork:
             shape[f"forks_{call.fork}"] += 1
@@ -96,7 +96,7 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
         elif call.id in unheard:
             shape["orphans"] += 1
             shape["orphan_tokens"] += len(call.completion)
-        elif call.context and call.context != context_digest(tree.tokens(call.id)):
+        elif call.context and call.context != digests[call.id]:
             shape["drift"] += 1
             log.error(
                 "the tokens of call %s of episode %s differ from the sampled ones: the call is not trained",
@@ -130,16 +130,23 @@ def role_advantages(batch: Batch, members: Sequence[Episode], role: str, spoke: 
     return [float(advantage) for advantage in advantages_G]
 
 
-def _row(tree: ConversationTree, call: Call, advantage: float, sequence: int) -> Row:
-    return Row(
-        tokens=np.asarray(tree.tokens(call.id), np.int32),
-        logprobs=np.asarray(call.logprobs, np.float32),
-        versions=np.asarray(call.versions, np.int32),
-        advantage=advantage,
-        temperature=call.temperature,
-        sequence=sequence,
-        support=unpack_sets(call.support, len(call.completion)) if call.support else (),
-    )
+def _rows(tree: ConversationTree, calls: Sequence[Call], advantage: float, sequence: int) -> list[Row]:
+    """One row per call. Calls of one timeline share its tokens."""
+    timelines = tree.timelines(call.id for call in calls)
+    tokens = {newest: np.asarray(tree.tokens(newest), np.int32) for newest in set(timelines.values())}
+    return [
+        Row(
+            tokens=tokens[timelines[call.id]],
+            logprobs=np.asarray(call.logprobs, np.float32),
+            versions=np.asarray(call.versions, np.int32),
+            advantage=advantage,
+            temperature=call.temperature,
+            sequence=sequence,
+            support=unpack_sets(call.support, len(call.completion)) if call.support else (),
+            stop=tree.num_tokens(call.id),
+        )
+        for call in calls
+    ]
 
 
 def forest_metrics(batch: Batch, forest: Forest) -> dict[str, float]:

@@ -25,7 +25,8 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call as the policy saw it: `tokens` [T] is prompt + completion, the last `len(logprobs)` of them sampled.
+    """One call as the policy saw it: the first `stop` of `tokens` [T] are prompt + completion, the last `len(logprobs)`
+    of these sampled. Calls of one timeline share its array, so that a batch is linear in tokens.
 
     `advantage` is a number for the whole completion; `sequence` numbers the (episode, role) it belongs to within the
     batch.
@@ -39,6 +40,12 @@ class Row:
     sequence: int
     support: tuple[bytes, ...] = ()
     """The set that each sampled token was chosen among (see `support`); empty when it was always the vocabulary."""
+    stop: int | None = None
+    """None: all of `tokens`."""
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) if self.stop is None else self.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,38 +109,39 @@ class Forest:
 
 
 def build_forest(rows: Sequence[Row]) -> Forest:
-    """Merge rows into prefix trees, in O(total tokens).
+    """Merge rows into prefix trees, in O(total tokens), with the tokens of a shared array counted once.
 
-    Sorting the rows as big-endian byte strings puts them in depth-first order; each then adds the nodes after its
+    Sorting the timelines as big-endian byte strings puts them in depth-first order; each then adds the nodes after its
     longest common prefix with the one before. Without rows the forest is empty.
     """
     if not rows:
         none, nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
         return Forest(none, none, none, none, none, nothing, nothing, nothing, none, none, none, (), 0, 0)
-    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.astype(">i4").tobytes())
+    timelines = {id(row.tokens): row.tokens for row in rows}
+    order = sorted(timelines, key=lambda key: timelines[key].astype(">i4").tobytes())
     tokens: list[IntArray] = []
     parents: list[IntArray] = []
     depths: list[IntArray] = []
-    path = np.zeros(0, np.int32)  # node index of each token of the row before
+    path = np.zeros(0, np.int32)  # node index of each token of the timeline before
     previous = np.zeros(0, np.int32)
     num_nodes = 0
-    row_paths: dict[int, IntArray] = {}
-    for i in order:
-        row = rows[i].tokens
-        shared = common_prefix(previous, row)
-        fresh = len(row) - shared
+    paths: dict[int, IntArray] = {}
+    for key in order:
+        timeline = timelines[key]
+        shared = common_prefix(previous, timeline)
+        fresh = len(timeline) - shared
         new = np.arange(num_nodes, num_nodes + fresh, dtype=np.int32)
         path = np.concatenate([path[:shared], new])
         if fresh:
-            tokens.append(row[shared:].astype(np.int32))
+            tokens.append(timeline[shared:].astype(np.int32))
             parents.append(np.concatenate([[path[shared - 1] if shared else -1], new[:-1]]).astype(np.int32))
-            depths.append(np.arange(shared, len(row), dtype=np.int32))
+            depths.append(np.arange(shared, len(timeline), dtype=np.int32))
         num_nodes += fresh
-        row_paths[i] = path
-        previous = row
+        paths[key] = path
+        previous = timeline
     depth = np.concatenate(depths)
     support, sets = _number_sets(rows)
-    sampled = [row_paths[i][len(row.tokens) - len(row.logprobs) :] for i, row in enumerate(rows)]
+    sampled = [paths[id(row.tokens)][row.length - len(row.logprobs) : row.length] for row in rows]
     return Forest(
         tokens=np.concatenate(tokens),
         parent=np.concatenate(parents),
@@ -148,7 +156,7 @@ def build_forest(rows: Sequence[Row]) -> Forest:
         support=support,
         sets=sets,
         num_sequences=len({row.sequence for row in rows}),
-        num_row_tokens=sum(len(row.tokens) for row in rows),
+        num_row_tokens=sum(row.length for row in rows),
     )
 
 

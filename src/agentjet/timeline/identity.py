@@ -105,12 +105,23 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
     return _digest(["tools", *tools])
 
 
+class ContextHash:
+    """Hash of a sequence of tokens that may be continued: a copy of it costs nothing, whatever its length."""
+
+    def __init__(self, tokens: Sequence[int] = (), before: ContextHash | None = None) -> None:
+        self._hash = hashlib.blake2b(digest_size=16) if before is None else before._hash.copy()
+        self._hash.update(array("I", tokens))  # Signed ones are packed four times as slowly.
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
 def context_digest(*stretches: Sequence[int]) -> bytes:
     """16 bytes that name a sequence of tokens, given in one stretch or several."""
-    digest = hashlib.blake2b(digest_size=16)
+    found = ContextHash()
     for tokens in stretches:
-        digest.update(array("I", tokens))  # Signed ones are packed four times as slowly.
-    return digest.digest()
+        found = ContextHash(tokens, found)
+    return found.digest()
 
 
 def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
