@@ -23,6 +23,7 @@ import pytest
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.swarm import Journal
 from tests.fakes import Running, running
 
 pytestmark = pytest.mark.anyio
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.anyio
 
 def on_disk(data_dir: Path) -> int:
     """Episodes that another process would see."""
-    with closing(sqlite3.connect(data_dir / "journal.sqlite")) as db:
-        return int(db.execute("SELECT COUNT(*) FROM episodes").fetchone()[0])
+    with closing(Journal.open_read_only(data_dir / "journal.sqlite")) as journal:
+        return journal.read_state().num_episodes
 
 
 def statements(run: Running) -> list[str]:
@@ -57,7 +58,7 @@ async def test_what_was_not_committed_is_not_on_disk(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         run.gateway.swarm.begin(BeginRequest(task_id="t", mode="eval"))
         assert run.gateway.swarm.store.file.has_uncommitted and on_disk(tmp_path / "d") == 0
-        await asyncio.sleep(0.01)
+        await run.gateway.durable()
         assert not run.gateway.swarm.store.file.has_uncommitted and on_disk(tmp_path / "d") == 1
 
 
@@ -137,9 +138,9 @@ class SlowDisk:
 
 
 async def turns(number: int = 20) -> None:
-    """Give the loop and the thread time to do whatever they would."""
+    """Let everything that is ready run. The thread of the disk is blocked, so more time would change nothing."""
     for _ in range(number):
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
 
 
 async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
@@ -148,10 +149,10 @@ async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
         run.gateway.swarm.store.on_event = lambda event: (
             event.kind == "episode" and seen.append(event.body["episode_id"])
         )
-        await turns()  # What the start wrote is done with.
+        await run.gateway.durable()
         disk, request = SlowDisk(run), BeginRequest(task_id="a", mode="eval")
         first = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
-        await turns()
+        await run.until(lambda: disk.asked == 1)
         again = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
         later = [asyncio.create_task(begin(run, task)) for task in "bc"]
         await turns()
@@ -159,6 +160,7 @@ async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
         assert (disk.asked, seen, on_disk(tmp_path / "d")) == (1, [], 1)
         disk.lets.release()
         held = (await first).id
+        await run.until(lambda: disk.asked == 2)
         await turns()
         assert not any(task.done() for task in later) and seen == [held]
         disk.lets.release()
@@ -171,7 +173,7 @@ async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
 async def test_an_agent_that_leaves_while_the_disk_is_waited_for_heard_nothing(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         episode = await run.gateway.begin(BeginRequest(task_id="a"))
-        await turns()
+        await run.gateway.durable()
         disk = SlowDisk(run)
         asking = asyncio.create_task(run.say(episode.id))
         await run.until(lambda: run.gateway.swarm.episode(episode.id).num_calls == 1)

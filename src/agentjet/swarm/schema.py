@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.swarm.state import Episode, Group, State, changes
+from agentjet.swarm.state import Episode, State, changes
 from agentjet.types import Call, Message, NewContext, ToolCall
 
 SCHEMA_VERSION = 8
@@ -177,7 +177,7 @@ def _ask(value: Mapping[str, Any]) -> NewContext:
     return NewContext(messages, value["after"], tools, value["fingerprint"], value.get("instructed", False))
 
 
-def to_json(value: Mapping[str, Any]) -> str:
+def to_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -282,15 +282,15 @@ def migrate(db: sqlite3.Connection, found: int) -> None:
         blobs = db.execute(calls, (episode_id,))
         oldest = min((unpack_ints(blob)[0] for (blob,) in blobs), default=None)
         state.apply(("episode", {"id": episode_id, "oldest_version": oldest}))
+    columns = "id, client_id, name, opened, touched, state, reason, closed, task_set, code_version"
     groups = (
-        "SELECT id, client_id, name, opened, touched, state, reason, closed, task_set, code_version FROM groups "
-        "WHERE state != 'dropped' AND id NOT IN (SELECT group_id FROM batch_groups) ORDER BY id"
+        f"SELECT {columns} FROM groups WHERE state != 'dropped' AND id NOT IN (SELECT group_id FROM batch_groups) "
+        "ORDER BY id"
     )
     members = "SELECT id FROM episodes WHERE group_id = ? AND id NOT IN (SELECT episode_id FROM aborts) ORDER BY seq"
-    for *values_1, state_name, reason, closed, task_set, code_version in db.execute(groups).fetchall():
-        names = tuple(row[0] for row in db.execute(members, values_1[:1]))
-        group = Group(*values_1, names, state_name, reason, closed, task_set, code_version)
-        state.apply(("group", changes(None, group)))
+    for row in db.execute(groups).fetchall():
+        names = [name for (name,) in db.execute(members, row[:1])]
+        state.apply(("group", {**dict(zip(columns.split(", "), row, strict=True)), "members": names}))
     state.losses.clear()
     run = {
         "policy_version": version,

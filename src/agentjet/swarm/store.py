@@ -210,6 +210,7 @@ class Store:
 
     def record(self, kind: str, **values: Any) -> None:
         """Apply a fact and write it with the transaction. A settled episode moves from memory to its table."""
+        assert self.file.in_transaction, "facts are recorded in transactions"
         fact = (kind, values)
         self._facts.append(fact)
         settled = self.state.apply(fact)

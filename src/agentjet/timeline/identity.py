@@ -106,7 +106,9 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 class ContextHash:
-    """Hash of a sequence of tokens that may be continued: a copy of it costs nothing, whatever its length."""
+    """Hash of a sequence of tokens. It may be continued, in time linear in the tokens that follow."""
+
+    _hash: hashlib.blake2b
 
     def __init__(self, tokens: Sequence[int] = (), before: ContextHash | None = None) -> None:
         self._hash = hashlib.blake2b(digest_size=16) if before is None else before._hash.copy()
