@@ -65,10 +65,10 @@ def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
     assert len(world.swarm.tree(live.id, "").calls) == 3
     world.finish(world.swarm.episode(prepared.id), 0.25, by_role={"critic": 1.0})
     assert world.finish(live, 1.0).status == "finished" and world.swarm.batches.ready()
-    assert world.begin("g", client_id="x", instance_id="p2").seq == 9
+    assert world.begin(mode="eval", client_id="x", instance_id="p2").seq == 9
     if version == 7:
         with pytest.raises(Conflict, match="Another process"):
-            world.begin("g", client_id="x", instance_id="p1")
+            world.begin(mode="eval", client_id="x", instance_id="p1")
     world.close()
 
 
