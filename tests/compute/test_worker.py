@@ -2,8 +2,8 @@
 
 1. requests work across the pipe, several at a time; closing a sample cancels it;
 2. `learn` is idempotent in its batch id, and refuses a gap;
-3. a killed worker is reported at once to every waiting caller, and restarts from a checkpoint to the same weights bit by
-   bit; so is one that was stopped (SIGSTOP), after `server.worker_timeout`;
+3. a killed worker is reported at once to every caller, and restarts from a checkpoint to the same weights, bit by
+   bit; so does one that was stopped (SIGSTOP), after `server.worker_timeout`;
 4. a failed checkpoint keeps the last good one and removes its partial folder; without a gateway the worker ends;
 5. `model.dtype = "auto"` is timed once: later workers get the result.
 """
