@@ -34,8 +34,8 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfig, OptimizerConfig
 from agentjet.recipes.advantages import ADVANTAGES
-from agentjet.timeline.allowed import encode_set
 from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.support import encode_set
 from tests.compute.architectures import make_architecture
 from tests.tiny import make_model, tokenizer
 
