@@ -213,7 +213,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
             (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
             if moment == "stopped":
                 assert isinstance(death, WorkerHung) and isinstance(outcome, WorkerHung)
-                assert "no sign of work for 1 s (server.worker_timeout)" in str(death)
+                assert "did no work for 1 s (server.worker_timeout)" in str(death)
             else:
                 assert "exit code -9" in str(death)
                 assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
