@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-import agentjet.server.limits as json_body
+import agentjet.server.limits as limits_module
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.messages_requests import MessagesBody
@@ -109,11 +109,11 @@ def counted(value: Any) -> tuple[int, int]:
 @given(value=JSON, ascii_only=st.booleans(), piece=st.integers(1, 8))
 def test_counts_are_those_of_the_value(value: Any, ascii_only: bool, piece: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
-    before, json_body.PIECE = json_body.PIECE, piece
+    before, limits_module.CHUNK_BYTES = limits_module.CHUNK_BYTES, piece
     try:
-        num_values, num_containers = json_body.count(text)
+        num_values, num_containers = limits_module.count_values(text)
     finally:
-        json_body.PIECE = before
+        limits_module.CHUNK_BYTES = before
     values, containers = counted(value)
     assert num_containers == containers and values <= num_values <= values + containers
 
@@ -143,7 +143,7 @@ async def test_too_many_of_anything_is_told_with_the_number(tmp_path: Path, what
 
 def test_text_full_of_commas_is_text() -> None:
     text = json.dumps({"task_id": ",{[" * 1_000_000}).encode()
-    assert json_body.count(text) == (2, 1)
+    assert limits_module.count_values(text) == (2, 1)
 
 
 @pytest.mark.parametrize("model", [ChatBody, MessagesBody])

@@ -16,7 +16,7 @@ import pytest
 
 from agentjet.errors import ConfigError, Conflict
 from agentjet.protocol import LeaseRequest
-from agentjet.server.server_lease import Lease, SingleRun
+from agentjet.server.server_lease import ServerLease, SingleRun
 from tests.fakes import Clock
 from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
 
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "lease.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"lease\.json is damaged .*: remove it"):
-        Lease(path, Clock())
+        ServerLease(path, Clock())
 
 
 async def test_runs_need_a_lease(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ async def test_a_run_that_was_begun_with_other_settings_is_refused(
 
 async def test_epochs_rise_across_takers_and_restarts(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "lease.json"
-    lease = Lease(path, clock)
+    lease = ServerLease(path, clock)
     lease.take(LeaseRequest(holder="a", seconds=10))
     clock.advance(9)
     lease.take(LeaseRequest(holder="a", seconds=10, epoch=1))
@@ -112,7 +112,7 @@ async def test_epochs_rise_across_takers_and_restarts(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="epoch 1 is over"):
         lease.take(LeaseRequest(holder="a", epoch=1))
     lease.take(LeaseRequest(holder="b", seconds=10))
-    again = Lease(path, clock)
+    again = ServerLease(path, clock)
     assert (again.holder, again.epoch, again.seconds_left) == ("b", 2, 10.0)
     with pytest.raises(Conflict) as refused:
         again.check(1)

@@ -90,7 +90,7 @@ async def test_side_calls_are_not_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "sentence"),
     [
-        ('{name = "x", train = false}', "a rule without a condition meets every call"),
+        ('{name = "x", train = false}', "a rule without a condition applies to every call"),
         ('{name = "x", tools = "none"}', "the rule has no effect: set role, or train = false"),
         ('{name = "x", tools = "none", trian = false}', "trian"),
         ('{tools = "none", train = false}', "name"),
