@@ -9,10 +9,10 @@ import pytest
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from agentjet.rendering.chat_template import sandbox
+from agentjet.rendering.chat_template import make_sandbox
 
 JINJAS = ImmutableSandboxedEnvironment()
-OURS = sandbox()
+OURS = make_sandbox()
 MESSAGE = {
     "role": "user",
     "items": "a key that is a method, too",
