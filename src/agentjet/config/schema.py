@@ -357,8 +357,8 @@ class ServerConfig(Section):
     can lower it.
     """
     episode_may_finish: bool = True
-    """Allow an episode to be finished with its own key. `false`: only a client token can set rewards, which agents do
-    not have.
+    """Allow an episode to be finished with its own key. `false`: a reward needs the client token, which agents do not
+    have.
     """
     max_episodes_per_client: Int64 = Field(1024, ge=1)
     """Maximum number of live episodes of one `client_id`; above it, 429."""

@@ -180,8 +180,8 @@ class ChatTemplate:
     ) -> Rendered:
         """Returns the rendered conversation.
 
-        The assistant messages in `slots` become slots, including their tool calls. Of the messages in `call_slots`,
-        only the name of the first tool call becomes a slot, because some templates need the other parts. `variables`
+        The assistant messages in `slots` become slots, including their tool calls. In the messages in
+        `call_slots`, only the name of the first tool call becomes a slot: some templates need the rest. `variables`
         are additional template variables, none of `OWN_VARIABLES`.
 
         Raises `InvalidRequest` if the template refuses the conversation or ignores its tools.

@@ -8,8 +8,8 @@ and then one of
 * tool calls in the model's format;
 * free text in which only tool calls are constrained.
 
-JSON has its keys in the order of the schema. Its white space is one space, or one line break with indentation, so that
-a model cannot fill a completion with white space.
+JSON has its keys in the order of the schema. White space is one space, or one line break with indentation: a model
+cannot fill a completion with it.
 """
 
 from __future__ import annotations

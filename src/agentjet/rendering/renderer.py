@@ -257,8 +257,8 @@ class Renderer:
     def _fill(self, pieces: list[bytes], at: int, slot: BodySlot, body: _Body, then: str | BodySlot) -> None:
         """Replaces a slot by its body, and removes the template's text that the body already contains.
 
-        That is text of the turn after the generation prompt, the rest of a tool call after a call slot, and white
-        space before the end token.
+        Such text is what follows the generation prompt, the rest of a tool call after a call slot, and white space
+        before the end token.
         """
         self._cut_head(pieces, at, slot)
         pieces[at] = body.encoded
