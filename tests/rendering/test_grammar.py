@@ -57,24 +57,24 @@ MODELS = {
 
 
 def make_model(folder: Path, template: str, tool_format: str, has_markers: bool) -> Model:
-    card = make_model_info(folder, template, tool_format=tool_format)
+    model_info = make_model_info(folder, template, tool_format=tool_format)
     if not has_markers:
         path = folder / "tokenizer.json"
         settings = json.loads(path.read_text())
         settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] not in MARKERS]
         path.write_text(json.dumps(settings))
     # A random walk would not find the end of a thought that is spelled out.
-    return Model(card, "<think>so</think>" if template == "qwen3" and not has_markers else "")
+    return Model(model_info, "<think>so</think>" if template == "qwen3" and not has_markers else "")
 
 
 class Model:
     """A renderer, and walks through its grammars."""
 
-    def __init__(self, card: ModelInfo, head: str = "") -> None:
+    def __init__(self, model_info: ModelInfo, head: str = "") -> None:
         """Every walk begins with `head`."""
-        self.renderer = Renderer(card)
+        self.renderer = Renderer(model_info)
         self._head = head
-        self._walker = Walker(card)
+        self._walker = Walker(model_info)
 
     def answers(self, constraint: Constraint, conversation: Conversation = ASKED, hint: str = "") -> Iterator[Message]:
         grammar = self.renderer.grammar(conversation, constraint)
@@ -133,7 +133,7 @@ OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "{"}
 @pytest.mark.parametrize("parallel", [True, False])
 def test_free_text_may_announce_a_call_which_is_then_bound(model: Model, parallel: bool) -> None:
     strict = Constraint(strict=frozenset(SCHEMAS), parallel=parallel)
-    opening = OPENINGS[model.renderer._card.tool_format]
+    opening = OPENINGS[model.renderer._model_info.tool_format]
     hint = opening if opening == "{" else f"so, {opening}"
     most = 0
     for answer in model.answers(strict, hint=hint):
@@ -148,7 +148,7 @@ def test_free_text_may_announce_a_call_which_is_then_bound(model: Model, paralle
 
 
 def test_a_function_that_is_not_strict_is_called_with_any_object(model: Model) -> None:
-    opening = OPENINGS[model.renderer._card.tool_format]
+    opening = OPENINGS[model.renderer._model_info.tool_format]
     key = "parameters" if opening == "{" else "arguments"
     head = {"<tool_call>": "<tool_call>\n{", "[TOOL_CALLS]": "[TOOL_CALLS][{", "{": "{"}[opening]
     hint = f'{head}"name": "move", "{key}": {{"x": 1.5}}'

@@ -45,10 +45,10 @@ def build(folder: Path) -> Build:
     def build(template: str, **changes: Any) -> Renderer:
         source = template if "{" in template else tiny.template(template)
         tool_format = template_for("m", source)[1]
-        card = ModelInfo(
+        model_info = ModelInfo(
             "tiny", str(folder), source, 2048, (END, 0), "<|endoftext|>", "<|im_end|>", tool_format=tool_format
         )
-        return Renderer(replace(card, **changes))
+        return Renderer(replace(model_info, **changes))
 
     return build
 

@@ -38,9 +38,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
     @cache
     def build(name: str, source: str = "") -> Renderer:
-        card = tiny.make_model_info(tmp_path_factory.mktemp(name), name)
-        template, tool_format = template_for("m", source or card.chat_template)
-        return Renderer(replace(card, chat_template=template, tool_format=tool_format))
+        model_info = tiny.make_model_info(tmp_path_factory.mktemp(name), name)
+        template, tool_format = template_for("m", source or model_info.chat_template)
+        return Renderer(replace(model_info, chat_template=template, tool_format=tool_format))
 
     return build
 
@@ -86,8 +86,8 @@ def test_prompts_with_a_dummy_prefix_are_those_of_transformers(template: str, pr
     reference = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
     )
-    card = replace(tiny.make_model_info(tmp_path / "other"), tokenizer_path=str(tmp_path), chat_template=source)
-    renderer = Renderer(replace(card, bos_token="<s>", eos_token="</s>", end_tokens=(2,)))
+    model_info = replace(tiny.make_model_info(tmp_path / "other"), tokenizer_path=str(tmp_path), chat_template=source)
+    renderer = Renderer(replace(model_info, bos_token="<s>", eos_token="</s>", end_tokens=(2,)))
     for messages in ((USER,), (USER, Message("assistant", "hello [x]"), MORE), (Message("user", " hello ▁\n"),)):
         plain = [{"role": m.role, "content": m.content} for m in messages]
         expected = reference.apply_chat_template(plain, chat_template=source, add_generation_prompt=True)["input_ids"]

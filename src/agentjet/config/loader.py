@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from agentjet.config.reference import is_section, sections, setting_names
+from agentjet.config.reference import sections, settings
 from agentjet.config.schema import JobConfig, Section, ServeConfig
 from agentjet.errors import ConfigError
 
@@ -120,34 +121,10 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _validate(schema: type[S], values: dict[str, Any], prefix: str, origins: Mapping[str, str]) -> S:
-    mistakes = list(_find_mistakes(schema, values, prefix, origins))
-    if not mistakes:
-        try:
-            return schema.model_validate(values)
-        except ValidationError as error:
-            mistakes = [_sentence(detail, prefix, origins) for detail in error.errors()]
-    raise ConfigError("\n".join(mistakes))
-
-
-def _find_mistakes(
-    schema: type[Section], values: Mapping[str, Any], prefix: str, origins: Mapping[str, str]
-) -> Iterator[str]:
-    for name, value in values.items():
-        key = prefix + name
-        stated = f"{key} = {value!r}{_origin(key, origins)}"
-        field = schema.model_fields.get(name)
-        if field is None:
-            nearest = _nearest(key)
-            way_out = f"did you mean {nearest}?" if nearest else "docs/settings.md lists them all"
-            yield f"{stated}: there is no such setting; {way_out}"
-        elif is_section(field.annotation):
-            if isinstance(value, dict):
-                yield from _find_mistakes(field.annotation, value, key + ".", origins)
-            else:
-                example = f"{key}.{next(iter(field.annotation.model_fields))}"
-                yield f"{stated}: this is a section; set what is in it, such as {example}"
-        elif isinstance(value, bool) and field.annotation is not bool:  # pydantic would read True as 1
-            yield f"{stated}: true and false are not values of this setting"
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(detail, prefix, origins) for detail in error.errors())) from None
 
 
 def _nearest(key: str) -> str | None:
@@ -159,23 +136,28 @@ def _nearest(key: str) -> str | None:
         last = difflib.SequenceMatcher(None, leaf, name.rpartition(".")[2]).ratio()
         return max(whole, 0.99 * last)
 
+    known = [f"{prefix}.{name}" for prefix, section in sections() for name, _ in settings(section)]
     other_sections = [name for name, _ in sections() if not key.startswith(f"{name}.")]
-    best = max(setting_names() + other_sections, key=similarity)
+    best = max(known + other_sections, key=similarity)
     return best if similarity(best) >= 0.6 else None
 
 
 def _sentence(detail: ErrorDetails, prefix: str, origins: Mapping[str, str]) -> str:
-    """Returns one error of pydantic as `key = value: what is wrong`."""
+    """Returns one error of pydantic as `key = value (source): what is wrong`."""
     key = prefix + ".".join(str(part) for part in detail["loc"])
     message = detail["msg"].removeprefix("Value error, ")
+    origin = f" ({origins[key]})" if key in origins else ""
+    stated = f"{key} = {detail['input']!r}{origin}"
+    if detail["type"] == "extra_forbidden":
+        nearest = _nearest(re.sub(r"\.\d+\b", "", key))
+        way_out = f"did you mean {nearest}?" if nearest else "docs/settings.md lists them all"
+        return f"{stated}: there is no such setting; {way_out}"
+    if detail["type"] == "model_type" and (section := dict(sections()).get(key)):
+        return f"{stated}: this is a section; set what is in it, such as {key}.{next(iter(section.model_fields))}"
     if isinstance(detail["input"], dict):  # a cross-check of a section, whose message names the keys and values
-        section = key.rstrip(".")
-        return f"{section}: {message}" if section else message
-    return f"{key} = {detail['input']!r}{_origin(key, origins)}: {message[0].lower()}{message[1:]}"
-
-
-def _origin(key: str, origins: Mapping[str, str]) -> str:
-    return f" ({origins[key]})" if key in origins else ""
+        key = key.rstrip(".")
+        return f"{key}: {message}" if key else message
+    return f"{stated}: {message[0].lower()}{message[1:]}"
 
 
 def _keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -20,7 +20,7 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def rows_of(annotation: Any) -> type[Section] | None:
+def item_section(annotation: Any) -> type[Section] | None:
     """Returns the section of the items if the setting is a list of tables, else None."""
     item = get_args(annotation)[0] if get_origin(annotation) is tuple else None
     return item if is_section(item) else None
@@ -32,8 +32,8 @@ def sections(schema: type[Section] = ServeConfig, prefix: str = "") -> Iterator[
         if is_section(field.annotation):
             yield prefix + name, field.annotation
             yield from sections(field.annotation, f"{prefix}{name}.")
-        elif rows := rows_of(field.annotation):
-            yield prefix + name, rows
+        elif item := item_section(field.annotation):
+            yield prefix + name, item
 
 
 def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
@@ -84,7 +84,7 @@ def settings_table() -> str:
 def _type(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
-    if rows_of(field.annotation):
+    if item_section(field.annotation):
         return "list of tables"
     if get_origin(field.annotation) is tuple:
         return f"list of {', '.join(f'`{choice}`' for choice in get_args(get_args(field.annotation)[0]))}"

@@ -32,6 +32,14 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: object, field: ValidationInfo) -> object:
+        assert field.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[field.field_name].annotation is not bool:
+            raise ValueError("true and false are not values of this setting")
+        return value
+
 
 class LoraConfig(Section):
     """LoRA adapters. With `rank = 0`, all weights are trained. These settings cannot change within a data dir."""
@@ -376,8 +384,7 @@ class ServerConfig(Section):
     @field_validator("host")
     @classmethod
     def _host_is_safe(cls, host: str, known: ValidationInfo) -> str:
-        is_private = host == "localhost" or _is_loopback(host)
-        if not (is_private or known.data.get("tls_cert") or known.data.get("insecure")):
+        if not (is_loopback(host) or known.data.get("tls_cert") or known.data.get("insecure")):
             raise ValueError(
                 "non-loopback addresses require TLS: set server.tls_cert and server.tls_key, or "
                 "server.insecure = true (--insecure) for plain text, or use 127.0.0.1 and a tunnel"
@@ -424,8 +431,8 @@ class ServeConfig(Section):
         return self
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"

@@ -43,21 +43,24 @@ class _Body:
 class Renderer:
     """The tokenizer and the chat template of a model. Stateless: build it once for all conversations."""
 
-    def __init__(self, card: ModelInfo) -> None:
+    def __init__(self, model_info: ModelInfo) -> None:
         """Raises `ConfigError` if the tokenizer or the template cannot be used."""
-        if card.tool_format and card.tool_format not in TOOL_FORMATS:
-            raise ConfigError(f"tool_format = {card.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
-        self._card = card
-        self._vocabulary = Vocabulary(card.tokenizer_path, visible=MARKERS)
+        if model_info.tool_format and model_info.tool_format not in TOOL_FORMATS:
+            raise ConfigError(f"tool_format = {model_info.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
+        self._model_info = model_info
+        self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
         self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
         self._strips_left = {literal for literal, token in self._control.items() if token.strips_left}
         self._strips_right = {literal for literal, token in self._control.items() if token.strips_right}
         self._template = ChatTemplate(
-            card.chat_template, control=self._control, bos_token=card.bos_token, eos_token=card.eos_token
+            model_info.chat_template,
+            control=self._control,
+            bos_token=model_info.bos_token,
+            eos_token=model_info.eos_token,
         )
-        self.context_length = card.context_length
-        self.reasons = "</think>" in card.chat_template
+        self.context_length = model_info.context_length
+        self.reasons = "</think>" in model_info.chat_template
         """True if the model can write a reasoning block before its answer."""
         self.generation_tail = self._find_generation_tail()
         """Encoded text that the generation prompt has after the head of an assistant turn, such as `<think>`."""
@@ -80,9 +83,9 @@ class Renderer:
         Raises `InvalidRequest`: `template_error` if the template refuses the conversation, `tools_not_supported` if it
         ignores tools, `invalid_text` if a message is not Unicode.
         """
-        if conversation.tools and not self._card.tool_format:
+        if conversation.tools and not self._model_info.tool_format:
             raise InvalidRequest(
-                f"model {self._card.name} has no tools: its template ignores them, or has an unknown tool format",
+                f"model {self._model_info.name} has no tools: its template ignores them, or has an unknown tool format",
                 code="tools_not_supported",
                 param="tools",
             )
@@ -227,7 +230,7 @@ class Renderer:
             text,
             reasons=self.reasons,
             in_reasoning=self._in_reasoning,
-            tool_format=self._card.tool_format if conversation.tools else "",
+            tool_format=self._model_info.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
 
@@ -236,7 +239,7 @@ class Renderer:
 
         Raises `InvalidRequest` with the parameter if a schema is not supported.
         """
-        style = OutputStyle(self._card.tool_format, self.reasons, self._in_reasoning, self._control_id)
+        style = OutputStyle(self._model_info.tool_format, self.reasons, self._in_reasoning, self._control_id)
         return write_grammar(constraint, conversation.tools, style)
 
     def _control_id(self, literal: str) -> int | None:
@@ -263,7 +266,7 @@ class Renderer:
         self._cut_head(pieces, at, slot)
         pieces[at] = body.encoded
         end = "" if isinstance(then, BodySlot) else then
-        if slot.in_call and not (end and self._control[end].id in self._card.end_tokens):
+        if slot.in_call and not (end and self._control[end].id in self._model_info.end_tokens):
             # Without an end token after it, the end of a tool call is unknown.
             raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
         if slot.in_call or (end and self._escapes[end] == body.end and not pieces[at + 1].strip()):
@@ -309,7 +312,7 @@ class Renderer:
             ) from error
 
     def _body(self, encoded: bytes) -> _Body:
-        for token_id in self._card.end_tokens:
+        for token_id in self._model_info.end_tokens:
             end = escape(token_id)
             if encoded.endswith(end):
                 return _Body(encoded[: -len(end)], end)

@@ -7,7 +7,7 @@ it is part of the route's documentation. `GuardedRoute` checks the guard before 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -82,12 +82,12 @@ def hang_up_of(request: Request) -> Callable[[], None]:
     return hang_up
 
 
-async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
     """Returns the result of `work`. If the client disconnects first, cancels `work` and raises `ClientGone`.
 
     The body of the request must have been read: the next message is then the disconnect.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)

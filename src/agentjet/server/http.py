@@ -14,7 +14,6 @@ import re
 import socket
 import ssl
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentjet.config import ServerConfig
+from agentjet.config.schema import is_loopback
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.server import error_handlers
 from agentjet.server.limits import Limits
@@ -36,7 +36,7 @@ def allowed_hosts(server: ServerConfig) -> frozenset[str] | None:
     None allows every name: the server has a non-loopback address and `server.allowed_hosts` is empty.
     """
     named = frozenset(_host(name) for name in server.allowed_hosts.split(",") if name.strip())
-    if not _is_loopback(server.host) and not named:
+    if not is_loopback(server.host) and not named:
         return None
     return named | {server.host.lower()}
 
@@ -70,20 +70,13 @@ class HostCheck:
         host = _host(given[0]) if len(given) == 1 else ""
         if self._allowed is None:  # HTTP/1.0 requests can have no Host.
             return bool(host) or not given
-        return _is_loopback(host) or host in self._allowed
+        return is_loopback(host) or host in self._allowed
 
 
 def _host(given: str) -> str:
     """Returns a host in lower case without port and brackets, or "" if it is malformed."""
     found = HOST.fullmatch(given.strip().lower())
     return found[1].strip("[]") if found else ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_certificate(server: ServerConfig) -> None:

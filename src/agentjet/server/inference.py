@@ -198,13 +198,13 @@ async def respond(
     choices = call.choices * (1 + len(call.others))
     if not call.stream:
         async with aclosing(chunks):
-            answer = await until_disconnect(request, _whole(dialect, chunks, choices, body, head))
-            if not await _handed_out(request, chunks):
+            answer = await until_disconnect(request, dialect.to_answer(_answer_chunks(chunks, choices), body, head))
+            if not await _mark_delivered(request, chunks):
                 raise ClientGone
             return Response(answer.model_dump_json(), media_type="application/json")
     # Waits for the first chunk, because errors of the request can only set the status before the stream starts.
-    first = await until_disconnect(request, _first(chunks))
-    events = dialect.to_events(_all_of(first, chunks, choices), body, head)
+    first = await until_disconnect(request, anext(chunks))
+    events = dialect.to_events(_answer_chunks(chunks, choices, first), body, head)
     return StreamingResponse(
         _stream(request, chunks, events, dialect.errors),
         media_type="text/event-stream",
@@ -233,35 +233,21 @@ def _to_call(
     )
 
 
-async def _whole(
-    dialect: Dialect[RequestT, AnswerT],
-    chunks: AsyncGenerator[CallChunk],
-    choices: int,
-    body: RequestT,
-    head: AnswerHead,
-) -> AnswerT:
-    return await dialect.to_answer(_all_of(await anext(chunks), chunks, choices), body, head)
-
-
-async def _first(chunks: AsyncGenerator[CallChunk]) -> CallChunk:
-    return await anext(chunks)
-
-
-async def _all_of(first: CallChunk, rest: AsyncGenerator[CallChunk], choices: int) -> AsyncGenerator[CallChunk]:
-    """Yields the chunks up to the end of the last choice. `_handed_out` reads further, which marks the delivery."""
-    chunk = first
-    while True:
-        yield chunk
+async def _answer_chunks(
+    chunks: AsyncGenerator[CallChunk], choices: int, first: CallChunk | None = None
+) -> AsyncGenerator[CallChunk]:
+    """Yields the chunks up to the end of the last choice. `_mark_delivered` reads further."""
+    while choices:
+        chunk, first = (await anext(chunks) if first is None else first), None
         choices -= chunk.call is not None
-        if not choices:
-            return
-        chunk = await anext(rest)
+        yield chunk
 
 
-async def _handed_out(request: Request, chunks: AsyncGenerator[CallChunk]) -> bool:
-    """Marks the answer as delivered and returns True; returns False if the client has disconnected.
+async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -> bool:
+    """Marks the answer as delivered, or returns False if the client has disconnected.
 
-    Writing to a closed connection does not fail, so this check is needed. Raises `Conflict` if the episode has ended.
+    The check is needed because writing to a closed connection does not fail. Raises `Conflict` if the episode has
+    ended.
     """
     if await request.is_disconnected():
         return False
@@ -279,7 +265,7 @@ async def _stream(
             async for event in events:
                 yield event.text
                 num_sent += 1
-            await _handed_out(request, chunks)
+            await _mark_delivered(request, chunks)
         except RequestError as error:
             await count_refusal(request, error)
             yield errors.event(error, num_sent)
