@@ -1,4 +1,4 @@
-"""Pins settings: what wins over what, and that every mistake is a sentence with key, value and way out."""
+"""Settings: the order of their sources, and one message with key, value and way out for every mistake."""
 
 from __future__ import annotations
 

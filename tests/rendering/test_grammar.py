@@ -1,9 +1,8 @@
-"""Pinned here, for every tool format, with markers as control tokens and as plain text:
+"""For every tool format, with markers as control tokens and as plain text:
 
-1. whatever walk through a grammar ends is taken apart into what was asked: JSON, or calls whose arguments follow their
-   schema;
-2. free text stays free, but for the calls in it;
-3. a schema that is not supported is refused by name.
+1. The result of every walk through a grammar is parsed as requested: JSON, or calls with arguments by their schema.
+2. Free text stays free, except for the calls in it.
+3. A schema that is not supported is refused by name.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Model:
     """A renderer, and walks through its grammars."""
 
     def __init__(self, model_info: ModelInfo, head: str = "") -> None:
-        """Every walk begins with `head`."""
+        """Every walk starts with `head`."""
         self.renderer = Renderer(model_info)
         self._head = head
         self._walker = Walker(model_info)

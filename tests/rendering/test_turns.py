@@ -1,11 +1,11 @@
-"""Sampled turns in templates that write them in their own way (Llama 3's, Mistral's, Llama 2's). Pinned here:
+"""Sampled turns in templates with other layouts (Llama 3, Mistral, Llama 2).
 
-1. prompts are those of `transformers.apply_chat_template`, token for token;
-2. a sampled turn stands right behind the generation prompt and ends as it was sampled, whatever white space the
-   template puts around answers, and whether it takes tool calls for answers or not;
-3. where the template's way cannot be told, the plain messages are written: nothing is ever lost or doubled;
-4. whose reasoning the template keeps is told, which is not the same for every message;
-5. call ids that Mistral's templates would refuse are replaced by such that they take, the same for call and result.
+1. Prompts equal those of `transformers.apply_chat_template`, token for token.
+2. A sampled turn follows the generation prompt directly and ends as it was sampled, with any white space that the
+   template adds, and with or without special treatment of tool calls.
+3. If the layout of the template is unknown, the plain messages are written: nothing is lost or doubled.
+4. The renderer finds the messages whose reasoning the template keeps.
+5. Call ids that Mistral's templates refuse are replaced, equally in call and result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Build = Callable[..., Renderer]
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """A renderer with the tokenizer of a template of `tests/templates`, and its source or another one."""
+    """Returns a renderer with the tokenizer of one of `tests/templates`, and its source or another one."""
 
     @cache
     def build(name: str, source: str = "") -> Renderer:

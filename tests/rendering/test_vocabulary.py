@@ -1,8 +1,8 @@
-"""Pinned here:
+"""Tokens and their bytes.
 
-1. text never becomes a control token; tokens and encoded text map to each other byte for byte, whatever was sampled;
-2. half characters survive, in tokens and in streams;
-3. tokenizers that lose text are refused; characters without tokens are dropped as the tokenizer drops them.
+1. Text never becomes a control token. Tokens and encoded text map to each other byte for byte, for all sampled tokens.
+2. Half characters survive, in tokens and in streams.
+3. Tokenizers that lose text are refused. Characters without tokens are dropped as the tokenizer drops them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_put_before_a_text_is_known(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    """Llama's tokenizers begin every text with a control token; others, Qwen's and SmolLM2's, with nothing."""
+    """Llama's tokenizers start every text with a control token; those of Qwen and SmolLM2 do not."""
     begins = tiny.tokenizer()
     begin = FULL.token_to_id("<|endoftext|>")
     begins.post_processor = processors.TemplateProcessing(

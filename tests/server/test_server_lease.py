@@ -1,9 +1,10 @@
-"""A server for one holder alone.
+"""The lease of a whole server.
 
-1. While there is a lease, only who shows its epoch begins episodes, changes the job, starts and stops; anybody reads.
-2. It is renewed with its epoch, ends by itself, and an admin can end it. Epochs rise, also across restarts: an old one
-   opens nothing.
-3. Runs are served under a lease only; a server of one gateway has no other.
+1. While the server is leased, only requests with its epoch start episodes, change the job, start and stop.
+   Everybody can read.
+2. A lease is renewed with its epoch, expires, and can be ended by an admin. Epochs rise, also across restarts; an old
+   epoch opens nothing.
+3. Runs are switched under a lease only. A server of one gateway has no other run.
 """
 
 from __future__ import annotations
