@@ -105,13 +105,15 @@ class Renderer:
         plain = self._template.render(conversation)
         return plain == self._template.render(conversation, variables=variables)
 
-    def raw(self, prompt: str | Sequence[int]) -> bytes:
+    def encode_raw_prompt(self, prompt: str | Sequence[int]) -> bytes:
         """Returns a raw prompt as encoded text: text after the tokens with which the tokenizer opens it, ids unchanged.
 
         Only ids give control tokens; their literals in text stay text. Raises `InvalidRequest`.
         """
         if isinstance(prompt, str):
-            encoded = self._vocabulary.opening + self.encode_prompt_text(self._vocabulary.begin(prompt, first=True))
+            encoded = self._vocabulary.opening + self.encode_prompt_text(
+                self._vocabulary.add_prefix(prompt, first=True)
+            )
         else:
             unknown = next((token_id for token_id in prompt if not self._vocabulary.knows(token_id)), None)
             if unknown is not None:
@@ -141,7 +143,7 @@ class Renderer:
         for token_id, piece in zip(token_ids, self._vocabulary.pieces(token_ids), strict=True):
             if not left:
                 break
-            raw = self._vocabulary.raw(token_id)
+            raw = self._vocabulary.displayed_bytes(token_id)
             if not left.startswith(raw) and not raw.startswith(left):
                 return None
             parts.append(piece if left.startswith(raw) else left)
@@ -203,11 +205,11 @@ class Renderer:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Returns text without special tokens, except those in `parser.MARKERS`; replaces incomplete characters."""
-        return b"".join(map(self._vocabulary.raw, token_ids)).decode(errors="replace")
+        return b"".join(map(self._vocabulary.displayed_bytes, token_ids)).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the displayed bytes of a token; a special token has its name."""
-        return self._vocabulary.raw(token_id, literals=True)
+        return self._vocabulary.displayed_bytes(token_id, literals=True)
 
     def stream(self) -> TextStream:
         """Returns an incremental `text` for streaming."""
@@ -297,7 +299,9 @@ class Renderer:
             afters: list[str | BodySlot] = [*rendered.marks, ""]
             texts = [t.rstrip() if m in self._strips_left else t for t, m in zip(texts, afters, strict=True)]
         return [
-            text if at and isinstance(rendered.marks[at - 1], BodySlot) else self._vocabulary.begin(text, first=not at)
+            text
+            if at and isinstance(rendered.marks[at - 1], BodySlot)
+            else self._vocabulary.add_prefix(text, first=not at)
             for at, text in enumerate(texts)
         ]
 

@@ -7,8 +7,8 @@ templates write control tokens and the policy samples them; they are never found
 Byte-level BPE (as GPT-2) and BPE with byte fallback (SentencePiece: Gemma, Llama 2, Mistral) are supported. A tokenizer
 that does not map text to tokens and back without loss is refused when the model loads.
 
-SentencePiece tokenizers put a space, the *dummy prefix*, before a text. Encoded text contains this space: `begin` adds
-it where the tokenizer would. Tokenisation adds nothing.
+SentencePiece tokenizers put a space, the *dummy prefix*, before a text. Encoded text contains this space.
+`add_prefix` adds it where the tokenizer would. Tokenisation adds nothing.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Vocabulary:
         """True if `encode_text` of this text and of all its parts is its UTF-8, as for most texts."""
         return text.isascii() and len(text.encode().translate(None, self._missing)) == len(text)
 
-    def begin(self, text: str, *, first: bool) -> str:
+    def add_prefix(self, text: str, *, first: bool) -> str:
         """Returns text with the tokenizer's dummy prefix. `first` is False after a control token."""
         scheme = self._prefix
         if not text or not scheme or (scheme == "first" and not first):
@@ -154,7 +154,7 @@ class Vocabulary:
             return escape(token_id)
         return raw.replace(ESCAPE, ESCAPED_BYTE) if ESCAPE in raw else raw
 
-    def raw(self, token_id: int, *, literals: bool = False) -> bytes:
+    def displayed_bytes(self, token_id: int, *, literals: bool = False) -> bytes:
         """Returns the displayed bytes of a token. Hidden tokens have none, unless `literals` is true."""
         raw = self._bytes.get(token_id)
         if raw is not None:
@@ -166,7 +166,7 @@ class Vocabulary:
         """Returns encoded text for display: control tokens by name, incomplete characters replaced."""
         parts = _ESCAPES.split(encoded)
         parts[1::2] = [
-            ESCAPE if part == ESCAPED_BYTE else self.raw(int.from_bytes(part[1:], "big"), literals=True)
+            ESCAPE if part == ESCAPED_BYTE else self.displayed_bytes(int.from_bytes(part[1:], "big"), literals=True)
             for part in parts[1::2]
         ]
         return b"".join(parts).decode(errors="replace")
@@ -332,7 +332,7 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these tokens complete."""
-        return self._decoder.decode(b"".join(map(self._vocabulary.raw, token_ids)))
+        return self._decoder.decode(b"".join(map(self._vocabulary.displayed_bytes, token_ids)))
 
     def flush(self) -> str:
         """Returns a replacement character if the last character is incomplete, else ""."""

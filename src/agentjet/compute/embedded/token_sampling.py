@@ -95,7 +95,7 @@ class _Tokens:
 
     def __init__(self, card: ModelInfo, count: int) -> None:
         self._vocabulary = Vocabulary(card.tokenizer_path)
-        self.tokens = [self._vocabulary.raw(id, literals=True) for id in range(count)]
+        self.tokens = [self._vocabulary.displayed_bytes(id, literals=True) for id in range(count)]
         self.special_token_ids = [id for id in sorted(self._vocabulary.control) if id < count]
         self.eos_token_id = card.end_tokens[0]
         self.bos_token_id = None
