@@ -110,7 +110,7 @@ async def test_epochs_rise_across_takers_and_restarts(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="leased to 'a' for another 1 s"):
         lease.take(LeaseRequest(holder="b"))
     clock.advance(1)
-    with pytest.raises(Conflict, match="epoch 1 is over"):
+    with pytest.raises(Conflict, match="epoch 1 has ended"):
         lease.take(LeaseRequest(holder="a", epoch=1))
     lease.take(LeaseRequest(holder="b", seconds=10))
     again = ServerLease(path, clock)
