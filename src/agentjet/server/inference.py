@@ -171,7 +171,7 @@ async def probe() -> Response:
 async def unknown_route(path: str) -> None:
     """Refuse unknown paths with an error in the shape of the nearest dialect."""
     served = ", ".join(["/v1/models", *(dialect.path for dialect in DIALECTS)])
-    raise NotFound(f"/v1/{path} does not exist. Available: {served}.", code="unknown_route")
+    raise NotFound(f"/v1/{path} is not served here. Available: {served}.", code="unknown_route")
 
 
 router = APIRouter()
