@@ -120,7 +120,7 @@ def _prepare_raw(
     """A raw prompt is known as far as its text is: what begins with an earlier prompt and its answer continues those
     tokens, however they may be tokenised in `prompt`. Token ids beyond that are fed as given.
     """
-    encoded = renderer.raw(prompt)
+    encoded = renderer.encode_raw_prompt(prompt)
     if isinstance(prompt, str):
         encoded = _as_said(renderer, tree, encoded)
     match = tree.match(encoded, to_the_end=True)
