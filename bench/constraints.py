@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of eight completions of each kind")
     arguments = parser.parse_args()
     policy = load_policy(ModelConfig(name=arguments.model, dtype="bfloat16", threads=1))
-    renderer = Renderer(policy.card)
+    renderer = Renderer(policy.info)
     plain, bounded = (renderer.grammar(QUESTION, Constraint(schema=schema)) for schema in (SCHEMA, BOUNDED))
     prompt = np.array(renderer.tokenize(renderer.render(QUESTION)), np.int32)
     kinds = {

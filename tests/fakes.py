@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.compute.embedded.digests import seal, verified_state
+from agentjet.compute.embedded.checkpoint import seal, verified_state
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import OutOfCache, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentjet.compute.embedded.digests import STATE_FILE, seal
+from agentjet.compute.embedded.checkpoint import STATE_FILE, seal
 from bench.breaking.victims import ROOT, environment
 
 WEIGHTS = "policy/model.safetensors"

@@ -20,7 +20,7 @@ from agentjet.cli.picture import apart, draw_rewards, smooth
 from agentjet.cli.report import write_report
 from agentjet.cli.scoring import Score
 from agentjet.client import Estimate, Swarm
-from agentjet.compute.embedded.digests import seal
+from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import (
     AgentJetError,
     CheckpointError,

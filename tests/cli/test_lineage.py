@@ -21,7 +21,7 @@ import pytest
 
 from agentjet.cli.lineage import branch, roll_back
 from agentjet.client import Swarm
-from agentjet.compute.embedded.digests import seal
+from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.gateway.checkpoints import BEST
 from agentjet.protocol import BeginRequest, EvaluationRequest, FinishRequest

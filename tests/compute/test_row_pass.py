@@ -1,10 +1,10 @@
-"""Pins of models whose state cannot branch:
+"""Models that do not share prefixes. Pinned here:
 
-1. they are recognised, by their config or by a trial, with one log line that says why; the others are left alone;
-2. learning them one row per timeline gives the gradient of one row per call, each target in exactly one row, within the
+1. their config or a trial detects them, with one log line that names the reason; other models are not affected;
+2. learning one row per timeline gives the gradient of one row per call: each target in exactly one row, within the
    budget of a micro-batch;
-3. their sampler reports what it sampled from, agrees with the learner, and keeps no state beyond the weights;
-4. logits end as the model's own, soft caps and scales included.
+3. their sampler agrees with the learner, and drops its state when the weights change;
+4. logits equal the model's own, with soft caps and scales.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from agentjet.compute.embedded import EmbeddedCompute, checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.passes import RowPass
-from agentjet.compute.embedded.plain_sampler import RowSampler
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
+from agentjet.compute.embedded.sampler import RowSampler
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache
 from agentjet.timeline.forest import Row, build_forest
@@ -62,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def in_double(policy: Policy) -> None:
-    """Float64, with experts computed one by one: the grouped kernel knows no float64."""
+    """Float64, with experts computed one by one, because the grouped kernel does not support float64."""
     policy.model.double()
     policy.config._experts_implementation = "eager"
 
@@ -73,7 +73,7 @@ def test_state_that_cannot_branch_is_recognised(
 ) -> None:
     with caplog.at_level(logging.INFO, "agentjet"):
         policy = make_policy(folders[kind])
-    assert not policy.card.shares_prefixes
+    assert not policy.info.shares_prefixes
     (line,) = [r.getMessage() for r in caplog.records if "cannot branch" in r.getMessage()]
     assert line.startswith(f"{folders[kind]}: state cannot branch (") and line.endswith("): one row per timeline")
     assert REASONS[kind] in line

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.cli.data_dir import check_data_dir
-from agentjet.compute.embedded.digests import seal
+from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Later
 from agentjet.types import CheckpointStamp
 from tests.fakes import Running, ScriptedCompute, running

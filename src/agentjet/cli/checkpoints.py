@@ -164,7 +164,7 @@ def _saved(checkpoint: Path, adapter: bool) -> Path:
             f"{checkpoint} holds a LoRA adapter, which a server has to merge: export it with --adapter, or start a "
             "server on this data dir, then run `agentjet export` without --checkpoint"
         )
-    from agentjet.compute.embedded.digests import verified_state  # Needs the extra `server`.
+    from agentjet.compute.embedded.checkpoint import verified_state  # Needs the extra `server`.
 
     verified_state(checkpoint)
     return source

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentjet.cli.data_dir import JOURNAL, METRICS
-from agentjet.compute.embedded.digests import seal, verified_state
+from agentjet.compute.embedded.checkpoint import seal, verified_state
 from agentjet.config import JobConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.gateway.checkpoints import CheckpointStore, flush

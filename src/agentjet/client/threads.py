@@ -241,7 +241,6 @@ class Closable(Protocol):
 
 Client = TypeVar("Client", bound=Closable)
 P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class SyncClient(Generic[Client]):

@@ -280,7 +280,7 @@ def _ended(gathered: CollectedChoices, body: ResponsesBody, head: AnswerHead) ->
         output.append(_reasoning(body, head, said.reasoning, "completed"))
     if said.content or not said.tool_calls:  # An answer that says nothing is an empty message: agents look for one.
         output.append(_message(head, said.content, "completed", _logprobs(body, gathered.tokens[0])))
-    tools = {tool.called: tool for tool in offered_tools(body.tools or (), [])}
+    tools = {tool.full_name: tool for tool in offered_tools(body.tools or (), [])}
     output += [
         _tool_call(f"{head.id}_{i}", tool_call, tools.get(tool_call.name))
         for i, tool_call in enumerate(said.tool_calls)

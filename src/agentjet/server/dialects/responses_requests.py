@@ -52,7 +52,7 @@ KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool that the policy is offered_tools. `full_name` is the name by which the policy calls it."""
+    """A tool offered to the policy. `full_name` is the name by which the policy calls it."""
 
     full_name: str
     name: str
@@ -63,11 +63,11 @@ class OfferedTool:
 
 
 def offered_tools(tools: Iterable[ResponsesTool], notes: list[str]) -> list[OfferedTool]:
-    """The tools that the policy is offered_tools. Adds to `notes`; raises `InvalidRequest` naming the tool."""
+    """The tools offered to the policy. Adds to `notes`; raises `InvalidRequest` naming the tool."""
     found: dict[str, OfferedTool] = {}
     for tool, where in _each(tools, notes):
         if tool.full_name in found:
-            raise InvalidRequest(f"{where}.name: two tools are full_name {tool.full_name!r}.", param=f"{where}.name")
+            raise InvalidRequest(f"{where}.name: two tools are called {tool.full_name!r}.", param=f"{where}.name")
         found[tool.full_name] = tool
     return list(found.values())
 
