@@ -217,13 +217,13 @@ async def list_checkpoints(deps: Deps) -> list[CheckpointInfo]:
 @router.post("/checkpoints", dependencies=client + leased, responses=problems_of(409, 503, 507))
 async def create_checkpoint(deps: Deps, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Save a checkpoint of the present policy, between two batches."""
-    return await stored(deps.gateway.checkpoint())
+    return await stored(deps.gateway.versions.save())
 
 
 @router.post("/exports", dependencies=client + leased, responses=problems_of(409, 503, 507))
 async def create_export(deps: Deps, body: ExportRequest | None = None) -> CheckpointInfo:
     """Export the present policy to the server's disk, between two batches: a Hugging Face folder or the adapter."""
-    return await stored(deps.gateway.export(adapter=body is not None and body.adapter))
+    return await stored(deps.gateway.versions.export(adapter=body is not None and body.adapter))
 
 
 async def stored(work: Awaitable[Stored]) -> Stored:
@@ -257,7 +257,7 @@ async def record_evaluation(
 @router.get("/evaluations", dependencies=viewer)
 async def list_evaluations(deps: Deps) -> list[EvaluationView]:
     """List all evaluations, oldest first."""
-    found = deps.gateway.swarm.evaluations()
+    found = deps.gateway.swarm.queries.evaluations()
     await deps.gateway.durable()
     return found
 
