@@ -16,36 +16,25 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
 from agentjet.cli.episodes import episode_lines
 from agentjet.protocol import EpisodeTree
-from agentjet.server.dialects import DIALECTS, keys_table
-from agentjet.server.dialects.chat import ChatBody, MessageBody, ToolBody
-from agentjet.server.dialects.completions import CompletionBody
-from agentjet.server.dialects.messages_requests import MessagesBody
-from agentjet.server.dialects.responses_bodies import ResponsesBody
+from agentjet.server.dialects import CHAT, DIALECTS, keys_table
+from agentjet.server.dialects.chat import MessageBody, ToolBody
 from tests.server.asking import HELLO, TOOLS, ask
 from tests.server.serving import Served, serving
 from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/v1/messages": MessagesBody,
-    "/v1/responses": ResponsesBody,
-}
 
 
 def test_every_key_has_a_treatment() -> None:
     for dialect in DIALECTS:
-        known = set(BODIES[dialect.path].model_fields)
+        known = set(dialect.request.model_fields)
         rows = {name.split(".")[0].removesuffix("[]") for name in dialect.keys}
         assert rows == known, dialect.path
-    chat = next(dialect.keys for dialect in DIALECTS if dialect.path == "/v1/chat/completions")
     own = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
-    of_messages = {name.removeprefix("messages[].") for name in chat if name.startswith("messages[].")}
+    of_messages = {name.removeprefix("messages[].") for name in CHAT.keys if name.startswith("messages[].")}
     assert set(MessageBody.model_fields) - own == {name for name in of_messages if "[]" not in name}
     assert set(ToolBody.model_fields) - {"type", "function"} == {"cache_control"}
 

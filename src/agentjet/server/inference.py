@@ -26,7 +26,7 @@ from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.deps import EPISODE_KEY, AppDeps, Deps, GuardedRoute, key_in_headers, key_in_path
-from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages, responses
+from agentjet.server.dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, RESPONSES, Dialect, ErrorShape
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.completions import CompletionBody
 from agentjet.server.dialects.dialect import (
@@ -36,10 +36,10 @@ from agentjet.server.dialects.dialect import (
     AnswerT,
     CallLookup,
     RequestT,
-    StreamEvent,
     role_of,
 )
-from agentjet.server.dialects.messages_requests import MessagesBody, PromptBody, TokenCount
+from agentjet.server.dialects.messages_answers import TokenCount
+from agentjet.server.dialects.messages_requests import MessagesBody, PromptBody, to_conversation
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.disconnect import ClientGone, hang_up_of, until_disconnect
 from agentjet.server.error_handlers import count_refusal
@@ -96,46 +96,46 @@ routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
 keyed = [Depends(EPISODE_KEY)]
 
 
-@routes.post(chat.DIALECT.path, dependencies=keyed, **route_of(chat.DIALECT))
+@routes.post(CHAT.path, dependencies=keyed, **route_of(CHAT))
 async def chat_completions(
     body: ChatBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's chat completions. The key is an episode's; what cannot be honoured is refused by name."""
-    return await respond(chat.DIALECT, body, request, wired, episode_id, role)
+    return await respond(CHAT, body, request, wired, episode_id, role)
 
 
-@routes.post(completions.DIALECT.path, dependencies=keyed, **route_of(completions.DIALECT))
+@routes.post(COMPLETIONS.path, dependencies=keyed, **route_of(COMPLETIONS))
 async def text_completions(
     body: CompletionBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's legacy text completions: a raw prompt, as text or token ids, is continued without the chat template."""
-    return await respond(completions.DIALECT, body, request, wired, episode_id, role)
+    return await respond(COMPLETIONS, body, request, wired, episode_id, role)
 
 
-@routes.post(responses.DIALECT.path, dependencies=keyed, **route_of(responses.DIALECT))
+@routes.post(RESPONSES.path, dependencies=keyed, **route_of(RESPONSES))
 async def create_response(
     body: ResponsesBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's Responses API. The key is an episode's; what cannot be honoured is refused by name."""
-    return await respond(responses.DIALECT, body, request, wired, episode_id, role)
+    return await respond(RESPONSES, body, request, wired, episode_id, role)
 
 
-@routes.post(messages.DIALECT.path, dependencies=keyed, **route_of(messages.DIALECT))
+@routes.post(MESSAGES.path, dependencies=keyed, **route_of(MESSAGES))
 async def create_message(
     body: MessagesBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """Anthropic's Messages API. The key is an episode's; what cannot be honoured is refused by name."""
-    return await respond(messages.DIALECT, body, request, wired, episode_id, role)
+    return await respond(MESSAGES, body, request, wired, episode_id, role)
 
 
-@routes.post(f"{messages.DIALECT.path}/count_tokens", dependencies=keyed, responses=errors_of(messages.DIALECT.errors))
+@routes.post(f"{MESSAGES.path}/count_tokens", dependencies=keyed, responses=errors_of(MESSAGES.errors))
 async def count_tokens(
     body: PromptBody, request: Request, wired: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> TokenCount:
     """The exact length of a prompt. Nothing is sampled, and nothing recorded."""
     role = _role_of(body.model, wired, role)
     num_bytes = len(await request.body())
-    conversation, _ = await offload(num_bytes, messages.to_conversation, body)
+    conversation, _ = await offload(num_bytes, to_conversation, body)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
     return TokenCount(input_tokens=await wired.gateway.count_tokens(episode_id, role, asked))
 
@@ -261,14 +261,14 @@ async def _handed_out(request: Request, chunks: AsyncGenerator[CallChunk]) -> bo
 
 
 async def _stream(
-    request: Request, chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[StreamEvent], errors: ErrorShape
+    request: Request, chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[str], errors: ErrorShape
 ) -> AsyncGenerator[str]:
     """The stream as text. Leaving it, by its end or a disconnect, closes the call; an error becomes its last event."""
     num_sent = 0
     async with aclosing(chunks), aclosing(events):
         try:
             async for event in events:
-                yield event.text
+                yield event
                 num_sent += 1
             await _handed_out(request, chunks)
         except RequestError as error:
