@@ -1,4 +1,4 @@
-"""Arguments travel as an input and come back as the same, by meaning, whatever a model wrote."""
+"""Any sampled arguments become an input and come back with the same meaning."""
 
 from __future__ import annotations
 

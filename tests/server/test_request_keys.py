@@ -1,11 +1,11 @@
 """Request keys: honoured, noted, refused.
 
 Pinned here:
-1. the table of each dialect names every key that its bodies know, and `docs/dialects.md` ends with these tables;
+1. the table of each dialect names every key of its bodies, and `docs/dialects.md` ends with these tables;
 2. noted keys are accepted, counted on the episode, and shown; neutral values are not counted;
-3. tools of a provider are dropped, and what the policy cannot read is replaced by a note in its place;
-4. `job.sampling.override` replaces what an agent asks for in training episodes, and in these only;
-5. variables of the chat template are noted where they change nothing, else refused;
+3. tools of a provider are dropped, and a part that the policy cannot read is replaced by a text;
+4. `job.sampling.override` replaces settings of a request in training episodes only;
+5. variables of the chat template are noted if they change nothing, else refused;
 6. refusals are counted on the episode, and survive a restart.
 """
 

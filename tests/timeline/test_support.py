@@ -1,4 +1,4 @@
-"""Pinned here: a set comes back as it was, whatever it holds; what repeats is stored once; no restriction, no byte."""
+"""Pinned here: any set is decoded unchanged; repeated sets are stored once; the whole vocabulary takes no byte."""
 
 from __future__ import annotations
 

@@ -92,8 +92,7 @@ class Identities:
 def answer_key(message: Message, schemas: Schemas = MappingProxyType({})) -> str:
     """Returns a hex digest of a message's meaning, without the parts that agents change in an answer.
 
-    These parts are its reasoning (most agents drop it), its name (some agents add one), and arguments that repeat a
-    default of `schemas`.
+    Most agents drop the reasoning, some add a name, and some drop or add arguments that are defaults of `schemas`.
     """
     calls = [[call.id, call.name, _arguments(call, schemas.get(call.name))] for call in message.tool_calls]
     name = "" if message.role == "assistant" else message.name

@@ -1,7 +1,7 @@
 """Support sets: the tokens that a sampled token was chosen from, if a grammar, `top_p` or `top_k` excluded others.
 
-The learner must normalise over the same set as the sampler. So the set is stored with the token, from the sampler
-through the journal to the forest, and is never computed again.
+The learner must normalise over the same set as the sampler. So the set stays with the token from the sampler to the
+journal and the forest. It is never computed again.
 
 A set is encoded as bytes. No bytes mean the whole vocabulary. Otherwise the first byte is the kind of encoding (see
 `_KINDS`). Then follow the gaps between the ids of its members, or of the excluded tokens if they are fewer.

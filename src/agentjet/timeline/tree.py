@@ -6,7 +6,7 @@ completion. Invariants:
 * calls are only appended; the tokens of a call never change;
 * `match` keeps the longest known path whose bytes begin the new prompt. Sampled tokens on that path are kept as they
   were sampled, to the last one;
-* a path that ends within *prompt* text is kept only up to the last control token, or to the segment's start. From there
+* a path that ends within *prompt* text is kept up to its last control token, or to the segment's start. From there
   the tokenizer decides alone, so the tokens of a prompt do not depend on similar earlier prompts;
 * one thread adds calls while others read: a call is in `_nodes` before anything refers to it.
 

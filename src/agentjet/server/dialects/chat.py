@@ -1,7 +1,7 @@
 """The chat completions of OpenAI's API.
 
-Messages are compared by meaning, so forms with one meaning become one form here: an assistant's null content is the
-empty string, the text parts of a content list are joined, and `developer` is `system`.
+Messages are compared by meaning, so forms with one meaning become one form here. An assistant's null content is the
+empty string. The text parts of a content list are joined. `developer` is `system`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A dialect translates one API of a provider. A request body becomes a `CallReques
 answer or server-sent events. The translation is pure: it has no I/O, no clock and no state. `server.inference` does the
 rest once for all dialects: keys, roles, retries, delivery and streams.
 
-The parts, in the order of this module: request bodies, the treatment of their keys, tools and constraints, the dialect
-itself, and what the dialects of OpenAI have in common.
+Sections: request bodies; the treatment of keys; tools and constraints; the dialect; the choices of an answer; parts of
+OpenAI's dialects.
 
 Every request key has one treatment:
 
@@ -403,7 +403,32 @@ def role_of(model: str, served: str, header: str, aliases: str = "") -> str:
     raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
 
 
-# --- what all dialects of OpenAI share
+# --- the choices of an answer
+
+
+async def collect(chunks: Chunks) -> list[CallChunk]:
+    """Returns `merge_chunks` of a call."""
+    return merge_chunks([chunk async for chunk in chunks])
+
+
+def merge_chunks(chunks: Iterable[CallChunk]) -> list[CallChunk]:
+    """Returns the last chunk of every choice, by index, with the tokens of all chunks of that choice."""
+    tokens: dict[int, list[TokenLogprob]] = {}
+    last: dict[int, CallChunk] = {}
+    for chunk in chunks:
+        tokens.setdefault(chunk.index, []).extend(chunk.tokens)
+        if chunk.call is not None:
+            last[chunk.index] = replace(chunk, tokens=tuple(tokens[chunk.index]))
+    return [last[index] for index in sorted(last)]
+
+
+def call_of(last: CallChunk) -> Call:
+    """Returns the call of the last chunk of a choice."""
+    assert last.call is not None, "the last chunk of a choice has its call"
+    return last.call
+
+
+# --- shared by the dialects of OpenAI
 
 
 def refuse_top_logprobs(top_logprobs: int | None) -> None:
@@ -434,28 +459,6 @@ class TokenLogprobBody(BaseModel):
 
 def logprob_bodies(tokens: Iterable[TokenLogprob]) -> list[TokenLogprobBody]:
     return [TokenLogprobBody(token=t.text, logprob=t.logprob, bytes=list(t.utf8)) for t in tokens]
-
-
-async def collect(chunks: Chunks) -> list[CallChunk]:
-    """Returns `merge_chunks` of a call."""
-    return merge_chunks([chunk async for chunk in chunks])
-
-
-def merge_chunks(chunks: Iterable[CallChunk]) -> list[CallChunk]:
-    """Returns the last chunk of every choice, by index, with the tokens of all chunks of that choice."""
-    tokens: dict[int, list[TokenLogprob]] = {}
-    last: dict[int, CallChunk] = {}
-    for chunk in chunks:
-        tokens.setdefault(chunk.index, []).extend(chunk.tokens)
-        if chunk.call is not None:
-            last[chunk.index] = replace(chunk, tokens=tuple(tokens[chunk.index]))
-    return [last[index] for index in sorted(last)]
-
-
-def call_of(last: CallChunk) -> Call:
-    """Returns the call of the last chunk of a choice."""
-    assert last.call is not None, "the last chunk of a choice has its call"
-    return last.call
 
 
 class OpenAIErrorBody(BaseModel):

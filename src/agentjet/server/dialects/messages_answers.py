@@ -126,7 +126,7 @@ class _Blocks:
         self._has_text = False
 
     def add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """Yields the events that append text to the open block, or to a new block if the open one has another kind."""
+        """Yields the events that append text. If the open block has another kind, a new block begins."""
         if self._open != kind:
             yield from self._close()
             empty = ThinkingBlock(thinking="", signature="") if kind == "thinking" else TextBlock(text="")
@@ -217,7 +217,7 @@ class AnthropicErrorDetails(BaseModel):
 
 
 class AnthropicErrorBody(BaseModel):
-    """The error fields that Anthropic's SDKs read. There is no field for the key: the message names it."""
+    """The error fields that Anthropic's SDKs read. The message names the key, because no field does."""
 
     type: str
     message: str

@@ -1,7 +1,7 @@
 """The request bodies of Anthropic's Messages API, and their translation to canonical requests.
 
-Messages are compared by meaning: the input of a tool use is the value of the sampled arguments, text blocks are joined,
-and results of tools become messages, in the order of their blocks.
+Messages are compared by meaning. The input of a tool use is the value of the sampled arguments. Text blocks are joined.
+Results of tools become messages, in the order of their blocks.
 """
 
 from __future__ import annotations

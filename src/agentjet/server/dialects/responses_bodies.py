@@ -102,7 +102,7 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     content: list[ItemPart] | None = None
     encrypted_content: str | None = None
-    """The same text, for agents that keep only this key. Read if there is no content."""
+    """The same text, for agents that keep only this key. Read if `content` is empty."""
     summary: list[ItemPart] | None = None
     id: str | None = None
     status: Status | None = None

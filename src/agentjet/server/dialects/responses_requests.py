@@ -398,8 +398,8 @@ def _custom_format(given: Any, where: str) -> tuple[str, dict[str, str]]:
 def to_custom_input(arguments: str) -> str:
     """Returns the input of a custom tool from sampled arguments.
 
-    Arguments of another form, and those whose input is itself a JSON object, are returned unchanged, so that the tool
-    can report the error.
+    Arguments of another form are returned unchanged, so that the tool can report the error. So are arguments whose
+    input is itself a JSON object.
     """
     value = _object(arguments)
     text = value.get("input") if value is not None and value.keys() == {"input"} else None
