@@ -26,7 +26,7 @@ from agentjet.errors import NotFound, RequestError
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.deps import EPISODE_KEY, AppDeps, Deps, GuardedRoute, key_in_headers, key_in_path
-from agentjet.server.dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, RESPONSES, Dialect, ErrorShape
+from agentjet.server.dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, RESPONSES
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.completions import CompletionBody
 from agentjet.server.dialects.dialect import (
@@ -35,6 +35,8 @@ from agentjet.server.dialects.dialect import (
     AnswerHead,
     AnswerT,
     CallLookup,
+    Dialect,
+    ErrorShape,
     RequestT,
     role_of,
 )

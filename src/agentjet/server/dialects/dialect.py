@@ -282,7 +282,7 @@ def named_function(choice: Mapping[str, Any], named: object, form: str) -> str:
 def check_choice(constraint: Constraint, offered: Sequence[str]) -> Constraint:
     """Returns the constraint. Raises `InvalidRequest` if the offered functions cannot satisfy it."""
     if constraint.calls == "required" and not offered:
-        raise InvalidRequest("tool_choice requires a tool call, but the request has no tools.", param="tool_choice")
+        raise InvalidRequest("tool_choice requires a tool call, but the request offers no tools.", param="tool_choice")
     if constraint.function and constraint.function not in offered:
         raise InvalidRequest(
             f"tool_choice names the function {constraint.function!r}; offered are {', '.join(offered)}.",
