@@ -141,7 +141,7 @@ SMOL_CODE_AGENT = Exercise(
     ("smolagents_agent.py", "code"),
     SMOL_CODE,
     "84 €",
-    "rewrites its calls, but after the sampled text: one timeline",
+    "words its calls anew, but behind what was sampled: one timeline",
 )
 DSPY_NATIVE_TOOLS = Exercise(
     DSPY,
@@ -150,7 +150,7 @@ DSPY_NATIVE_TOOLS = Exercise(
     ("dspy_agent.py", "native"),
     DSPY_NATIVE,
     ANSWERS[0],
-    "requests its fields again after every result; needs a setting that the model takes tools",
+    "asks for its fields again after every result; must be told that the model takes tools",
 )
 
 EXERCISES = (
@@ -168,7 +168,7 @@ EXERCISES = (
     ),
     thinks(
         faithful(OPENAI, "", CHAT, "openai_sdk.py", "chat"),
-        "the template strips the thinking before the last question",
+        "the template strips what was thought before the last question",
         history="template",
     ),
     Exercise(
@@ -187,7 +187,7 @@ EXERCISES = (
     faithful(ANTHROPIC, "the same, streamed", MESSAGES, "anthropic_sdk.py", "streaming"),
     faithful(ANTHROPIC, "the SDK's tool runner", MESSAGES, "anthropic_sdk.py", "runner"),
     thinks(
-        faithful(ANTHROPIC, "", MESSAGES, "anthropic_sdk.py", "streaming"), "the thinking comes back as thinking blocks"
+        faithful(ANTHROPIC, "", MESSAGES, "anthropic_sdk.py", "streaming"), "the thoughts come back as thinking blocks"
     ),
     speaking(faithful(ANTHROPIC, "", MESSAGES, "anthropic_sdk.py", "plain")),
     strict(faithful(AGENTS, "strict tools, a session", RESPONSES, "openai_agents.py", "responses")),
@@ -200,7 +200,7 @@ EXERCISES = (
         ("openai_agents.py", "handoff"),
         HANDOFF,
         ANSWERS[0],
-        "the second agent has other instructions and tools",
+        "the second agent has instructions and tools of its own",
         is_constrained=True,
     ),
     speaking(strict(faithful(AGENTS, "", RESPONSES, "openai_agents.py", "responses"))),
@@ -209,7 +209,7 @@ EXERCISES = (
     faithful(LANGCHAIN, "the same", RESPONSES, "langgraph_agent.py", "responses"),
     thinks(
         faithful(LANGCHAIN, "", CHAT, "langgraph_agent.py", "chat"),
-        "the client drops the thinking; the prompt has it nevertheless",
+        "the client forgets the thoughts, the policy is fed them all the same",
     ),
     speaking(faithful(LANGCHAIN, "", CHAT, "langgraph_agent.py", "chat")),
     strict(faithful(PYDANTIC_AI, "tools, a message history", CHAT, "pydantic_ai_agent.py", "chat")),
@@ -232,7 +232,7 @@ EXERCISES = (
         ("smolagents_agent.py", "tools"),
         SMOL_TOOLS,
         "84 €",
-        'rewrites every tool call and result as text ("Calling tools: ...")',
+        'words every tool call and result anew, as text ("Calling tools: ...")',
         is_constrained=True,
     ),
     SMOL_CODE_AGENT,
@@ -253,7 +253,7 @@ EXERCISES = (
         ("dspy_agent.py", "react"),
         DSPY_REACT,
         ANSWERS[0],
-        "sends no history: every step is a new question that quotes the steps before",
+        "has no history: every step is a question of its own that quotes the steps before",
     ),
     DSPY_NATIVE_TOOLS,
     speaking(replace(DSPY_NATIVE_TOOLS, remark="")),

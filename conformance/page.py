@@ -17,60 +17,56 @@ HEAD = """# Compatibility
 
 Made by `make conformance`; do not edit.
 
-This reference is for everybody who asks whether an agent can be trained without changes: it lists libraries and
-products that were. The blocks at its end connect each product to AgentJet.
+This page is for everybody who asks whether an agent can be trained as it is: it lists libraries and products that were.
+The blocks at its end point each product at AgentJet.
 
-Each client below ran an agent through an episode of a real server, as a process with a URL and a key.
+Each client below ran an agent through an episode of a real server, as a process that knew an address and a key.
 The agents use tools and take several turns. The policy's answers were scripted, and the run checked what was *trained*:
-
-* Every sampled token is trained after exactly the context that the sampler had, with the advantage of the episode's
-  reward.
-* Each prompt has exactly the text that an unchanged history adds.
-* Timelines begin only where this page lists them.
-* If a client requests strict tools, a required tool or JSON, the sampler had a grammar that accepts the scripted
-  answer. Its support sets are trained with the tokens.
-* If the model's name has an agent role (`policy@reckoner`), the calls belong to that role. Its reward makes their
-  advantage.
-* A product edited a real file with its tools and ran a command; the run checked the files.
+every sampled token, behind exactly the context that the sampler was given, masked in, with the advantage that the
+episode's reward makes; each prompt in the very words that a faithful history adds; timelines that begin only where this
+page says so. Where a client asks for strict tools, a tool that must be called or JSON, the sampler was given a grammar
+that allows the scripted answer, and the sets of tokens it chose among are trained with it. Where the model's name says
+an agent role (`policy@reckoner`), the calls are that role's, and the advantage is the one that its own reward makes.
+A product edited a real file with its own tools and ran a command; the run checked the files.
 
 """
 FOOT = """
-**Timelines.** A client that sends back an unchanged history continues one timeline, and every token is computed once.
-If a client changes its history, the policy gets another prompt, and is trained on it: the timeline forks, and every
-branch is trained in its exact context. This costs speed, never exactness. The cause is counted. `edit`: an answer came
-back changed. `template`: the model's template wrote an answer differently. `tools`: the request has other tools.
-`branch`: the prompt is independent.
+**Timelines.** A client that sends back the history it was given continues one timeline, and every token is computed
+once. One that words its history anew makes the policy see another prompt; this is how it was trained, too: the
+timeline forks there, the reason is counted (`edit`: what the policy said came back in other words; `template`: the
+model's own template wrote it in other words; `tools`: other tools are on offer; `branch`: a prompt of its own), and
+every branch is trained in its exact context. It costs speed, never exactness.
 
-**Side calls.** Some products request a title or a summary beside the conversation. The column "calls" counts them after
-a plus. They are trained like the rest, unless a [rule](black-box.md) of the job gives them a role or excludes them.
+**Side calls.** Some products ask for a title or a summary beside the conversation. The column "calls" counts them after
+a plus. They are trained like the rest, unless a [rule](black-box.md) of the job gives them a role or leaves them out.
 """
 NETWORK = """
 **Network.** A guard in the interpreter of each Python and Node client refuses and records every connection that leaves
 the machine. Native programs (Claude Code, Codex, opencode) cannot load it. Each product has a proxy that refuses and
 records every target. {namespace}
-Only the server answered a client. The remarks name each host that a product requests with any settings.
+Only the server answered a client. The remarks name each host that a product requests whatever its settings are.
 """
 NAMESPACE = {
     True: "The whole run, server included, was in a network namespace with the loopback interface only.",
-    False: "The run had no network namespace: a native program that ignores its proxy was not stopped.",
+    False: "There was no network namespace: a native program that ignores its proxy was not held back.",
 }
 EVALUATION = """
 **Evaluated, not trained.** lm-eval {version} (`local-completions`) is {state}. In an evaluation episode it scored
 answers by log-likelihood and let the policy answer. The run compared its results with the log-probabilities that the
-policy gave to exactly these tokens, and with the policy's answer. Nothing was trained, and it is not counted above.
+policy gave to exactly these tokens, and with the policy's word. Nothing was trained, and it is not counted above.
 """
 SETUP = """
 ## How to point a product at an episode
 
 Each block is the script that the run started, with a prompt as `$1`. It needs the environment that `agentjet run`
-gives to a program ([black-box.md](black-box.md)): `OPENAI_BASE_URL` and the others, and a `HOME` of the episode for
-configuration files. To train, put the block in a file:
+gives to a program ([black-box.md](black-box.md)): `OPENAI_BASE_URL` and the others, and a `HOME` of the episode, where
+it may write configuration files. To train, put the block in a file:
 
 ```bash
 agentjet run --task-file tasks.jsonl --reward reward.py:score -- sh {here}/product.sh {task.prompt}
 ```
 
-[claude-code.md](claude-code.md) is a complete example.
+[claude-code.md](claude-code.md) is a whole example.
 """
 
 
