@@ -31,7 +31,7 @@ def test_gaps_wider_than_two_bytes() -> None:
 
 
 def test_nothing_can_be_sampled_from_nothing() -> None:
-    with pytest.raises(ValueError, match="without members"):
+    with pytest.raises(ValueError, match="an empty support set"):
         encode_set(np.zeros(3, bool))
 
 
