@@ -140,7 +140,7 @@ def side_by_side(trees: Sequence[Forest]) -> Forest:
         temperature=joined("temperature"),
         version=joined("version"),
         sequence=joined("sequence"),
-        support=joined("allowed"),
+        support=joined("support"),
         sets=(),
         num_sequences=len(np.unique(joined("sequence"))),
         num_row_tokens=sum(tree.num_row_tokens for tree in trees),
