@@ -29,6 +29,8 @@ MODULE = "agentjet_loaded_{}"
 """Module name of an imported file. The prefix avoids clashes with other modules."""
 LONGEST_LINE = 300
 """Longest text of an exception in a message, in characters."""
+OURS = Path(__file__).parents[1]
+"""Code below this folder is not the agent's: an error there has no location that its author can fix."""
 
 
 def load_function(named: str, *, option: str) -> Callable[..., Any]:
@@ -187,7 +189,7 @@ class ModuleSource:
         files = _own_files(sys.modules[self._module])
         sources = {name: file.read_bytes() for name, file in files.items()}
         with self._turn:
-            importing = self._importing = _Import(_InMemory(files, sources))
+            importing = self._importing = _Import(files, sources)
         try:
             module = importing.module(self._module)
             agent = getattr(module, self._name)
@@ -217,14 +219,15 @@ class ModuleSource:
         importing.undo()
 
 
-class _Import:
-    """An import that replaces modules. The old modules are removed from `sys.modules` while it runs."""
+class _Import(importlib.abc.MetaPathFinder):
+    """An import that replaces modules by given sources. Removes the old modules from `sys.modules` while it runs."""
 
-    def __init__(self, finder: _InMemory) -> None:
-        self._finder = finder
-        self._old = {name: sys.modules.pop(name) for name in finder.files}
+    def __init__(self, files: Mapping[str, Path], sources: Mapping[str, bytes]) -> None:
+        self._files = files
+        self._sources = sources
+        self._old = {name: sys.modules.pop(name) for name in files}
         _unbind(self._old)
-        sys.meta_path.insert(0, finder)
+        sys.meta_path.insert(0, self)
         importlib.invalidate_caches()
 
     def module(self, name: str) -> ModuleType:
@@ -237,8 +240,8 @@ class _Import:
         if package:
             importlib.import_module(package)
         if name not in sys.modules:  # the import of its package may have imported it
-            spec = self._finder.find_spec(name, None)
-            assert spec is not None and spec.loader is not None, "its source is at hand"
+            spec = self.find_spec(name, None)
+            assert spec is not None and spec.loader is not None, "its source is given"
             sys.modules[name] = module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             _bind({name: module})
@@ -246,7 +249,7 @@ class _Import:
 
     def end(self) -> None:
         """End the import. Modules that were not imported again stay attributes of their packages."""
-        sys.meta_path.remove(self._finder)
+        sys.meta_path.remove(self)
         _bind({name: module for name, module in self._old.items() if name not in sys.modules})
 
     def undo(self) -> None:
@@ -254,20 +257,12 @@ class _Import:
         sys.modules.update(self._old)
         _bind(self._old)
 
-
-class _InMemory(importlib.abc.MetaPathFinder):
-    """Finds modules whose source it holds."""
-
-    def __init__(self, files: Mapping[str, Path], sources: Mapping[str, bytes]) -> None:
-        self.files = files
-        self._sources = sources
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._sources:
             return None
-        file = self.files[fullname]
+        file = self._files[fullname]
         loader = _SourceInMemory(fullname, str(file), self._sources[fullname])
         folders = [str(file.parent)] if file.name == "__init__.py" else None
         return importlib.util.spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folders)
@@ -339,10 +334,6 @@ def _hash_of_files(files: Mapping[str, Path], sources: Mapping[str, bytes] | Non
         except OSError:  # the file was removed after its import
             continue
     return hash_of(contents) if contents else ""
-
-
-OURS = Path(__file__).parents[1]
-"""Code below this folder is not the agent's: an error there has no location that its author can fix."""
 
 
 def error_location(agent: Callable[..., Any], error: BaseException) -> str:

@@ -34,6 +34,17 @@ from agentjet.types import Reward, Task
 
 PLACEHOLDER = re.compile(r"\{task((?:\.[\w-]+)*)\}")
 BARE = re.compile(r"\{([\w-]+)\}")
+GRACE_SECONDS = 1.0
+"""Seconds from SIGTERM to SIGKILL."""
+TAIL_BYTES = 1500
+"""Longest part of stderr (of stdout, if stderr is empty) in the reason of an abort."""
+MAX_OUTPUT_BYTES = 16 * 2**20
+"""Longest part of stdout, and of stderr, in a `Result`: the end of it."""
+FIRST_FAILURE_CODE = 125
+"""From this exit code on a program could not be run or was killed, by the convention of shells, `env`, `timeout` and
+`git bisect run`."""
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+"""Variables with the certificates that programs trust."""
 
 
 def fill_placeholders(word: str, payload: Any) -> str:
@@ -59,19 +70,6 @@ def fill_placeholders(word: str, payload: Any) -> str:
         return found if isinstance(found, str) else json.dumps(found)
 
     return PLACEHOLDER.sub(value, word)
-
-
-GRACE_SECONDS = 1.0
-"""Seconds from SIGTERM to SIGKILL."""
-TAIL_BYTES = 1500
-"""Longest part of stderr (of stdout, if stderr is empty) in the reason of an abort."""
-MAX_OUTPUT_BYTES = 16 * 2**20
-"""Longest part of stdout, and of stderr, in a `Result`: the end of it."""
-FIRST_FAILURE_CODE = 125
-"""From this exit code on a program could not be run or was killed, by the convention of shells, `env`, `timeout` and
-`git bisect run`."""
-CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-"""Variables with the certificates that programs trust."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,9 @@ TOKEN_VARIABLE = "AGENTJET_TOKEN"
 PROCESS = uuid.uuid4().hex
 """Identifies this process to servers. Forked processes share it."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+LEASE_HEADER = "AgentJet-Lease"
+GATEWAY_TROUBLE = frozenset({502, 503, 504})
+"""Without a problem body, these answers come from a proxy between client and server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,6 @@ def inherited_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-LEASE_HEADER = "AgentJet-Lease"
 ERRORS: dict[int, type[RequestError]] = {
     401: Unauthorized,
     403: Forbidden,
@@ -130,8 +132,6 @@ ERRORS: dict[int, type[RequestError]] = {
     409: Conflict,
     413: TooLarge,
 }
-GATEWAY_TROUBLE = frozenset({502, 503, 504})
-"""Without a problem body, these answers come from a proxy between client and server."""
 
 
 @dataclass(frozen=True, slots=True)

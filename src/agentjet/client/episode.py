@@ -26,6 +26,19 @@ from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse
 from agentjet.types import EpisodeStatus, Mode, Reward
 
 T = TypeVar("T")
+STOPPED = "the client stopped"
+NOT_NEEDED = "not needed: the client's run has its steps"
+UNPLAYED = "not needed: its client no longer waits for it"
+"""Abort reason of an episode that was begun just as its client stopped waiting for it."""
+ABORT_SECONDS = 5.0
+"""Longest wait for the abort of a cancelled episode. Its lease would end it anyway."""
+COMPLETE_SECONDS = 30.0
+"""Longest wait for aborts after the last step. A busy server answers late, and each episode left behind blocks a place
+of the next run until its lease expires."""
+SERVER_WAIT = 20.0
+"""Longest time that the server is asked to hold a `begin`: short enough for every proxy."""
+NO_LEASE = 1e9
+"""Seconds: such a lease does not expire."""
 
 
 class RunCoroutine(Protocol):
@@ -40,14 +53,6 @@ class RequestSender(Protocol):
     async def request(
         self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
     ) -> Any: ...
-
-
-STOPPED = "the client stopped"
-NOT_NEEDED = "not needed: the client's run has its steps"
-UNPLAYED = "not needed: its client no longer waits for it"
-"""Abort reason of an episode that was begun just as its client stopped waiting for it."""
-ABORT_SECONDS = 5.0
-"""Longest wait for the abort of a cancelled episode. Its lease would end it anyway."""
 
 
 class _EpisodeFields:
@@ -257,11 +262,6 @@ def checked_reward(reward: object) -> Reward:
     return Reward(float(numbers["reward"]))
 
 
-COMPLETE_SECONDS = 30.0
-"""Longest wait for aborts after the last step. A busy server answers late, and each episode left behind blocks a place
-of the next run until its lease expires."""
-
-
 @dataclass
 class RunCleanup:
     """The end of one run: time limits of its aborts, and the number of episodes left behind."""
@@ -291,10 +291,6 @@ class RunCleanup:
             f"{self.num_left} episode{'' if self.num_left == 1 else 's'} could not be aborted, because the server did "
             "not answer in time: each may keep its place until its lease expires"
         )
-
-
-SERVER_WAIT = 20.0
-"""Longest time that the server is asked to hold a `begin`: short enough for every proxy."""
 
 
 async def begin_episode(
@@ -332,8 +328,6 @@ async def _request_begin(connection: Connection, request: BeginRequest, key: str
     return AsyncEpisode(connection, BeginResponse.model_validate(answer), request)
 
 
-NO_LEASE = 1e9
-"""Seconds: such a lease does not expire."""
 _numbers = itertools.count(1)
 
 

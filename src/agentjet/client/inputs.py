@@ -23,6 +23,12 @@ Body = TypeVar("Body", bound=BaseModel)
 
 SHOWN = 60
 """Characters of a wrong value in a message."""
+MAX_ROW_BYTES = 100_000
+"""A row travels in a process's environment, where Linux allows 128 KiB."""
+ATTEMPTS = 5
+"""Attempts at one change. Another client may replace the settings between the read and the write."""
+FIXED = ("model", "sampler", "server")
+"""Sections of the settings that a running server keeps."""
 
 
 def build_request(kind: type[Body], **fields: Any) -> Body:
@@ -106,10 +112,6 @@ def _shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-MAX_ROW_BYTES = 100_000
-"""A row travels in a process's environment, where Linux allows 128 KiB."""
-
-
 def read_tasks(path: Path) -> list[Task]:
     """The tasks of a JSON-lines file: one object a task, which becomes its payload. `id` and `task_set` of the object
     are the task's; without `id` its id is `line-N`.
@@ -159,12 +161,6 @@ def _task(row: dict[str, Any], number: int, place: str) -> Task:
     if not isinstance(task_set, str) or len(task_set) > MAX_NAME:
         raise ConfigError(f"{place}: task_set = {task_set!r}: it must be text of at most {MAX_NAME} characters")
     return Task(str(named), task_set=task_set, payload=row)
-
-
-ATTEMPTS = 5
-"""Attempts at one change. Another client may replace the settings between the read and the write."""
-FIXED = ("model", "sampler", "server")
-"""Sections of the settings that a running server keeps."""
 
 
 def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

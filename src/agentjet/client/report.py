@@ -20,6 +20,7 @@ from agentjet.protocol import REPORTED_BATCHES, CallView, EpisodeTree, batches_w
 RESAMPLES = 2000
 SEED = 0
 """Seed of the resampling: equal values give an equal interval."""
+LEARNED_AFTER = " (a batch that was complete by then is learned all the same, after this report)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,6 @@ def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple
 
 Outcome = Literal["finished", "aborted", "expired", "not_needed"]
 """`not_needed`: aborted without a failure, because the run had its steps or the server's batch was full."""
-LEARNED_AFTER = " (a batch that was complete by then is learned all the same, after this report)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,15 @@ from agentjet.client.threads import in_thread
 from agentjet.errors import AgentJetError, Conflict, NotFound, RequestError, Unreachable
 from agentjet.types import EpisodeStatus, Reward, Task
 
+SURPLUS_REASONS = ("surplus:", "stale:")
+"""Beginnings of the server's abort reasons that do not mean a failure."""
+_CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
+_MEND = "fix the agent; swarm.evaluate(agent, {tasks}[:1]) tries it once"
+ATTEMPTS = 3
+"""Attempts at one episode of the queue."""
+FULL_SECONDS = 1.0
+"""Seconds before a worker that found every task set full requests again."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
@@ -99,15 +108,6 @@ Agent = Callable[[Task, Any], Returned | Awaitable[Returned]]
 `TeamEpisode`). An `async def` function gets an `AsyncEpisode`. Only a team's agent returns rewards by member."""
 StartRollout = Callable[[RolloutSpec], Awaitable["StartedRollout"]]
 Report = Callable[[RolloutSpec, EpisodeResult, bool], None]
-
-SURPLUS_REASONS = ("surplus:", "stale:")
-"""Beginnings of the server's abort reasons that do not mean a failure."""
-_CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
-_MEND = "fix the agent; swarm.evaluate(agent, {tasks}[:1]) tries it once"
-ATTEMPTS = 3
-"""Attempts at one episode of the queue."""
-FULL_SECONDS = 1.0
-"""Seconds before a worker that found every task set full requests again."""
 
 
 class RunnableEpisode(Protocol):

@@ -46,6 +46,10 @@ from agentjet.types import Mode, Task
 INCOMPLETE = "not needed: another server of the team had no room"
 RequestFor = Callable[[str], BeginRequest]
 """Makes a member's request, each time its server is asked."""
+PREPARED_LISTED = 500
+RECOVER_SECONDS = 15.0
+"""Interval between two recoveries."""
+T = TypeVar("T")
 
 
 async def begin_on_all(
@@ -99,11 +103,8 @@ async def _give_back(parts: Mapping[str, AsyncEpisode], reason: str, cleanup: Ru
     )
 
 
-PREPARED_LISTED = 500
-
-
 async def recover(connections: Mapping[str, Connection], deciding: Collection[str]) -> int:
-    """Settle prepared parts on the servers of these members, except of the teams in `deciding`. Returns their number."""
+    """Settle prepared parts on the servers of these members, except for teams in `deciding`. Returns their number."""
     found = await asyncio.gather(
         *[_episodes(connection, f"status=prepared&limit={PREPARED_LISTED}") for connection in connections.values()]
     )
@@ -137,10 +138,6 @@ async def _settle(connection: Connection, part: EpisodeView, anchor: Connection)
 async def _episodes(connection: Connection, query: str) -> tuple[EpisodeView, ...]:
     found = EpisodeList.model_validate(await connection.request("GET", f"/episodes?{query}"))
     return tuple(found.episodes)
-
-
-RECOVER_SECONDS = 15.0
-"""Interval between two recoveries."""
 
 
 @dataclass
@@ -246,9 +243,6 @@ class TeamTraining:
 
 def _notify(shown: Progress, member: str, text: str) -> None:
     shown.notify(f"{member}: {text}")
-
-
-T = TypeVar("T")
 
 
 class AsyncTeam:

@@ -24,6 +24,16 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from agentjet.errors import AgentJetError
 
+STDIN = 0
+T = TypeVar("T")
+SIGNAL_SECONDS = 0.2
+"""Longest delay until the main thread handles a signal that another thread received."""
+BLOCKED_SECONDS = 0.1
+"""Time for a loop that may be blocked to end."""
+CLEANING_SECONDS = 8.0
+"""Longest wait after Ctrl-C for a coroutine to clean up. Aborting all live episodes must fit."""
+P = ParamSpec("P")
+
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
@@ -48,9 +58,6 @@ def raise_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-STDIN = 0
-
-
 def exit_with_parent(number: signal.Signals) -> None:
     """Send this process the signal `number` when its standard input ends, that is, when its parent is gone."""
 
@@ -60,16 +67,6 @@ def exit_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-T = TypeVar("T")
-
-SIGNAL_SECONDS = 0.2
-"""Longest delay until the main thread handles a signal that another thread received."""
-BLOCKED_SECONDS = 0.1
-"""Time for a loop that may be blocked to end."""
-CLEANING_SECONDS = 8.0
-"""Longest wait after Ctrl-C for a coroutine to clean up. Aborting all live episodes must fit."""
 
 
 class LoopThread:
@@ -236,7 +233,6 @@ class Closable(Protocol):
 
 
 Client = TypeVar("Client", bound=Closable)
-P = ParamSpec("P")
 
 
 class SyncClient(Generic[Client]):
