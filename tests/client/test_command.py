@@ -70,7 +70,7 @@ def run(command: Command) -> Any:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs: not when it waits to be reaped by whoever adopted it."""
+    """True if the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -78,7 +78,7 @@ def is_alive(pid: int) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends; a signal that was sent may take a moment to arrive."""
+    """True if the process ends within 10 s. A signal may take a moment to arrive."""
     deadline = time.monotonic() + 10
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -257,7 +257,7 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
 
 
 def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path) -> None:
-    """Of three tasks one crashes: its episodes are aborted with the reason, and the others make the batch."""
+    """One of three tasks crashes: its episodes are aborted with the reason, and the others fill the batch."""
 
     def judge(payload: Any, result: Result) -> float:
         return float(result.stdout.strip() == "2")

@@ -1,4 +1,4 @@
-"""1. What is retried, for how long, with which key. 2. How refusals become exceptions. 3. Where settings come from."""
+"""1. Retries: which failures, for how long, with which key. 2. Refusals become exceptions. 3. Sources of settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_server_that_was_there_is_waited_for_through_a_restart(server: FakeSer
 
 
 class Scripted:
-    """A server that answers what the script says, one item a request: a status, or `None` for a lost connection."""
+    """A server that answers by a script, one item a request: a status, or `None` for a lost connection."""
 
     def __init__(self, *script: int | None, body: str = "{}", **headers: str) -> None:
         self.script = list(script)

@@ -1,5 +1,5 @@
-"""1. An edit is taken up between groups: those that have begun are completed by the code they began with. 2. What
-cannot be loaded, or only fails, is not kept. 3. An agent's version is a hash of what its author wrote."""
+"""1. An edit is loaded between groups: begun groups are completed by the code they began with. 2. Code that cannot be
+loaded, or only fails, is not kept. 3. An agent's version is a hash of its author's files."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ async def agent(task, episode):
 
 
 def test_two_edits_of_one_size_within_one_tick_of_the_clock(files: Files) -> None:
-    """Python's compiled cache tells files apart by size and second; a version must not."""
+    """Python's compiled cache distinguishes files by size and second; a version must not."""
     agent = files.agent()
     code = ModuleSource(agent)
     versions = []

@@ -1,5 +1,5 @@
-"""The end of a run. 1. A run that has its steps waits longer for its episodes to be given back than one that was
-interrupted. 2. An episode that was left behind is counted and said."""
+"""The end of a run. 1. A run that has its steps waits longer for aborts than an interrupted one. 2. An episode that was
+left behind is counted and reported."""
 
 from __future__ import annotations
 
