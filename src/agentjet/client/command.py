@@ -12,6 +12,7 @@ runs in a fresh working directory and in a new process group (POSIX only).
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 import os
@@ -135,15 +136,9 @@ class Command:
 
     def changed(self, arguments: Sequence[str], score: Score, code_version: str) -> Command:
         """The same command with another version of its source."""
-        return Command(
-            arguments,
-            score,
-            timeout=self.timeout,
-            any_exit_code=self.any_exit_code,
-            score_refused=self.score_refused,
-            shared_home=self.shared_home,
-            code_version=code_version,
-        )
+        command = copy.copy(self)
+        command.arguments, command.__wrapped__, command.code_version = tuple(arguments), score, code_version
+        return command
 
     def __repr__(self) -> str:
         return f"Command({list(self.arguments)!r})"

@@ -50,6 +50,13 @@ PROCESS = uuid.uuid4().hex
 """Identifies this process to servers. Forked processes share it."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 LEASE_HEADER = "AgentJet-Lease"
+ERRORS: dict[int, type[RequestError]] = {
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    413: TooLarge,
+}
 GATEWAY_TROUBLE = frozenset({502, 503, 504})
 """Without a problem body, these answers come from a proxy between client and server."""
 
@@ -123,15 +130,6 @@ def _checked_token(token: str) -> str:
 def inherited_environment() -> dict[str, str]:
     """The environment for a program that the client starts."""
     return dict(os.environ)
-
-
-ERRORS: dict[int, type[RequestError]] = {
-    401: Unauthorized,
-    403: Forbidden,
-    404: NotFound,
-    409: Conflict,
-    413: TooLarge,
-}
 
 
 @dataclass(frozen=True, slots=True)
