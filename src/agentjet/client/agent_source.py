@@ -297,7 +297,8 @@ def _unwrapped(agent: Callable[..., Any]) -> Callable[..., Any]:
     """The author's callable behind partials and decorators."""
     while isinstance(agent, functools.partial):
         agent = agent.func
-    return inspect.unwrap(agent)
+    function: Callable[..., Any] = inspect.unwrap(agent)
+    return function
 
 
 def _own_files(module: ModuleType) -> dict[str, Path]:
