@@ -110,7 +110,7 @@ async def measured(
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=120, verify=False, trust_env=False))
         swarms = {m: await stack.enter_async_context(AsyncSwarm(*where)) for m, where in servers.items()}
-        team = await stack.enter_async_context(AsyncTeam({m: swarm.again() for m, swarm in swarms.items()}))
+        team = await stack.enter_async_context(AsyncTeam({m: swarm.clone() for m, swarm in swarms.items()}))
         await apart(swarms, http, 1, seed=0)
         await together(team, http, 1, seed=0)
         for number in range(rounds):

@@ -128,11 +128,11 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
     [
         ('{"id": "a"}\n{"id": "b" "c"}\n', r"tasks.jsonl line 2, column 12: Expecting ',' delimiter"),
         ('{"id": "a"}\n\n["b"]\n', r"line 3: a task is a JSON object .*, not \[\"b\"\]"),
-        ('{"id": "a"}\n{"id": "a"}\n', r"line 2: the id 'a' is that of line 1, too"),
+        ('{"id": "a"}\n{"id": "a"}\n', r"line 2: the id 'a' is also that of line 1"),
         ('{"id": ""}', "line 1: id = '': it must be text"),
         ('{"id": true}', "line 1: id = True"),
         ('{"task_set": 3}', "line 1: task_set = 3"),
-        ("\n \n", "there is no task in it"),
+        ("\n \n", "the file has no tasks"),
         (json.dumps({"text": "x" * 200_000}), "line 1: the row has 200012 bytes"),
         ('{"id": "a"}\n{"board": ' + "[" * 40_000 + "]" * 40_000 + "}", "line 2: maximum recursion depth"),
         ('{"seed": ' + "7" * 5_000 + "}", r"line 1: .*4300 digits"),
@@ -149,7 +149,7 @@ def test_tasks_that_are_no_text_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none: No such file"):
         read_tasks(tmp_path / "none")
     (tmp_path / "latin").write_bytes('{"name": "Zoë"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match="byte 12 is no UTF-8"):
+    with pytest.raises(ConfigError, match="byte 12 is not UTF-8"):
         read_tasks(tmp_path / "latin")
 
 
