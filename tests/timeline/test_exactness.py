@@ -105,7 +105,7 @@ def test_what_was_not_sampled_is_tokenised_as_if_alone(
     session = Session(model)
     for i, text in enumerate(texts):
         messages = (Message("user", texts[0]), Message("assistant", text), Message("user", text))[: 1 + 2 * (i % 2)]
-        prompt = session.prepare_prompt(Conversation(messages))
+        prompt = session.prepare(Conversation(messages))
         assert prompt.tokens == model.renderer.tokenize(model.renderer.encode_tokens(prompt.tokens))
         session.ask(Conversation(messages), model.ids("42") if i % 2 else (model.end,))
 
@@ -128,7 +128,7 @@ def test_a_think_block_that_the_template_drops_is_not_fed(text: str, tiny_models
     model = tiny_models["qwen3"]
     session = Session(model)
     first = session.ask(Conversation((USER,)), (*model.ids(text), model.end))
-    second = session.prepare_prompt(Conversation((USER, first.response, MORE)))
+    second = session.prepare(Conversation((USER, first.response, MORE)))
     history = Conversation((USER, Message("assistant", "hello"), MORE))
     assert model.renderer.encode_tokens(second.tokens) == model.renderer.render(history)
     assert second.fork == "template" and second.kept < len(first.suffix) + len(first.completion)
@@ -143,10 +143,10 @@ def test_text_from_a_stop_string_on_is_fed_as_sampled_only(
     model = tiny_models[name]
     session = Session(model, history)
     asked = Conversation((USER,))
-    prompt = session.prepare_prompt(asked)
+    prompt = session.prepare(asked)
     call = session.answer(asked, prompt, model.ids("the 42 user: 12"), stop=[" user:"])
     assert call.response.content == "the 42" and len(call.completion) > len(model.ids("the 42"))
-    second = session.prepare_prompt(Conversation((USER, call.response, MORE)))
+    second = session.prepare(Conversation((USER, call.response, MORE)))
     if history == "as_sampled":
         assert second.kept == len(prompt.tokens) + len(call.completion) and second.fork == ""
     else:
