@@ -1,12 +1,12 @@
-"""The table of `docs/architecture.md`, enforced: who may import whom, and what never meets torch.
+"""Checks the table of packages in `docs/architecture.md`: the imports between packages, and of libraries.
 
-1. A room imports only the rooms its row names; every file stands in a room.
-2. A library is imported only where the row names it, `lazy` ones only inside functions.
-3. Importing the light rooms loads neither torch nor transformers, and the client loads nothing of the server's. This is
-   asked of a fresh interpreter, since parsing cannot see what a library drags in.
-4. What the worker can be asked is what the gateway asks of it.
-5. No file is longer than 500 lines, and nothing is called utils.
-6. A child process imports nothing from the folder that the user happens to be in.
+1. A package imports only the packages in its row; every file belongs to a package.
+2. A library is imported only by packages with it in their row, `lazy` ones only inside functions.
+3. Importing the light packages loads neither torch nor transformers, and the client loads no library of the server.
+   A fresh interpreter checks this, since parsing does not show the imports of libraries.
+4. The methods of the worker's protocol are those that the gateway calls.
+5. No file is longer than 500 lines, and no file is called utils.
+6. A child process imports nothing from the current folder.
 """
 
 from __future__ import annotations
@@ -28,54 +28,56 @@ VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
 @dataclass(frozen=True)
-class Room:
-    """`ours` are rooms or single modules, `libraries` third-party packages, `lazy` those only inside functions."""
+class Imports:
+    """The allowed imports: `ours` are packages or single modules; `lazy` libraries only inside functions."""
 
     ours: frozenset[str]
     libraries: frozenset[str] = frozenset()
     lazy: frozenset[str] = frozenset()
 
 
-def room(ours: str, libraries: str = "", lazy: str = "") -> Room:
-    return Room(frozenset(ours.split()), frozenset(libraries.split()), frozenset(lazy.split()))
+def allowed(ours: str, libraries: str = "", lazy: str = "") -> Imports:
+    return Imports(frozenset(ours.split()), frozenset(libraries.split()), frozenset(lazy.split()))
 
 
 VOCABULARY = "errors types"
-ROOMS = {
-    "errors": room(""),
-    "types": room(""),
-    "config": room(VOCABULARY, "pydantic pydantic_core"),
-    "protocol": room(VOCABULARY, "pydantic"),
-    "timeline": room(VOCABULARY, "numpy"),
-    "rendering": room(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
-    "recipes": room(f"{VOCABULARY} config", "numpy", lazy="torch"),
-    "swarm": room(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
-    "compute": room(
+PACKAGES = {
+    "errors": allowed(""),
+    "types": allowed(""),
+    "config": allowed(VOCABULARY, "pydantic pydantic_core"),
+    "protocol": allowed(VOCABULARY, "pydantic"),
+    "timeline": allowed(VOCABULARY, "numpy"),
+    "rendering": allowed(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
+    "recipes": allowed(f"{VOCABULARY} config", "numpy", lazy="torch"),
+    "swarm": allowed(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
+    "compute": allowed(
         f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",
     ),
-    "gateway": room(
+    "gateway": allowed(
         f"{VOCABULARY} config protocol timeline rendering swarm recipes.advantages compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),
-    "server": room(
+    "server": allowed(
         f"{VOCABULARY} config protocol gateway",
         "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
-    "client": room(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
-    "research": room(
+    "client": allowed(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
+    "research": allowed(
         f"{VOCABULARY} config client", "jinja2 markdown_it matplotlib numpy optuna pydantic scipy", lazy="httpx"
     ),
-    "__init__": room(f"{VOCABULARY} client"),
+    "__init__": allowed(f"{VOCABULARY} client"),
 }
-COMMAND_LINE = room(" ".join(ROOMS), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn")
+COMMAND_LINE = allowed(
+    " ".join(PACKAGES), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn"
+)
 LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "server", "swarm", "cli.main")]
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, with the line and whether it stands inside a function (or is for the type checker only)."""
+    """One imported module. `lazy` is True inside a function, and for the type checker only."""
 
     module: str
     line: int
@@ -86,7 +88,7 @@ def source_files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     """The first part of the path inside the package: a folder's name or a module's."""
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
@@ -110,12 +112,12 @@ def imported_modules(node: ast.AST, path: Path) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"{path}:{node.lineno}: write agentjet.<room>, so that the direction can be read"
+        assert node.level == 0, f"{path}:{node.lineno}: write agentjet.<package>, so that the direction is visible"
         yield from (defining_module(node.module or "", alias.name) for alias in node.names)
 
 
 def defining_module(module: str, name: str) -> str:
-    """Where `from module import name` leads: to a submodule, through a package's re-export, or to the module itself."""
+    """The module behind `from module import name`: a submodule, the origin of a re-export, or the module itself."""
     if module.split(".")[0] != "agentjet":
         return module
     folder = SOURCE.joinpath(*module.split(".")[1:])
@@ -125,21 +127,22 @@ def defining_module(module: str, name: str) -> str:
     if package.exists():
         for node in ast.parse(package.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
-                own = (node.module or "").startswith(f"{module}.")  # what it hands on from another room is its own word
+                # A re-export from another package counts as the package's own name.
+                own = (node.module or "").startswith(f"{module}.")
                 return node.module if own and node.module else module
     return module
 
 
 def violations(name: str, path: Path) -> Iterator[str]:
-    """What the file at `path` may not import as a part of room `name`."""
-    rules = COMMAND_LINE if name == "cli" else ROOMS[name]
+    """The imports that the file at `path` may not have as a part of package `name`."""
+    rules = COMMAND_LINE if name == "cli" else PACKAGES[name]
     for found in imports(path):
         where = f"{name}/{path.name}:{found.line} imports {found.module}"
         top, *rest = found.module.split(".")
         if top == "agentjet":
             target = ".".join(rest)
             own = not rest or rest[0] == name
-            if not own and not any(target == allowed or target.startswith(f"{allowed}.") for allowed in rules.ours):
+            if not own and not any(target == other or target.startswith(f"{other}.") for other in rules.ours):
                 yield f"{where}: {name} may import {sorted(rules.ours)}"
         elif top not in sys.stdlib_module_names | rules.libraries:
             if top not in rules.lazy:
@@ -148,24 +151,24 @@ def violations(name: str, path: Path) -> Iterator[str]:
                 yield f"{where}: in {name} only inside functions"
 
 
-def test_every_file_stands_in_a_room() -> None:
-    assert {room_of(path) for path in source_files()} <= {*ROOMS, "cli"}
+def test_every_file_belongs_to_a_package() -> None:
+    assert {package_of(path) for path in source_files()} <= {*PACKAGES, "cli"}
 
 
-def test_rooms_import_only_what_their_row_names() -> None:
-    problems = [problem for path in source_files() for problem in violations(room_of(path), path)]
+def test_packages_import_only_what_their_row_allows() -> None:
+    problems = [problem for path in source_files() for problem in violations(package_of(path), path)]
     assert not problems, "\n".join(problems)
 
 
 def test_arrows_point_up_the_table() -> None:
-    order = list(ROOMS)
-    for name, rules in ROOMS.items():
-        above = {allowed.split(".")[0] for allowed in rules.ours}
+    order = list(PACKAGES)
+    for name, rules in PACKAGES.items():
+        above = {other.split(".")[0] for other in rules.ours}
         assert all(order.index(other) < order.index(name) for other in above), name
 
 
 @pytest.mark.parametrize(
-    ("room_name", "line", "problem"),
+    ("package", "line", "problem"),
     [
         ("timeline", "import torch", "may use"),
         ("client", "import rich.progress", "only inside functions"),
@@ -176,11 +179,11 @@ def test_arrows_point_up_the_table() -> None:
         ("server", "from agentjet.server import auth", None),
     ],
 )
-def test_the_rule_itself(room_name: str, line: str, problem: str | None, tmp_path: Path) -> None:
+def test_the_rule_itself(package: str, line: str, problem: str | None, tmp_path: Path) -> None:
     """Planted imports are found, and allowed ones are not."""
     planted = tmp_path / "planted.py"
     planted.write_text(line)
-    found = list(violations(room_name, planted))
+    found = list(violations(package, planted))
     assert (len(found) == 1 and problem in found[0]) if problem else not found
 
 
@@ -193,7 +196,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", ["agentjet", *LIGHT, "agentjet.compute.embedded"])
-def test_light_rooms_load_no_torch(module: str) -> None:
+def test_light_packages_load_no_torch(module: str) -> None:
     assert not loaded_by(module) & {"torch", "transformers", "peft"}
 
 
@@ -215,7 +218,7 @@ def test_client_loads_nothing_of_the_servers(module: str) -> None:
     assert not loaded_by(module) & servers
 
 
-def test_the_line_to_the_worker_has_no_verb_that_nobody_uses() -> None:
+def test_the_gateway_uses_every_method_of_the_protocol() -> None:
     tree = ast.parse((SOURCE / "compute" / "protocol.py").read_text(encoding="utf-8"))
     [protocol] = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Compute")
     verbs = {node.name for node in protocol.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -235,7 +238,7 @@ def test_children_do_not_import_from_the_current_folder() -> None:
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "bench", "examples", "conformance"])
-def test_files_fit_in_the_head(folder: str) -> None:
+def test_files_have_at_most_500_lines(folder: str) -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
     assert {str(path): n for path, n in lengths.items() if n > MAX_LINES} == {}
     assert [
