@@ -1,12 +1,12 @@
-"""Checks the table of packages in `docs/architecture.md`: the imports between packages, and of libraries.
+"""The import table of `docs/architecture.md`, enforced.
 
-1. A package imports only the packages in its row; every file belongs to a package.
-2. A library is imported only by packages with it in their row, `lazy` ones only inside functions.
-3. Importing the light packages loads neither torch nor transformers, and the client loads no library of the server.
-   A fresh interpreter checks this, since parsing does not show the imports of libraries.
-4. The methods of the worker's protocol are those that the gateway calls.
+1. A package imports only the packages of its row; every file belongs to a package.
+2. A library is imported only by packages whose row has it, `lazy` ones only inside functions.
+3. Importing the light packages loads neither torch nor transformers, and the client loads no library of the server. A
+   fresh interpreter checks this, because libraries import other libraries.
+4. The gateway uses every method of the compute protocol.
 5. No file is longer than 500 lines, and no file is called utils.
-6. A child process imports nothing from the current folder.
+6. A child process imports nothing from the present working directory.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
 @dataclass(frozen=True)
-class Imports:
-    """The allowed imports: `ours` are packages or single modules; `lazy` libraries only inside functions."""
+class Rule:
+    """Allowed imports. `ours` are packages or modules of AgentJet; `lazy` libraries are for functions only."""
 
     ours: frozenset[str]
     libraries: frozenset[str] = frozenset()
     lazy: frozenset[str] = frozenset()
 
 
-def allowed(ours: str, libraries: str = "", lazy: str = "") -> Imports:
-    return Imports(frozenset(ours.split()), frozenset(libraries.split()), frozenset(lazy.split()))
+def rule(ours: str, libraries: str = "", lazy: str = "") -> Rule:
+    return Rule(frozenset(ours.split()), frozenset(libraries.split()), frozenset(lazy.split()))
 
 
 VOCABULARY = "errors types"
 PACKAGES = {
-    "errors": allowed(""),
-    "types": allowed(""),
-    "config": allowed(VOCABULARY, "pydantic pydantic_core"),
-    "protocol": allowed(VOCABULARY, "pydantic"),
-    "timeline": allowed(VOCABULARY, "numpy"),
-    "rendering": allowed(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
-    "recipes": allowed(f"{VOCABULARY} config", "numpy", lazy="torch"),
-    "swarm": allowed(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
-    "compute": allowed(
+    "errors": rule(""),
+    "types": rule(""),
+    "config": rule(VOCABULARY, "pydantic pydantic_core"),
+    "protocol": rule(VOCABULARY, "pydantic"),
+    "timeline": rule(VOCABULARY, "numpy"),
+    "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
+    "recipes": rule(f"{VOCABULARY} config", "numpy", lazy="torch"),
+    "swarm": rule(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
+    "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",
     ),
-    "gateway": allowed(
+    "gateway": rule(
         f"{VOCABULARY} config protocol timeline rendering swarm recipes.advantages compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),
-    "server": allowed(
+    "server": rule(
         f"{VOCABULARY} config protocol gateway",
         "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
-    "client": allowed(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
-    "research": allowed(
+    "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
+    "research": rule(
         f"{VOCABULARY} config client", "jinja2 markdown_it matplotlib numpy optuna pydantic scipy", lazy="httpx"
     ),
-    "__init__": allowed(f"{VOCABULARY} client"),
+    "__init__": rule(f"{VOCABULARY} client"),
 }
-COMMAND_LINE = allowed(
+COMMAND_LINE = rule(
     " ".join(PACKAGES), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn"
 )
 LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "server", "swarm", "cli.main")]
@@ -77,7 +77,7 @@ LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "serv
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module. `lazy` is True inside a function, and for the type checker only."""
+    """One imported module, with the line and whether it stands inside a function (or is for the type checker only)."""
 
     module: str
     line: int
@@ -112,12 +112,12 @@ def imported_modules(node: ast.AST, path: Path) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"{path}:{node.lineno}: write agentjet.<package>, so that the direction is visible"
+        assert node.level == 0, f"{path}:{node.lineno}: write agentjet.<package>, so that the direction can be read"
         yield from (defining_module(node.module or "", alias.name) for alias in node.names)
 
 
 def defining_module(module: str, name: str) -> str:
-    """The module behind `from module import name`: a submodule, the origin of a re-export, or the module itself."""
+    """Returns the module that defines `name` of `from module import name`."""
     if module.split(".")[0] != "agentjet":
         return module
     folder = SOURCE.joinpath(*module.split(".")[1:])
@@ -127,14 +127,13 @@ def defining_module(module: str, name: str) -> str:
     if package.exists():
         for node in ast.parse(package.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
-                # A re-export from another package counts as the package's own name.
-                own = (node.module or "").startswith(f"{module}.")
+                own = (node.module or "").startswith(f"{module}.")  # other re-exported names count as its own
                 return node.module if own and node.module else module
     return module
 
 
 def violations(name: str, path: Path) -> Iterator[str]:
-    """The imports that the file at `path` may not have as a part of package `name`."""
+    """Yields the forbidden imports of the file at `path` in package `name`."""
     rules = COMMAND_LINE if name == "cli" else PACKAGES[name]
     for found in imports(path):
         where = f"{name}/{path.name}:{found.line} imports {found.module}"
@@ -142,7 +141,7 @@ def violations(name: str, path: Path) -> Iterator[str]:
         if top == "agentjet":
             target = ".".join(rest)
             own = not rest or rest[0] == name
-            if not own and not any(target == other or target.startswith(f"{other}.") for other in rules.ours):
+            if not own and not any(target == allowed or target.startswith(f"{allowed}.") for allowed in rules.ours):
                 yield f"{where}: {name} may import {sorted(rules.ours)}"
         elif top not in sys.stdlib_module_names | rules.libraries:
             if top not in rules.lazy:
@@ -155,7 +154,7 @@ def test_every_file_belongs_to_a_package() -> None:
     assert {package_of(path) for path in source_files()} <= {*PACKAGES, "cli"}
 
 
-def test_packages_import_only_what_their_row_allows() -> None:
+def test_packages_import_only_what_their_row_names() -> None:
     problems = [problem for path in source_files() for problem in violations(package_of(path), path)]
     assert not problems, "\n".join(problems)
 
@@ -163,7 +162,7 @@ def test_packages_import_only_what_their_row_allows() -> None:
 def test_arrows_point_up_the_table() -> None:
     order = list(PACKAGES)
     for name, rules in PACKAGES.items():
-        above = {other.split(".")[0] for other in rules.ours}
+        above = {allowed.split(".")[0] for allowed in rules.ours}
         assert all(order.index(other) < order.index(name) for other in above), name
 
 
@@ -218,7 +217,7 @@ def test_client_loads_nothing_of_the_servers(module: str) -> None:
     assert not loaded_by(module) & servers
 
 
-def test_the_gateway_uses_every_method_of_the_protocol() -> None:
+def test_the_line_to_the_worker_has_no_verb_that_nobody_uses() -> None:
     tree = ast.parse((SOURCE / "compute" / "protocol.py").read_text(encoding="utf-8"))
     [protocol] = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Compute")
     verbs = {node.name for node in protocol.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -238,7 +237,7 @@ def test_children_do_not_import_from_the_current_folder() -> None:
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "bench", "examples", "conformance"])
-def test_files_have_at_most_500_lines(folder: str) -> None:
+def test_files_fit_in_the_head(folder: str) -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
     assert {str(path): n for path, n in lengths.items() if n > MAX_LINES} == {}
     assert [
