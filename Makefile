@@ -34,21 +34,21 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	$(PIP) -e '.[bench]'
 	touch $@
 
-demo: setup  ## train SmolLM2-135M from an agent: reward curve, report and exported model in OUT
+demo: setup  ## train SmolLM2-135M with an agent: reward curve, report and exported model in OUT
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)
 
 # Four processes for two cores: who starts servers mostly waits for them. The order is that of `tests/conftest.py`.
-test: setup  ## run the tests, but for the thorough ones
+test: setup  ## run the tests, except the thorough ones
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough"
 
 thorough: setup  ## run what takes minutes and rarely breaks: chaos, fuzzing, studies, benches; before a release
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m thorough
 	git rev-parse HEAD > .ci/thorough-passed
 
-fast: setup  ## run the tests that start no server and take no time
+fast: setup  ## run the quick tests, which do not start a server
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not e2e and not slow and not thorough"
 
-check: setup  ## format, lint, types, and who may import whom
+check: setup  ## format, lint, types, and the imports between packages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
@@ -98,7 +98,7 @@ conformance: setup $(CLIENTS_INSTALLED) $(AIDER_INSTALLED) $(if $(shell $(PYTHON
 	$(BIN)/python -m conformance
 
 docs: setup  ## write the pages that are made from the program
-	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nMade from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
+	$(BIN)/python -c "from agentjet.config import settings_table; print('# Settings\n\nFor operators: every setting of \`agentjet serve\`. Generated from the schema by \`make docs\`.\n'); print(settings_table(), end='')" > docs/settings.md
 	$(BIN)/python -c "import pathlib; from agentjet.server.dialects import keys_table; page = pathlib.Path('docs/dialects.md'); page.write_text(page.read_text().partition('## Every key')[0] + '## Every key\n\nMade from the code by \`make docs\`.\n\n' + keys_table())"
 
 clean:  ## remove both environments and caches; data and results stay

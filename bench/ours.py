@@ -1,8 +1,8 @@
 """AgentJet's worker on the workload of `bench.step`, in process. Prints one JSON object as its last line.
 
 The sampler and the learner are those of the embedded backend, on one copy of the weights, with the worker's
-deterministic algorithms, fingerprints and memory handling. Its caller gives it the worker's environment. What a server
-adds around them (HTTP, the journal) is not measured here, and neither is what TRL's users build around its trainer.
+deterministic algorithms, fingerprints and memory handling. The caller sets the worker's environment. The server around
+them (HTTP, the journal) is not measured here, and neither are the programs that TRL's users build around its trainer.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import time
 import numpy as np
 import torch
 
-from agentjet.compute.embedded.fingerprint import Fingerprints
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import Policy, load_policy
 from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
-from agentjet.compute.embedded.worker import make_deterministic, trim_malloc
+from agentjet.compute.embedded.worker import Fingerprints, make_deterministic, trim_malloc
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.schema import OptimizerConfig
 from agentjet.recipes.advantages import grpo
@@ -35,7 +34,7 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
         ModelConfig.model_validate({"name": workload.model, "dtype": dtype, "threads": workload.threads})
     )
     policy.end_tokens = frozenset()  # as in every contender: end tokens are ordinary here
-    renderer = Renderer(policy.card)
+    renderer = Renderer(policy.info)
     settings = SamplerConfig()
     sampler = PrefixSampler(policy, settings.max_concurrent, settings.cache_tokens)
     learner = PolicyLearner(policy)

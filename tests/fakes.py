@@ -1,4 +1,4 @@
-"""Hand-written fakes that several rooms' tests share. No torch, no processes, no clock of their own."""
+"""Hand-written fakes that the tests of several packages share. No torch, no processes, no clock of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.compute.embedded.digests import seal, verified_state
+from agentjet.compute.embedded.checkpoint import seal, verified_state
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import OutOfCache, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway

@@ -1,7 +1,7 @@
 """Gradients computed twice: by the learner, and independently of it.
 
-The independent way is one row per call through the model's own `eager` attention, every formula written out here, and
-autograd over the whole loss at once. It uses nothing of `recipes/`, of the passes or of the plans.
+The independent way computes one row per call through the model's own `eager` attention. Every formula is written out
+here, and autograd runs over the whole loss at once. It uses neither `recipes/` nor passes nor plans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Weights = dict[str, Tensor]
 
 
 class Double(TorchFunctionMode):
-    """Float64 throughout: models ask for float32 in norms and softmaxes whatever their weights are; here float64 stays.
+    """Keeps float64 everywhere, also where models convert to float32 (norms, softmaxes).
 
     Rotary angles are computed in float32 from whole numbers, on both sides alike.
     """
@@ -97,7 +97,7 @@ class Baseline:
         return _flat(torch.autograd.grad(total, self._parameters, retain_graph=True))
 
     def _sequence_mean(self, sequence: int) -> Tensor:
-        """Of the log-ratios of all tokens of a sequence, over all its calls."""
+        """Returns the mean log-ratio of all tokens of a sequence, over all its calls."""
         ratios = [
             logp.detach() - torch.from_numpy(row.logprobs)
             for row, logp in zip(self._rows, self._logps, strict=True)
@@ -115,7 +115,7 @@ def row_logprobs(policy: Policy, row: Row, weights: Weights | None = None) -> Te
 
 
 def batch_logprobs(policy: Policy, rows: Sequence[Row], weights: Weights | None = None) -> list[Tensor]:
-    """The same for all calls as one batch padded on the right, by the fused attention that a plan uses, too."""
+    """Returns the same for all calls as one batch, padded on the right, by fused attention as in a plan."""
     ids = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : len(row.tokens)] = torch.from_numpy(row.tokens)
@@ -125,7 +125,7 @@ def batch_logprobs(policy: Policy, rows: Sequence[Row], weights: Weights | None 
 
 
 def _logits(policy: Policy, ids: Tensor, weights: Weights | None) -> Tensor:
-    """Of `transformers` alone, without a cache, with other weights where some are given."""
+    """Returns logits of `transformers` without a cache, optionally with other weights."""
     arguments = {"input_ids": ids, "use_cache": False}
     model = cast(Any, policy.model)
     out = model(**arguments) if weights is None else torch.func.functional_call(model, weights, (), arguments)
@@ -134,7 +134,7 @@ def _logits(policy: Policy, ids: Tensor, weights: Weights | None) -> Tensor:
 
 
 def _of_completion(logits: Tensor, row: Row) -> Tensor:
-    """Of each sampled token, among the tokens of its set and no others."""
+    """Returns the log-probability of each sampled token, over the tokens of its set."""
     first = len(row.tokens) - len(row.logprobs)
     tempered = logits[first - 1 : -1] / float(np.float32(row.temperature))
     sampled = row.tokens[first:].tolist()

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.plain_sampler import RowSampler
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler
+from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.config import LoraConfig, ModelConfig
 from agentjet.timeline.forest import Row
 from agentjet.types import SamplingParams
@@ -54,7 +53,7 @@ def tokens(seed: int, length: int) -> np.ndarray:
 
 def sampler_of(policy: Policy, max_concurrent: int = 16, cache_tokens: int = 16384) -> PrefixSampler | RowSampler:
     """The sampler that the worker would take."""
-    return (PrefixSampler if policy.card.shares_prefixes else RowSampler)(policy, max_concurrent, cache_tokens)
+    return (PrefixSampler if policy.info.shares_prefixes else RowSampler)(policy, max_concurrent, cache_tokens)
 
 
 def sampled_rows(

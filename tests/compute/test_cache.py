@@ -1,9 +1,9 @@
-"""Pins of the sampler's cache:
+"""The sampler's cache. Pinned here:
 
-1. idle rows never keep a request waiting, and a row takes no more blocks than its tokens need;
-2. requests that wait for room start in order of arrival, and cost nothing while they wait;
-3. no block has two owners, and what a row has reserved is there when it grows, whatever happened before;
-4. blocks read in place, gathered or merged give the same attention, with whatever was stored in them before.
+1. idle rows never delay a request, and a row takes no more blocks than its tokens need;
+2. requests that wait for blocks start in order of arrival, and cost nothing while they wait;
+3. no block has two owners, and a row always gets the blocks that it has reserved;
+4. blocks read in place, gathered or merged give the same attention, with any earlier content.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Checkpoints of a tiny policy, damaged.
+"""Checkpoints of a tiny policy, damaged. Pinned here:
 
-Pinned here:
-1. after each kind of damage to the newest checkpoint the one before and the journal lead to the same weights;
-2. after damage to all of them the start is refused, again and again: their batches were pruned;
-3. one that AgentJet 0.1 wrote has no digests: it loads, and every damage that shows is a `CheckpointError`;
-4. files that whoever the umask lets can read.
+1. after each kind of damage to the newest checkpoint, the one before and the journal give the same weights;
+2. after damage to all of them every start is refused, because their batches were pruned;
+3. a checkpoint of AgentJet 0.1 has no digests: it loads, and every damage that can be detected is a `CheckpointError`;
+4. the umask decides who can read the files.
 """
 
 from __future__ import annotations

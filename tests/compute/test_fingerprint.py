@@ -1,9 +1,9 @@
-"""Pins of the fingerprints:
+"""The fingerprints of weights. Pinned here:
 
-1. any bit that changes shows, wherever it is and whatever the other tensors are; the same bits are the same number;
-2. a step that learns changes both sides, one that does not changes neither, and loading is no step;
-3. a sampler whose weights are no longer those that learn is told apart; so are bfloat16 weights below a rounding;
-4. a model's card tells its weights from those of another, in whatever type and with whatever adapters they are loaded.
+1. any changed bit changes the fingerprint; equal bits give equal numbers;
+2. a step that learns changes both sides, any other step changes neither, and loading is not a step;
+3. a sampler whose weights differ from the learner's is detected; so are bfloat16 weights that rounding left unchanged;
+4. a model's info identifies its weights, for every type and every adapter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.fingerprint import Fingerprints, fingerprint
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.policy import Policy, fingerprint
+from agentjet.compute.embedded.worker import Fingerprints
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, Row, build_forest
 from tests.compute.conftest import make_policy, sampled_rows
@@ -80,7 +80,7 @@ def test_what_a_step_changed(tiny_folder: Path, tmp_path: Path, dtype: str, rank
     checkpoint.save(tmp_path / "step_000002", policy, learner, {"policy_version": 2})
     learner.learn(batch(policy), job(), 2)
     checkpoint.load(tmp_path / "step_000002", policy, learner)
-    seen.look()
+    seen.reset()
     assert seen.changed() == NEITHER
 
 
@@ -109,6 +109,6 @@ def test_a_step_below_the_rounding_of_bfloat16(tiny_folder: Path) -> None:
 
 def test_a_card_tells_the_weights_of_models_apart(tiny_folder: Path, tmp_path: Path) -> None:
     loaded = [make_policy(tiny_folder), make_policy(tiny_folder, dtype="bfloat16"), make_policy(tiny_folder, rank=4)]
-    [known] = {policy.card.weights for policy in loaded}
-    other = make_policy(make_model(tmp_path / tiny_folder.name, seed=1)).card
+    [known] = {policy.info.weights for policy in loaded}
+    other = make_policy(make_model(tmp_path / tiny_folder.name, seed=1)).info
     assert (other.name == str(tmp_path / tiny_folder.name)) and other.weights and other.weights != known

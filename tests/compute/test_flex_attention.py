@@ -1,7 +1,7 @@
-"""Pins of the CUDA plan: its tile table says exactly what the forest's mask says, and it attends as `ForestPlan` does.
+"""The CUDA plan: its tile table agrees with the forest's mask, and its attention with that of `ForestPlan`.
 
-In eager mode `flex_attention` evaluates the mask and ignores the table, which is therefore checked on its own; compiled
-for a CPU it uses the table, in the forward pass only. What needs a CUDA device is tested where there is one.
+In eager mode `flex_attention` evaluates the mask and ignores the table, so the table has a test without attention.
+Compiled for a CPU it uses the table, in the forward pass only. Tests that need a CUDA device run where one exists.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from agentjet.compute.embedded.forest_attention import (
     FlexPlan,
     ForestPlan,
     compiled_flex,
+    forest_plan,
     interval_mask,
     tile_mask,
 )
-from agentjet.compute.embedded.passes import forest_plan
 from agentjet.timeline.forest import Forest, Row, build_forest
 from tests.compute.conftest import tokens
 

@@ -75,7 +75,7 @@ def test_a_step_gives_the_weights_of_the_cpu(tiny_folder: Path) -> None:
 @cuda
 def test_the_sampler_reports_what_a_cpu_computes(tiny_folder: Path) -> None:
     policy = on_cuda(tiny_folder)
-    assert policy.card.shares_prefixes
+    assert policy.info.shares_prefixes
     policy.end_tokens = frozenset()
     requests = {
         i: (tokens(i % 3, 70 * (i % 3) + 5), SamplingParams(max_tokens=6, temperature=0.8, seed=i)) for i in range(6)

@@ -1,12 +1,12 @@
-"""Pins of merging: the forest's gradient is that of one row per call, for every loss, aggregation and architecture.
+"""The forest's gradient equals that of one row per call, for every loss, aggregation and architecture. Pinned here:
 
 1. in float64 to 1e-9, against the model's own `eager` attention, row by row, with the loss written out by hand;
-2. in float32 it errs no more than three times as much as the baseline itself, measured in two ways: against the float64
-   gradient; and, but for the KL term, against what permuting the rows of the baseline's batch makes, which hardly shows
-   in the reference's log-probabilities;
-3. cutting into micro-batches and leaving out branches without advantage changes nothing;
-4. the same where tokens were chosen among sets, and a token without an alternative has no gradient;
-5. what a forest keeps for its backward pass is less than what its rows keep.
+2. in float32 its error is at most three times that of the baseline, measured in two ways: against the float64
+   gradient; and, except for the KL term, against a permutation of the baseline's rows, which hardly changes the
+   reference's log-probabilities;
+3. micro-batches, and skipped branches without advantage, change nothing;
+4. the same for tokens that were chosen from sets; a token without an alternative has no gradient;
+5. a forest keeps less for its backward pass than its rows keep.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def single(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
     """In float32, with baselines of permuted rows."""
     policy = make_policy(make_architecture(tmp_path_factory.mktemp(kind) / kind, kind))
-    assert policy.card.shares_prefixes
+    assert policy.info.shares_prefixes
     rows, reference = episodes(policy), another_reference(policy)
 
     def baseline(order: Sequence[int]) -> Baseline:

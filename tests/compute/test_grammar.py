@@ -1,8 +1,8 @@
-"""Pins of sampling under a grammar, or truncated:
+"""Sampling under a grammar, or truncated. Pinned here:
 
-1. every answer that ends follows its schema, whatever the seed, with either sampler; one that is cut says so;
-2. what is reported is what it was sampled from: the set, log-probabilities over it alone, also in the learner;
-3. neighbours and shared rows notice nothing, and a seed gives the same tokens whatever else runs;
+1. every finished answer follows its schema, for every seed and both samplers; a cut answer has finish reason `length`;
+2. the reported set and log-probabilities are those of the sampled distribution, also in the learner;
+3. other requests are not affected, and a seed gives the same tokens beside any other requests;
 4. a grammar that cannot be followed ends its own request only.
 """
 
@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from agentjet.compute.embedded.learner import PolicyLearner
-from agentjet.compute.embedded.plain_sampler import RowSampler
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
+from agentjet.compute.embedded.sampler import NewToken, PrefixSampler, RowSampler
 from agentjet.compute.embedded.token_sampling import Grammars, sample_tokens
 from agentjet.config import JobConfig
 from agentjet.errors import GrammarError
@@ -49,12 +48,12 @@ KINDS = ("llama", "lfm2")
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policy:
     """One whose state can branch, and one whose cannot: either sampler."""
     policy = make_policy(make_architecture(tmp_path_factory.mktemp("model") / request.param, request.param))
-    assert policy.card.shares_prefixes == (request.param == "llama")
+    assert policy.info.shares_prefixes == (request.param == "llama")
     return policy
 
 
 def json_grammar(policy: Policy) -> str:
-    return Renderer(policy.card).grammar(Conversation((Message("user", "x"),)), Constraint(schema=SCHEMA))
+    return Renderer(policy.info).grammar(Conversation((Message("user", "x"),)), Constraint(schema=SCHEMA))
 
 
 def complete(
@@ -83,7 +82,7 @@ def as_row(prompt: np.ndarray, sampled: Sequence[NewToken], temperature: float =
 
 
 def test_every_answer_that_ends_follows_the_schema(policy: Policy) -> None:
-    grammar, renderer = json_grammar(policy), Renderer(policy.card)
+    grammar, renderer = json_grammar(policy), Renderer(policy.info)
     requests = {
         seed: (tokens(seed % 4, 12), SamplingParams(max_tokens=200, seed=seed, grammar=grammar)) for seed in range(12)
     }
@@ -203,9 +202,9 @@ def test_a_grammar_that_leads_nowhere_ends_its_own_request(policy: Policy) -> No
 
 def test_ids_without_text_are_never_allowed(policy: Policy) -> None:
     """Embeddings are often padded beyond the tokenizer."""
-    guide = Grammars(policy.card, policy.vocabulary + 40).guide("start: /(.|\\n)*/\n")
+    guide = Grammars(policy.info, policy.vocabulary + 40).guide("start: /(.|\\n)*/\n")
     assert guide is not None
     bits = np.unpackbits(np.frombuffer(guide.mask, np.uint8), bitorder="little")
     assert bits[: policy.vocabulary].any() and not bits[policy.vocabulary :].any()
     assert encode_set(bits[: policy.vocabulary].astype(bool)) != EVERYTHING
-    assert Grammars(policy.card, policy.vocabulary).guide("") is None
+    assert Grammars(policy.info, policy.vocabulary).guide("") is None

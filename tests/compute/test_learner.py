@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from agentjet.compute.embedded import checkpoint
-from agentjet.compute.embedded.digests import seal
+from agentjet.compute.embedded.checkpoint import seal
 from agentjet.compute.embedded.forest_attention import cut
 from agentjet.compute.embedded.learner import PolicyLearner, learning_rate
 from agentjet.compute.embedded.model import load_policy
@@ -195,10 +195,10 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder: Path, tmp_path: P
     policy = make_policy(tiny_folder)
     checkpoint.save(tmp_path / "step_000000", policy, PolicyLearner(policy), {"policy_version": 0})
     other = make_policy(tiny_folder, rank=4)
-    with pytest.raises(ConfigError, match="adapters = False, this server True"):
+    with pytest.raises(ConfigError, match="adapters = False, this server has True"):
         checkpoint.load(tmp_path / "step_000000", other, PolicyLearner(other))
     other = make_policy(make_model(tmp_path / "other", seed=1))
-    with pytest.raises(ConfigError, match=f"model_weights = '{policy.card.weights}', this server"):
+    with pytest.raises(ConfigError, match=f"model_weights = '{policy.info.weights}', this server"):
         checkpoint.load(tmp_path / "step_000000", other, PolicyLearner(other))
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.load(tmp_path / "nothing", policy, PolicyLearner(policy))
@@ -207,8 +207,8 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_folder: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("key", "lora"),
     [
-        ("rank = 4, this server 8", LoraConfig(rank=8, alpha=8)),
-        ("alpha = 8, this server 16", LoraConfig(rank=4, alpha=16)),
+        ("rank = 4, this server has 8", LoraConfig(rank=8, alpha=8)),
+        ("alpha = 8, this server has 16", LoraConfig(rank=4, alpha=16)),
         ("target_modules", LoraConfig(rank=4, alpha=8, target_modules="q_proj,v_proj")),
     ],
 )
@@ -285,7 +285,7 @@ def test_an_exported_folder_is_the_policy(tiny_folder: Path, tmp_path: Path, ran
     with torch.no_grad():
         expected = loaded(input_ids=ids[None]).logits.log_softmax(-1)
     ours = make_policy(tmp_path / "model")
-    assert ours.card.chat_template == policy.card.chat_template == again.card.chat_template
+    assert ours.info.chat_template == policy.info.chat_template == again.info.chat_template
     plain = PolicyLearner(ours).logprobs(forest)
     assert torch.allclose(plain, learner.logprobs(forest), atol=1e-4)
     assert expected.shape[-1] == policy.vocabulary

@@ -1,10 +1,9 @@
-"""Files of a model that AgentJet does not load as they are.
+"""Files of a model that AgentJet does not load unchanged. Pinned here:
 
-Pinned here:
-1. code that a folder brings along is never run, and nothing waits for an answer on standard input; where
-   `transformers` knows the architecture, the folder loads all the same;
-2. files that lack weights are refused: version 0, which is the reference of a KL penalty, must be the same each time.
-   Tied weights are not missing.
+1. custom code of a folder is never run, and nothing waits for an answer on standard input; if `transformers` supports
+   the architecture, the folder loads;
+2. files that lack weights are refused: version 0, the reference of a KL penalty, must be the same each time. Tied
+   weights are not missing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def edit(path: Path, **changes: object) -> None:
 
 def test_a_known_architecture_loads_without_the_code_it_brings(folder: Path) -> None:
     edit(folder / "config.json", auto_map=AUTO_MAP)
-    assert make_policy(folder).card.num_parameters > 0
+    assert make_policy(folder).info.num_parameters > 0
 
 
 def test_an_unknown_architecture_is_refused_in_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +46,7 @@ def test_an_unknown_architecture_is_refused_in_a_sentence(folder: Path, monkeypa
 
     monkeypatch.setattr("builtins.input", asked)
     edit(folder / "config.json", auto_map=AUTO_MAP, model_type="strange")
-    with pytest.raises(
-        ConfigError, match=r"model\.name = .*: it brings code of its own \(auto_map\), which AgentJet never"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.name = .*: it needs custom code \(auto_map\), which AgentJet never"):
         make_policy(folder)
 
 

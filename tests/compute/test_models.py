@@ -1,9 +1,9 @@
 """The table of docs/models.md, checked on a tiny random model of each architecture. Pinned here:
 
-1. each architecture loads, and the table says whether prefixes are shared and what adapters cover;
+1. each architecture loads, and the table is right about prefix sharing and adapters;
 2. wrappers that read images train their language model only, to the gradient of one row per call;
 3. an export of a wrapper keeps its other parts and its processor's files;
-4. the tokenizer is the one that `transformers` tokenises with, also where its class rebuilds the file.
+4. the tokenizer is that of `transformers`, also if its class rebuilds the file.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def test_the_table_says_what_a_model_gets(kind: str, tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING, "agentjet"):
         policy = load(folder, rank=2)
     name = type(policy.model.get_base_model()).__name__  # type: ignore[operator]
-    sharing = "yes" if policy.card.shares_prefixes else "no"
+    sharing = "yes" if policy.info.shares_prefixes else "no"
     adapters = "all but `out_proj`" if kind in ("mamba", "falcon_h1") else "all"
     if "routed experts get no adapter" in caplog.text:
         adapters = "all but experts"
     assert f"| {kind} | `{name}` | {sharing} | {adapters} |" in PAGE.read_text(encoding="utf-8")
     assert all("lora_" in name and "vision" not in name for name in policy.trainable())
-    assert policy.card.end_tokens == (tiny.SPECIAL.index("<|im_end|>"),)
+    assert policy.info.end_tokens == (tiny.SPECIAL.index("<|im_end|>"),)
 
 
 def test_a_wrapper_learns_its_language_model_only(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_an_exported_wrapper_is_whole(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`LlamaTokenizer` adds the dummy prefix to the first text only, whatever the file says."""
+    """`LlamaTokenizer` adds the dummy prefix to the first text only, in spite of its file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = make_architecture(tmp_path / "model", "llama")
     tiny.sentencepiece("prepend").save(str(folder / "tokenizer.json"))
@@ -80,7 +80,7 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pyte
     for tokenizer_class, second in (("PreTrainedTokenizerFast", " a"), ("LlamaTokenizer", "a")):
         config = json.dumps({"tokenizer_class": tokenizer_class, **names})
         (folder / "tokenizer_config.json").write_text(config)
-        vocabulary = Vocabulary(load(folder).card.tokenizer_path)
+        vocabulary = Vocabulary(load(folder).info.tokenizer_path)
         assert vocabulary.begin("a", first=True) == " a"
         assert vocabulary.begin("a", first=False) == second
 

@@ -1,9 +1,9 @@
-"""Pins of the pass in pieces:
+"""The pass in pieces. Pinned here:
 
-1. whatever the budget, gradient and log-probabilities are those of the forest in one piece, in float64;
-2. nothing but the last given node and short runs is computed twice;
-3. a walk without gradients leaves nothing behind for the next one;
-4. a walk with gradients leaves no tensor alive: what a batch computed is freed, whatever the collector can see.
+1. for every budget, gradient and log-probabilities equal those of the forest in one piece, in float64;
+2. only the last given node and short runs are computed twice;
+3. a pass without gradients does not affect the next one;
+4. a pass with gradients keeps no tensor alive: the memory of a batch is freed without the garbage collector.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from agentjet.compute.embedded.passes import PrefixPass
 from agentjet.compute.embedded.policy import Policy
-from agentjet.timeline.chunks import ForestChunk
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest
 from tests.compute.conftest import make_policy, tokens
 
 WHOLE = 10_000

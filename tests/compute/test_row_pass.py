@@ -1,10 +1,10 @@
-"""Pins of models whose state cannot branch:
+"""Models that do not share prefixes. Pinned here:
 
-1. they are recognised, by their config or by a trial, with one log line that says why; the others are left alone;
-2. learning them one row per timeline gives the gradient of one row per call, each target in exactly one row, within the
+1. their config or a trial detects them, with one log line that names the reason; other models are not affected;
+2. learning one row per timeline gives the gradient of one row per call: each target in exactly one row, within the
    budget of a micro-batch;
-3. their sampler reports what it sampled from, agrees with the learner, and keeps no state beyond the weights;
-4. logits end as the model's own, soft caps and scales included.
+3. their sampler agrees with the learner, and drops its state when the weights change;
+4. logits equal the model's own, with soft caps and scales.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from agentjet.compute.embedded import EmbeddedCompute, checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.passes import RowPass
-from agentjet.compute.embedded.plain_sampler import RowSampler
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
+from agentjet.compute.embedded.sampler import RowSampler
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache
 from agentjet.timeline.forest import Row, build_forest
@@ -62,28 +62,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def in_double(policy: Policy) -> None:
-    """Float64, with experts computed one by one: the grouped kernel knows no float64."""
+    """Float64, with experts computed one by one, because the grouped kernel does not support float64."""
     policy.model.double()
     policy.config._experts_implementation = "eager"
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_state_that_cannot_branch_is_recognised(
+def test_models_that_share_no_prefixes_are_recognised(
     folders: dict[str, Path], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "agentjet"):
         policy = make_policy(folders[kind])
-    assert not policy.card.shares_prefixes
-    (line,) = [r.getMessage() for r in caplog.records if "cannot branch" in r.getMessage()]
-    assert line.startswith(f"{folders[kind]}: state cannot branch (") and line.endswith("): one row per timeline")
+    assert not policy.info.shares_prefixes
+    (line,) = [r.getMessage() for r in caplog.records if "prefixes are not shared" in r.getMessage()]
+    assert line.startswith(f"{folders[kind]}: prefixes are not shared (") and line.endswith("): one row per timeline")
     assert REASONS[kind] in line
 
 
 @pytest.mark.parametrize("kind", BRANCHING)
-def test_full_attention_branches(folders: dict[str, Path], kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_attention_shares_prefixes(folders: dict[str, Path], kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "agentjet"):
-        assert make_policy(folders[kind]).card.shares_prefixes
-    assert "cannot branch" not in caplog.text
+        assert make_policy(folders[kind]).info.shares_prefixes
+    assert "prefixes are not shared" not in caplog.text
 
 
 def test_a_window_as_wide_as_the_context_branches(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_window_as_wide_as_the_context_branches(folders: dict[str, Path], tmp_
     (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 40}))
     for context_length, branches in ((40, True), (41, False)):
         model = ModelConfig(name=str(folder), device="cpu", dtype="float32", context_length=context_length)
-        assert load_policy(model).card.shares_prefixes == branches
+        assert load_policy(model).info.shares_prefixes == branches
 
 
 @pytest.mark.parametrize("kind", ["granite", "falcon_h1", "gemma2", "llama"])
@@ -236,7 +236,7 @@ def test_a_cache_that_gives_other_numbers_is_not_used(
     whole = policy.decoder.forward
     monkeypatch.setattr(policy.decoder, "forward", lambda past_key_values=None, **given: whole(**given))
     sampler = RowSampler(policy, 4, 4096)
-    assert "keeps no state between tokens" in caplog.text
+    assert "no usable cache between tokens" in caplog.text
     prompt = tokens(1, 20)
     chosen, logprobs = run(sampler, {0: (prompt, SamplingParams(max_tokens=6, seed=1))})[0]
     row = Row(np.concatenate([prompt, np.int32(chosen)]), np.float32(logprobs), np.zeros(6, np.int32), 1.0, 1.0, 0)

@@ -225,7 +225,7 @@ def test_a_full_cache_makes_requests_wait_not_fail(policy: Policy) -> None:
     assert [len(out[i][0]) for i in range(7)] == [5] * 7
     long = (
         run(sampler, {9: (tokens(9, 300), SamplingParams(max_tokens=5))})
-        if policy.card.context_length <= 512
+        if policy.info.context_length <= 512
         else {9: ([0] * 5, [])}
     )
     assert len(long[9][0]) == 5

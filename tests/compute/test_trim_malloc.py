@@ -1,4 +1,4 @@
-"""What a process has freed, and glibc keeps because something above it lives, goes back to the system."""
+"""Freed memory that glibc keeps, because a block above it is in use, returns to the system."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_sign_of_work_begins_the_time_anew(sign: str) -> None:
     dog = Watchdog(TIMEOUT)
     looks_until_it_hangs(dog, most=9)
     if sign == "frame":
-        dog.heard()
+        dog.reset()
     elif sign == "cpu":
         assert not dog.hangs(dog.interval, lambda: Activity(7.05), has_work=True)
         assert not dog.hangs(dog.interval, lambda: SILENT, has_work=True), "less, because a child ended"
@@ -59,7 +59,7 @@ def test_the_time_in_which_the_gateway_was_stopped_does_not_count() -> None:
     dog = Watchdog(TIMEOUT)
     dog.hangs(dog.interval, lambda: SILENT, has_work=True)
     assert not dog.hangs(3600.0, lambda: SILENT, has_work=True)
-    dog.heard()  # What was sent in that hour is read now.
+    dog.reset()  # What was sent in that hour is read now.
     assert looks_until_it_hangs(dog, most=9) is None
 
 

@@ -1,11 +1,11 @@
-"""Pins of the worker process, with real processes and real kills:
+"""The worker process, with real processes and real kills. Pinned here:
 
-1. the verbs work across the pipe, several at a time; closing a sample cancels it;
+1. requests work across the pipe, several at a time; closing a sample cancels it;
 2. `learn` is idempotent in its batch id, and refuses a gap;
-3. a killed worker is reported at once to everybody who waits, and restarts from a checkpoint to the same weights bit
-by bit; so is one that was stopped (SIGSTOP), after `server.worker_timeout`;
-4. a checkpoint that cannot be written leaves the last good one and no litter; a vanished parent leaves no orphan;
-5. `model.dtype = "auto"` is timed once: later workers are told what it came to.
+3. a killed worker is reported at once to every caller, and restarts from a checkpoint to the same weights, bit by
+   bit; so does one that was stopped (SIGSTOP), after `server.worker_timeout`;
+4. a failed checkpoint keeps the last good one and removes its partial folder; without a gateway the worker ends;
+5. `model.dtype = "auto"` is timed once: later workers get the result.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentjet.compute.embedded import EmbeddedCompute, checkpoint, worker_process
+from agentjet.compute.embedded import EmbeddedCompute, checkpoint
 from agentjet.compute.embedded.backend import THREAD_WAIT, worker_environment
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
+from agentjet.compute.embedded.worker_process import Frame
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, ComputeError, ConfigError, GrammarError, OutOfCache, WorkerDied, WorkerHung
 from agentjet.timeline.forest import Forest, Row, build_forest
@@ -106,7 +107,7 @@ class Overheard(EmbeddedCompute):
         super().__init__(config)
         self.heard = set[int]()
 
-    def _dispatch(self, frame: worker_process.Frame) -> None:
+    def _dispatch(self, frame: Frame) -> None:
         self.heard |= {id for id, *_ in frame.get("tokens", ())}
         super()._dispatch(frame)
 
@@ -212,7 +213,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
             (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
             if moment == "stopped":
                 assert isinstance(death, WorkerHung) and isinstance(outcome, WorkerHung)
-                assert "no sign of work for 1 s (server.worker_timeout)" in str(death)
+                assert "did no work for 1 s (server.worker_timeout)" in str(death)
             else:
                 assert "exit code -9" in str(death)
                 assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
@@ -254,7 +255,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(policy: Policy, tmp_path: Pa
 
 
 def test_an_unreadable_model_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a folder here, nor a Hugging Face id"):
+    with pytest.raises(ConfigError, match="neither a folder, nor a Hugging Face id"):
         load_policy(config(tmp_path / "nowhere", tmp_path).model)
     (tmp_path / "empty").mkdir()
 

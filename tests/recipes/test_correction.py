@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agentjet.config import AlgorithmConfig
-from agentjet.recipes.correction import correction_weights
+from agentjet.recipes.losses import correction_weights
 
 RHO = np.array([0.4, 0.9, 1.1, 3.0])
 BEHAVIOUR = np.array([-1.0, -2.0, -0.5, -3.0], np.float32)

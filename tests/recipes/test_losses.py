@@ -1,4 +1,4 @@
-"""The losses against hand arithmetic, on CPU. Each line says its sum."""
+"""The losses against hand arithmetic, on CPU. Each line shows its sum."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""OpenAI's chat completions, asked with OpenAI's own SDK over a real socket.
+"""OpenAI's chat completions, requested with OpenAI's SDK over a real socket.
 
 Pinned here:
 1. plain and streamed answers are the same, with real usage;
 2. every parameter is honoured, or refused by name;
 3. a disconnect cancels the sampling, and nothing of the call is recorded;
-4. errors have OpenAI's shape, and a status that says whether to come again.
+4. errors have OpenAI's shape, and a status that shows whether a retry can succeed.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ async def test_no_two_calls_of_an_episode_share_a_seed_after_one_failed(tmp_path
         second = vote()
         await served.run.until(lambda: len(compute.asked) == 2)
         first.cancel()
-        await served.run.until(lambda: len(served.run.gateway._calls.deliveries) == 1)
+        await served.run.until(lambda: len(served.run.gateway._calls.active) == 1)
         third = vote()
         await served.run.until(lambda: len(compute.asked) == 3)
         compute.may_sample.set()

@@ -1,4 +1,4 @@
-"""The weights' side: the `Compute` protocol and the backends that fulfil it."""
+"""The weights: the `Compute` protocol and the backends that implement it."""
 
 from agentjet.compute.protocol import Compute
 

@@ -1,15 +1,14 @@
-"""The only line between the gateway and the weights. A backend is one class with these verbs.
+"""The interface between the gateway and the weights. A backend is one class with these methods. No torch.
 
-Imports no torch: the gateway process uses this module. Invariants a backend must keep:
+Invariants of a backend:
 
-* a prefix cache never outlives the weights that filled it;
-* reported log-probabilities are those of the distribution sampled from, and the set it was over is reported with them;
-* `learn` recomputes them over that set: the softmax, and with it entropy and KL terms, is of the policy restricted to
-  it;
-* a token whose log-probability is not finite is never reported: its completion fails with `ComputeError`;
-* `learn(batch_id, ...)` is idempotent: batch n takes policy version n to n + 1, once; a batch already learned returns
-  its metrics again and changes nothing;
-* one bad request never disturbs another.
+* A prefix cache never outlives the weights that filled it.
+* Reported log-probabilities are those of the sampled distribution. The set of the distribution is reported with them.
+* `learn` computes log-probabilities over that set again. So softmax, entropy and KL terms are of the restricted policy.
+* A token whose log-probability is not finite is never reported: its completion fails with `ComputeError`.
+* `learn(batch_id, ...)` is idempotent: batch n takes policy version n to n + 1, once. A repeated batch returns its
+  metrics again and changes nothing.
+* A bad request never disturbs another.
 """
 
 from __future__ import annotations
@@ -25,33 +24,36 @@ from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams, 
 
 
 class Compute(Protocol):
-    """A backend: samples from, teaches, saves and loads one policy."""
+    """A backend: samples from, trains, saves and loads one policy."""
 
     async def start(self, *, dtype: str = "") -> ModelInfo:
-        """Start (or restart) the worker on the configured model; version 0 weights unless `load` follows.
+        """Start or restart the worker on the configured model, with the weights of version 0.
 
-        A policy keeps the `dtype` it was begun with, where there is one and `model.dtype` leaves it open. Raises
-        `ConfigError` when the model cannot be had and `WorkerDied` when the worker ends while loading.
+        `dtype` is the type of an existing policy. It applies if `model.dtype` is `auto`. Raises `ConfigError` if the
+        model cannot be loaded, and `WorkerDied` if the worker ends during the start.
         """
         ...
 
     def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
         """Stream a completion of `token_ids`; closing the iterator cancels it.
 
-        Raises `OutOfCache` when prompt and completion cannot fit, `GrammarError` when the grammar of `params` cannot be
-        followed (any further), `WorkerDied` when the worker ends meanwhile.
+        Raises:
+
+        * `OutOfCache` if prompt and completion exceed the cache;
+        * `GrammarError` if the grammar of `params` allows no next token;
+        * `WorkerDied` if the worker ends.
         """
         ...
 
     async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
-        """The log-probability of each token but the first, given those before it. Nothing is sampled.
+        """Returns the log-probability of each token except the first, given those before it. Samples nothing.
 
-        Raises `ComputeError` when the tokens are not of this model, `WorkerDied` when the worker ends.
+        Raises `ComputeError` for token ids outside the vocabulary, `WorkerDied` if the worker ends.
         """
         ...
 
     async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
-        """Optimise the policy on a batch; returns metrics under the field's names. See the idempotency rule above."""
+        """Train the policy on a batch; returns metrics. See the idempotency rule above."""
         ...
 
     async def save(self, path: Path) -> CheckpointStamp:
@@ -61,23 +63,21 @@ class Compute(Protocol):
     async def load(self, path: Path) -> CheckpointStamp:
         """Verify a checkpoint folder, then restore weights and optimiser from it.
 
-        Raises `CheckpointError` for every damage, `ConfigError` when it was made under other settings.
+        Raises `CheckpointError` for a damaged checkpoint, `ConfigError` for one made with other settings.
         """
         ...
 
     async def export(self, path: Path, *, adapter: bool = False) -> None:
-        """Write the policy as a plain Hugging Face folder (LoRA merged), or its `adapter` alone as a PEFT folder,
-        atomically.
-        """
+        """Write the policy as a Hugging Face folder (LoRA merged), or its `adapter` as a PEFT folder, atomically."""
         ...
 
     async def close(self) -> None:
-        """Stop the worker and wait for it; idempotent."""
+        """Stop the worker and wait for its end. Idempotent."""
         ...
 
     async def died(self) -> WorkerDied:
-        """Wait until the worker ends without having been asked to; returns why.
+        """Wait until the worker ends unexpectedly; returns the reason.
 
-        A worker that hangs is ended by its backend: `WorkerHung`.
+        The backend kills a worker that hangs: `WorkerHung`.
         """
         ...

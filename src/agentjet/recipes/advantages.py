@@ -1,8 +1,7 @@
-"""Advantages: how much better an episode did than the others of its group. Pure NumPy; G episodes of one group.
+"""Advantages: how much better an episode did than the others of its group. NumPy only; G episodes of one group.
 
-All three compare a reward with the group's mean, so adding a constant to every reward changes nothing, and equal
-rewards teach nothing. A group of one has nobody to be compared with: its advantage is 0, where some implementations
-pass the raw reward on.
+All three subtract the group's mean from the reward. So a constant added to every reward changes nothing, and equal
+rewards give advantage 0. A group of one also gets 0; some implementations return the raw reward instead.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 EPS = 1e-6
-"""Keeps tiny standard deviations from blowing advantages up; the value verl uses."""
+"""Limits advantages at tiny standard deviations. verl uses the same value."""
 
 
 def grpo(rewards_G: FloatArray) -> FloatArray:
@@ -29,7 +28,7 @@ def dr_grpo(rewards_G: FloatArray) -> FloatArray:
     """`r - mean`: GRPO without the division, which favours very easy and very hard tasks (Dr. GRPO, 2503.20783)."""
     rewards_G = np.asarray(rewards_G, np.float64)
     if np.all(rewards_G == rewards_G[0]):
-        return np.zeros_like(rewards_G)  # exactly 0: a rounded mean, divided by a rounded std, is neither small nor 0
+        return np.zeros_like(rewards_G)  # exactly 0: rounding errors of mean and std would give other values
     centred_G: FloatArray = rewards_G - rewards_G.mean()
     return centred_G
 

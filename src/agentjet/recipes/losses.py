@@ -1,9 +1,9 @@
-"""Policy losses per token, on sampled tokens only. Pure functions of log-probabilities; formulas with their sources.
+"""Policy losses per token, the correction for stale or mismatched samples, and the weights of tokens. Pure functions.
 
-Shapes: M targets. `logp` is the policy's, with gradient; `old` the log-probability the token was sampled with; both
-under the temperature of the sampling. How token losses become one number is `weights`.
+Shapes: M targets. `logp` is the policy's log-probability, with gradient. `old` is that of sampling, or of the batch's
+start. Both are at the sampling temperature. `weights` turns token losses into one number.
 
-Each loss also returns which tokens it clipped, because only the loss has the ratio and the bounds that it compares.
+Each loss also returns the tokens that it clipped, because only the loss has the ratio and its bounds.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentjet.config import AlgorithmConfig
-from agentjet.recipes.correction import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this bound, so that their exponentials stay finite."""
 
 
 class TokenLoss(NamedTuple):
@@ -30,7 +32,7 @@ class TokenLoss(NamedTuple):
 def policy_loss(
     logp: Tensor, old: Tensor, sequence_log_ratio: Tensor | None, advantage: Tensor, algorithm: AlgorithmConfig
 ) -> TokenLoss:
-    """The loss that `algorithm.loss` names. GSPO needs `sequence_log_ratio`, the others ignore it."""
+    """Returns the loss that `algorithm.loss` names. Only GSPO needs `sequence_log_ratio`."""
     if algorithm.loss == "gspo":
         assert sequence_log_ratio is not None
         return gspo_loss(logp, sequence_log_ratio, advantage, algorithm)
@@ -38,9 +40,7 @@ def policy_loss(
 
 
 def clip_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
-    """PPO's clipped surrogate with separate bounds (arXiv 1707.06347; DAPO's clip-higher), dual clip optional
-    (1912.09729).
-    """
+    """PPO's clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO), optionally dual clip (1912.09729)."""
     import torch
 
     loss, clipped = _surrogate(log_ratio(logp, old).exp(), advantage, algorithm)
@@ -54,8 +54,8 @@ def clip_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: Algorithm
 def gspo_loss(logp: Tensor, sequence_log_ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
     """GSPO (2507.18071): the clipped surrogate on the sequence's geometric mean ratio.
 
-    `sequence_log_ratio` [M] is each token's sequence mean of logp - old, without gradient; gradient flows through the
-    token.
+    `sequence_log_ratio` [M] is the mean of logp - old over each token's sequence, without gradient. The gradient flows
+    through the token.
     """
     return _surrogate((sequence_log_ratio + logp - logp.detach()).clamp(max=10.0).exp(), advantage, algorithm)
 
@@ -89,7 +89,7 @@ def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
 
 
 def weights(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
-    """Weight [M] of each token's loss, so that the batch's loss is their weighted sum, however the batch is cut up.
+    """Returns the weight [M] of each token's loss. The batch's loss is the weighted sum, for any micro-batches.
 
     `sequence` [M] numbers the (episode, role) of each token. token_mean: 1 / M. sequence_mean: 1 / (tokens of the
     sequence x sequences). constant: 1 / (constant x sequences), Dr. GRPO (2503.20783).
@@ -101,3 +101,26 @@ def weights(sequence: NDArray[np.int32], num_sequences: int, algorithm: Algorith
         return np.full(len(sequence), 1 / (algorithm.constant * num_sequences), np.float32)
     _, inverse, counts = np.unique(sequence, return_inverse=True, return_counts=True)
     return (1 / (counts[inverse] * num_sequences)).astype(np.float32)
+
+
+def correction_weights(
+    proximal: NDArray[np.float32], behaviour: NDArray[np.float32], algorithm: AlgorithmConfig
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Returns the weight [M] of each token's loss, and the tokens [M] that count in the loss's denominators.
+
+    `rho = exp(proximal - behaviour)` compares the learner's log-probability at the start of the batch with the one at
+    sampling. They differ for older weights and for another engine.
+
+    * `tis` truncated importance sampling: `min(rho, high)` (IMPALA's truncation, arXiv 1802.01561, on tokens).
+    * `icepop`: rho inside `[low, high]`, 0 outside; every token still counts (2510.18855).
+    * `mis` masked importance sampling: rho inside `[low, high]`; a token outside does not count.
+    * `none`: 1.
+    """
+    every = np.ones(len(proximal), bool)
+    if algorithm.correction == "none":
+        return np.ones(len(proximal), np.float32), every
+    rho = np.exp(np.clip(proximal.astype(np.float64) - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)).astype(np.float32)
+    if algorithm.correction == "tis":
+        return np.minimum(rho, np.float32(algorithm.correction_high)), every
+    inside = (rho >= algorithm.correction_low) & (rho <= algorithm.correction_high)
+    return np.where(inside, rho, np.float32(0)), every if algorithm.correction == "icepop" else inside

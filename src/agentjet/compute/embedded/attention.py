@@ -1,15 +1,14 @@
-"""The one attention function of the backend: whoever runs the model says, by a plan, what attends to what.
+"""The attention function of the backend, and exact partial attention with log-sum-exps.
 
-The sampler's plan reads and writes its key-value cache, the learner's plan follows a forest's branches. The model is
-a stock `transformers` model; tokens of all sequences or branches are laid flat in one row.
+An attention plan decides which tokens attend to which. The sampler's plan uses the key-value cache; the learner's plan
+follows the branches of a forest. The model is a stock `transformers` model, and the tokens of all sequences or branches
+form one flat row.
 
-Attention of some queries to some keys, with the log-sum-exp that lets parts be merged.
+Partial results over some of the keys are merged by their log-sum-exps. `torch`'s public attention does not return the
+log-sum-exp, and its autograd would differentiate each part alone. So this module calls the operators below it: on a CPU
+the fused kernel. Elsewhere, and if keys and values differ in width, matrix products hold the scores.
 
-`torch`'s public attention keeps the log-sum-exp to itself, and its autograd would differentiate each part on its own.
-The two operators under it are called directly here: on a CPU the fused kernel that the public function takes as well,
-elsewhere, or where keys and values differ in width, matrix products that hold the scores.
-
-Shapes: Q queries, L keys, H heads, D widths.
+Shapes: N tokens, Q queries, L keys, H heads, K key heads, D widths.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from transformers import AttentionInterface
 
 ATTENTION = "agentjet_plan"
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias")
-"""Arguments with which a model asks for more than a softmax over what is visible."""
+"""Arguments of attention variants that a plan does not compute."""
 
 
 class AttentionPlan(Protocol):
-    """Computes attention for the flat row of tokens of one forward pass."""
+    """Computes the attention of one forward pass over a flat row of tokens."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """`query` [N, H, D], `key` and `value` [N, K, D] of the pass's own tokens; returns [N, H, D]."""
+        """Returns [N, H, D] for `query` [N, H, D], `key` and `value` [N, K, D] of the pass's own tokens."""
         ...
 
 
@@ -45,10 +44,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """`transformers`' attention signature: [1, heads, N, D] in, [1, N, heads, D] out.
 
-    Raises `NotImplementedError` for what a plan does not compute: `branching.py` then keeps the model's own attention.
+    Raises `NotImplementedError` for `UNSUPPORTED_ARGUMENTS`; the model then keeps its own attention.
     """
-    if asked := [name for name in UNSUPPORTED_ARGUMENTS if unused.get(name) is not None]:
-        raise NotImplementedError(f"attention with {', '.join(asked)}")
+    if unsupported := [name for name in UNSUPPORTED_ARGUMENTS if unused.get(name) is not None]:
+        raise NotImplementedError(f"attention with {', '.join(unsupported)}")
     assert plan is not None, "this model runs under an attention plan only"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -60,7 +59,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def fold_query_heads(query: Tensor, num_kv_heads: int) -> Tensor:
-    """[..., T, H, D] to [..., K, H/K * T, D]: query heads that share a key head become more query rows.
+    """Reshape [..., T, H, D] to [..., K, H/K * T, D]: query heads of one key head become additional query rows.
 
     Grouped-query attention then needs no copies of keys and values.
     """
@@ -70,30 +69,30 @@ def fold_query_heads(query: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def unfold_query_heads(out: Tensor, num_heads: int) -> Tensor:
-    """The inverse of `fold_query_heads`: [..., K, H/K * T, D] to [..., T, H, D]."""
+    """Reshape [..., K, H/K * T, D] to [..., T, H, D]: the inverse of `fold_query_heads`."""
     *lead, k, gt, d = out.shape
     group = num_heads // k
     return out.reshape(*lead, k, group, gt // group, d).movedim(-2, -4).reshape(*lead, gt // group, num_heads, d)
 
 
 def flat_forward(decoder: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-    """Hidden states [N, hidden] of a flat row of tokens [N] at the given positions [N]."""
+    """Returns hidden states [N, hidden] of a flat row of tokens [N] at the given positions [N]."""
     out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
     hidden: Tensor = out.last_hidden_state
     return hidden[0]
 
 
 def causal_tail_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """[Q, K] mask where the queries are the last Q of the K positions."""
+    """Returns a [Q, K] mask in which the queries are the last Q of K positions."""
     q = torch.arange(num_keys - num_queries, num_keys, device=device)
     return torch.arange(num_keys, device=device)[None, :] <= q[:, None]
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of query, key and value."""
+"""Gradients of query, key and value."""
 
 FEW_KEYS = 384
-"""With fewer keys the fused backward pass is faster in float32 than in bfloat16, up to four times."""
+"""With fewer keys, the fused backward pass is up to four times faster in float32 than in bfloat16."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -102,9 +101,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def attend_part(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output [Q, H, D] and log-sum-exp [Q, H] of queries [Q, H, D] over keys and values [L, H, D].
+    """Returns output [Q, H, D] and log-sum-exp [Q, H] of queries [Q, H, D] over keys and values [L, H, D].
 
-    `mask` [Q, L] is added to the scores; every query sees at least one key.
+    `mask` [Q, L] is added to the scores. Every query must see at least one key.
     """
     if _is_fused(query, value):
         out, lse = _flash(*_heads_first(query, key, value), 0.0, causal, attn_mask=_in_4d(mask), scale=scale)
@@ -116,7 +115,7 @@ def attend_part(
 
 
 def attend_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [T, K, G, D] and log-sum-exp [T, K, G] of T blocks of L keys, each with queries of its own.
+    """Returns output [T, K, G, D] and log-sum-exp [T, K, G] of T blocks of L keys, each with separate queries.
 
     `query` [T, K, G, D]; `keys`, `values` [T, K, L, D]; `mask` [T, L] is added to the scores.
     """
@@ -141,7 +140,7 @@ def attend_part_backward(
     *,
     causal: bool = False,
 ) -> Gradients:
-    """Gradients through this part, `out` and `lse` being those of all parts together."""
+    """Returns the gradients through one part; `out` and `lse` are those of all parts together."""
     if _is_fused(query, value):
         if len(key) < FEW_KEYS and query.dtype != lse.dtype:
             grad_out, query, key, value, out = (x.to(lse.dtype) for x in (grad_out, query, key, value, out))
@@ -175,7 +174,7 @@ def _in_4d(mask: Tensor | None) -> Tensor | None:
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
-    """[H, Q, L], in float32 at least."""
+    """Returns scores [H, Q, L], in float32 or wider."""
     accurate = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
     scores = torch.einsum("qhd,lhd->hql", query.to(accurate), key.to(accurate)) * scale
     if causal:

@@ -1,4 +1,4 @@
-"""The gateway's half of the embedded backend: starts the worker process and speaks `Compute` to it. No torch."""
+"""The gateway's half of the embedded backend: starts the worker process and sends it requests. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.compute.embedded import worker_process
-from agentjet.compute.embedded.worker_process import Watchdog, activity_of
+from agentjet.compute.embedded.worker_process import Frame, Watchdog, activity_of, encode_frame, read_frame_async
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import (
     CheckpointError,
@@ -35,24 +34,25 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 CLOSE_SECONDS = 10.0
 THREAD_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""How the worker's threads wait for each other: asleep. OpenMP's default spins for 7 ms, which makes everything several
-times slower where agents or a second worker need the cores. `{"GOMP_SPINCOUNT": "1000"}` would spin for 25 us, then
-sleep. `python -m bench.step --waiting` compares ways.
+"""The worker's threads sleep while they wait for each other.
+
+OpenMP's default spins for 7 ms. That makes everything several times slower if agents or a second worker need the cores.
+`{"GOMP_SPINCOUNT": "1000"}` would spin for 25 us, then sleep. `python -m bench.step --waiting` compares settings.
 """
 THREAD_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""A user who sets one of them decides alone."""
+"""If the user sets one of these variables, `THREAD_WAIT` is not applied."""
 WORKER_VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""cuBLAS gives equal sums in every run only with a workspace of fixed size; without effect on a CPU."""
+"""cuBLAS is deterministic only with a workspace of fixed size. Without effect on a CPU."""
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of the worker process. The values of the user's own environment win."""
+    """Returns the environment of the worker process. The user's own variables take precedence."""
     is_chosen = any(name in os.environ for name in THREAD_WAIT_VARIABLES)
     return {**({} if is_chosen else THREAD_WAIT), **WORKER_VARIABLES, **os.environ}
 
 
 class EmbeddedCompute:
-    """Implements `Compute` with one worker process; `start` may be called again after the worker died."""
+    """Implements `Compute` with one worker process. `start` may be called again after the worker died."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -62,7 +62,7 @@ class EmbeddedCompute:
         self._reader: asyncio.Task[None] | None = None
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[int, asyncio.Queue[Sampled | Exception]] = {}
-        """Of the completions that the worker has not finished."""
+        """Queues of the unfinished completions, by request id."""
         self._died: asyncio.Future[WorkerDied] | None = None
         self._watchdog = Watchdog(config.server.worker_timeout)
         self._watch_task: asyncio.Task[None] | None = None
@@ -91,9 +91,9 @@ class EmbeddedCompute:
             )
         self._reader = asyncio.create_task(self._read_frames(self._process))
         self._watch_task = asyncio.create_task(self._watch(self._process))
-        card = await self._ask("start", config=self._config.model_dump(mode="json"), dtype=dtype)
-        card["end_tokens"] = tuple(card["end_tokens"])
-        return ModelInfo(**card)
+        info = await self._ask("start", config=self._config.model_dump(mode="json"), dtype=dtype)
+        info["end_tokens"] = tuple(info["end_tokens"])
+        return ModelInfo(**info)
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
         """See `Compute.sample`."""
@@ -153,7 +153,7 @@ class EmbeddedCompute:
         return await asyncio.shield(self._died)
 
     async def close(self) -> None:
-        """See `Compute.close`: ask, wait, and only then kill."""
+        """See `Compute.close`. The worker is killed only if it does not end in time."""
         self._closing = True
         if self.pid is not None:
             with contextlib.suppress(WorkerDied):
@@ -161,7 +161,7 @@ class EmbeddedCompute:
         await self._reap()
 
     async def _reap(self) -> None:
-        """Wait for the present process to end, killing it when it does not."""
+        """Wait for the process to end; kill it after `CLOSE_SECONDS`."""
         if self._process is None:
             return
         try:
@@ -186,16 +186,16 @@ class EmbeddedCompute:
         finally:
             self._replies.pop(id, None)
 
-    def _send(self, frame: worker_process.Frame) -> None:
+    def _send(self, frame: Frame) -> None:
         process = self._process
         if process is None or process.returncode is not None or process.stdin is None or process.stdin.is_closing():
             raise WorkerDied("the worker process is not running")
-        process.stdin.write(worker_process.encode(frame))
+        process.stdin.write(encode_frame(frame))
 
     async def _read_frames(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        while (frame := await worker_process.read_async(process.stdout)) is not None:
-            self._watchdog.heard()
+        while (frame := await read_frame_async(process.stdout)) is not None:
+            self._watchdog.reset()
             self._dispatch(frame)
         code = await process.wait()
         for reply in self._replies.values():
@@ -210,7 +210,7 @@ class EmbeddedCompute:
     def _end(self, code: int) -> WorkerDied:
         if self._hung:
             return WorkerHung(
-                f"the worker process showed no sign of work for {self._config.server.worker_timeout:g} s "
+                f"the worker process did no work for {self._config.server.worker_timeout:g} s "
                 f"(server.worker_timeout) and was killed; see {self._log_path}"
             )
         return WorkerDied(f"the worker process ended with exit code {code}; see {self._log_path}")
@@ -218,18 +218,18 @@ class EmbeddedCompute:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kill the worker if it hangs."""
         now = asyncio.get_running_loop().time
-        self._watchdog.heard()
+        self._watchdog.reset()
         while process.returncode is None:
-            looked = now()
+            checked = now()
             await asyncio.sleep(self._watchdog.interval)
             has_work = bool(self._replies or self._streams)
-            if self._watchdog.hangs(now() - looked, lambda: activity_of(process.pid), has_work=has_work):
+            if self._watchdog.hangs(now() - checked, lambda: activity_of(process.pid), has_work=has_work):
                 self._hung = True
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 return
 
-    def _dispatch(self, frame: worker_process.Frame) -> None:
+    def _dispatch(self, frame: Frame) -> None:
         if "tokens" in frame:
             version = frame["version"]
             for id, tokens, logprobs, packed, reason in frame["tokens"]:

@@ -1,9 +1,9 @@
-"""The sampler's key-value cache: sequences in blocks of `BLOCK` tokens, reused by longest common prefix.
+"""The sampler's key-value cache in blocks of `BLOCK` tokens, and the attention of one sampling step over it.
 
-A sequence takes a block when it grows into it, so its last block alone is partly empty. Blocks for its whole length are
-reserved when it starts: a sequence that runs never waits for room. A finished sequence stays as an idle row, a prefix
-that later requests continue or copy. Idle rows are evicted one by one, the longest unused first, as blocks are needed.
-`clear` forgets every key: the weights changed.
+A sequence takes a block when it grows into it, so only its last block is partly empty. Its blocks are reserved when it
+starts, so a running sequence never waits for a block. A finished sequence stays as an idle row: a prefix that later
+requests continue or copy. When blocks are needed, idle rows are evicted, least recently used first. `clear` drops all
+keys after the weights changed.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
+
+from agentjet.compute.embedded.attention import attend_blocks, causal_tail_mask, fold_query_heads, unfold_query_heads
 
 BLOCK = 128
-"""Tokens of a block: fewer cost more merges of attention, more leave more of each last block empty."""
+"""Tokens of a block. Smaller blocks cost more merges of attention; larger ones waste more of each last block."""
 MIN_PREFIX_TO_AWAIT = 8
-"""Fewest further shared tokens for which a request waits until another row has computed them."""
+"""Minimum number of additional shared tokens for which a request waits until another row has computed them."""
+BLOCKS_PER_CALL = 64
+"""Blocks of one attention call. Gathered blocks of this number still fit into the processor's cache."""
 
 
 @dataclass(slots=True, eq=False)
 class CacheRow:
-    """One sequence's place. `tokens[:filled]` have keys and values in `blocks`; `users` completions share it."""
+    """The cache of one sequence. `tokens[:filled]` have keys and values in `blocks`; `users` completions share it."""
 
     tokens: NDArray[np.int32]
-    """As long as the sequence may become."""
+    """Allocated at the sequence's maximum length."""
     length: int = 0
     filled: int = 0
     users: int = 0
@@ -46,9 +52,9 @@ class CacheRow:
 
 
 class KeyValueCache:
-    """Hands out rows. `keys` and `values` are [layers, blocks, kv heads, BLOCK, head dim].
+    """Allocates rows. `keys` and `values` are [layers, blocks, kv heads, BLOCK, head dim].
 
-    Invariant: the blocks that are free or idle suffice for all that active rows have reserved and not taken.
+    Invariant: free and idle blocks suffice for all blocks that active rows have reserved but not taken.
     """
 
     def __init__(
@@ -65,29 +71,29 @@ class KeyValueCache:
         self._context = context
         self._num_blocks = max_tokens // BLOCK
         shape = (layers, self._num_blocks, kv_heads, BLOCK, head_dim)
-        # A CPU provides memory at the first write; blocks are zeroed when they are taken.
+        # A CPU allocates memory at the first write; blocks are zeroed when they are taken.
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        self._free = list(range(self._num_blocks))  # a heap: low blocks first, so that rows stand close together
+        self._free = list(range(self._num_blocks))  # a heap: low blocks first, so that rows lie close together
         self._reserved = 0
         self._active: dict[CacheRow, None] = {}
-        self._idle: dict[CacheRow, None] = {}  # the longest unused first
+        self._idle: dict[CacheRow, None] = {}  # least recently used first
 
     def fits(self, length: int) -> bool:
-        """Whether a sequence of this many tokens could ever be held."""
+        """True if the cache can hold a sequence of this many tokens when it is otherwise empty."""
         return length <= self._context and _blocks_of(length) <= self._num_blocks
 
     def acquire(self, prompt: NDArray[np.int32], length: int) -> CacheRow | None:
-        """A row for `prompt` with room for `length` tokens, filled with the longest stored prefix; None: no room yet.
+        """Returns a row for `prompt` of `length` tokens, filled with the longest stored prefix; None if blocks lack.
 
-        At least the last prompt token is left to compute, since its hidden state is what samples.
+        At least the last prompt token is left to compute, because its hidden state predicts the first sampled token.
         """
-        room = self._num_blocks - self._reserved - _blocks_of(length)
-        if room < 0:
+        spare = self._num_blocks - self._reserved - _blocks_of(length)
+        if spare < 0:
             return None
         source, shared = self._longest_prefix(prompt[:-1])
         tokens = np.zeros(length, np.int32)
-        if source in self._idle and (source.filled == shared or len(source.blocks) > room):
+        if source in self._idle and (source.filled == shared or len(source.blocks) > spare):
             del self._idle[source]
             row, row.tokens = source, tokens
             self._trim(row, shared)
@@ -99,9 +105,9 @@ class KeyValueCache:
         return row
 
     def awaits_prefix(self, prompt: NDArray[np.int32]) -> bool:
-        """True if a row still being filled will soon hold a longer prefix of `prompt` than any row does now.
+        """True if a row that is being filled will hold a longer prefix of `prompt` than any row holds now.
 
-        To wait for it is cheaper than to compute it twice.
+        Waiting for that row is cheaper than computing the prefix twice.
         """
         filling = [row for row in self._active if row.filled < row.length - 1]
         if not filling:
@@ -110,12 +116,12 @@ class KeyValueCache:
         return soon >= MIN_PREFIX_TO_AWAIT and soon >= self._longest_prefix(prompt[:-1])[1] + MIN_PREFIX_TO_AWAIT
 
     def extend(self, row: CacheRow, length: int) -> None:
-        """Take the blocks that the first `length` tokens of an active row need."""
+        """Take the blocks for the first `length` tokens of an active row."""
         assert length <= row.capacity and row in self._active
         self._take(row, length)
 
     def branch(self, row: CacheRow) -> CacheRow | None:
-        """Another row with the same tokens and keys, for a completion that goes on differently; None: no room now."""
+        """Returns a copy of a row, for a completion that continues differently; None if blocks lack."""
         if _blocks_of(row.capacity) > self._num_blocks - self._reserved:
             return None
         twin = CacheRow(np.zeros(row.capacity, np.int32))
@@ -125,14 +131,14 @@ class KeyValueCache:
         return twin
 
     def release(self, row: CacheRow) -> None:
-        """The sequence ended; its keys stay as a prefix until their blocks are needed."""
+        """Make a row idle: its sequence ended. Its keys stay as a prefix until their blocks are needed."""
         del self._active[row]
         self._reserved -= _blocks_of(row.capacity)
         row.length = row.filled
         self._idle[row] = None
 
     def clear(self) -> None:
-        """Forget every key and value: idle rows go, active rows must be computed again from their tokens."""
+        """Drop every key and value. Idle rows are removed; active rows must be computed again from their tokens."""
         for row in (*self._idle, *self._active):
             self._trim(row, 0)
         self._idle.clear()
@@ -142,11 +148,11 @@ class KeyValueCache:
         self._reserved += _blocks_of(row.capacity)
 
     def _copy(self, source: CacheRow | None, target: CacheRow, count: int) -> None:
-        """Give `target` the first `count` keys and values of `source`, which counts as used."""
+        """Copy the first `count` keys and values of `source` to `target`; marks `source` as recently used."""
         if source is None:
             return
         is_idle = source in self._idle
-        self._idle.pop(source, None)  # not evicted for its own copy
+        self._idle.pop(source, None)  # so that the copy does not evict its source
         self._take(target, count)
         for at, (old, new) in enumerate(zip(source.blocks, target.blocks, strict=False)):
             part = slice(min(BLOCK, count - at * BLOCK))
@@ -165,7 +171,7 @@ class KeyValueCache:
             row.blocks.append(block)
 
     def _trim(self, row: CacheRow, filled: int) -> None:
-        """Forget the keys and values after the first `filled`, and free the blocks that held only those."""
+        """Drop the keys and values after the first `filled`, and free the blocks that held only those."""
         row.filled = filled
         whole, rest = divmod(filled, BLOCK)
         if rest:
@@ -175,7 +181,7 @@ class KeyValueCache:
         del row.blocks[_blocks_of(filled) :]
 
     def _clear_block(self, block: int, start: int) -> None:
-        """Masked positions are multiplied by probability 0, and 0 times garbage may be NaN."""
+        """Zero the unused part: masked positions are multiplied by probability 0, and 0 times garbage may be NaN."""
         self.keys[:, block, :, start:] = 0
         self.values[:, block, :, start:] = 0
 
@@ -185,7 +191,7 @@ class KeyValueCache:
         self._trim(oldest, 0)
 
     def _longest_prefix(self, prompt: NDArray[np.int32]) -> tuple[CacheRow | None, int]:
-        """The row that shares most tokens, idle before active, and how many."""
+        """Returns the row that shares most tokens (idle rows first) and the number of shared tokens."""
         best, shared = None, 0
         for row in (*self._idle, *self._active):
             n = _common_prefix(row.tokens[: row.filled], prompt)
@@ -205,3 +211,111 @@ def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     differ = a[:n] != b[:n]
     first = int(differ.argmax())
     return first if differ[first] else n
+
+
+class StepPlan:
+    """The attention plan of one sampling step.
+
+    Single tokens attend together, block by block, each to its row's past. A longer span attends to its row's past and,
+    causally, to itself.
+    """
+
+    def __init__(self, spans: list[tuple[CacheRow, int]], positions: NDArray[np.int64], cache: KeyValueCache) -> None:
+        """`positions` [N] belong to the tokens of all spans, in order."""
+        self._cache = cache
+        device = cache.keys.device
+        blocks = [row.blocks[p // BLOCK] for row, n in spans for p in range(row.filled, row.filled + n)]
+        self._block, self._slot = torch.tensor(blocks, device=device), torch.from_numpy(positions % BLOCK).to(device)
+        singles = [row for row, n in spans if n == 1]
+        self._parts: list[_Singles | _Span] = [_Singles(singles, cache)] if singles else []
+        self._parts += [_Span(row, n, cache) for row, n in spans if n > 1]
+        self._sizes = [part.num_tokens for part in self._parts]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `AttentionPlan`."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._block, :, self._slot] = key
+        values[self._block, :, self._slot] = value
+        queries = torch.split(query, self._sizes)
+        return torch.cat([part.attend(q, keys, values, scale) for part, q in zip(self._parts, queries, strict=True)])
+
+
+class _Span:
+    """Attention of several tokens of one row."""
+
+    def __init__(self, row: CacheRow, count: int, cache: KeyValueCache) -> None:
+        self.num_tokens = count
+        self._stop = row.filled + count
+        self._blocks = torch.tensor(row.blocks, device=cache.keys.device)
+        self._mask = causal_tail_mask(count, self._stop, cache.keys.device)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Returns [N, H, D] for queries [N, H, D] over one layer of the cache."""
+        heads, kv_heads = query.shape[1], keys.shape[1]
+        past = (x.index_select(0, self._blocks).transpose(0, 1).flatten(1, 2) for x in (keys, values))
+        key, value = (x[None, :, : self._stop] for x in past)
+        out = F.scaled_dot_product_attention(
+            fold_query_heads(query, kv_heads)[None],
+            key,
+            value,
+            attn_mask=self._mask.repeat(heads // kv_heads, 1),
+            scale=scale,
+        )
+        return unfold_query_heads(out[0], heads)
+
+
+class _Singles:
+    """Attention of one token of each of R rows.
+
+    Each block of a row gives a partial output. The log-sum-exps merge them, so rows need no padding.
+    """
+
+    def __init__(self, rows: list[CacheRow], cache: KeyValueCache) -> None:
+        device, dtype = cache.keys.device, cache.keys.dtype
+        self.num_tokens = len(rows)
+        counts = [row.filled // BLOCK + 1 for row in rows]
+        blocks = np.concatenate([row.blocks[:count] for row, count in zip(rows, counts, strict=True)])
+        owner = np.repeat(np.arange(len(rows)), counts)
+        ordinal = np.concatenate([np.arange(count) for count in counts])
+        visible = np.minimum(np.repeat([row.filled + 1 for row in rows], counts) - ordinal * BLOCK, BLOCK)
+        order = np.argsort(blocks)
+        self._owner, self._ordinal = (torch.from_numpy(x[order]).to(device) for x in (owner, ordinal))
+        self._longest = max(counts)
+        self._width = int(visible.max())
+        hidden = np.arange(self._width) >= visible[order][:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        self._masks = torch.split(mask.to(device), BLOCKS_PER_CALL)
+        ascending = blocks[order]
+        self._blocks = [
+            _place(ascending[at : at + BLOCKS_PER_CALL], device) for at in range(0, len(ascending), BLOCKS_PER_CALL)
+        ]
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Returns [R, H, D] for queries [R, H, D] over one layer of the cache."""
+        rows, heads, dim = query.shape
+        kv_heads = keys.shape[1]
+        queries = torch.split(query.view(rows, kv_heads, heads // kv_heads, dim)[self._owner], BLOCKS_PER_CALL)
+        found = [
+            attend_blocks(q, _at(keys, where, self._width), _at(values, where, self._width), scale, mask)
+            for q, where, mask in zip(queries, self._blocks, self._masks, strict=True)
+        ]
+        out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if self._longest == 1:
+            return torch.empty_like(out).index_copy_(0, self._owner, out).view(rows, heads, dim)
+        by_row = lse.new_full((rows, self._longest, *lse.shape[1:]), -torch.inf)
+        by_row[self._owner, self._ordinal] = lse
+        share = by_row.softmax(1)[self._owner, self._ordinal]
+        merged = lse.new_zeros(rows, *out.shape[1:]).index_add_(0, self._owner, out * share.unsqueeze(-1))
+        return merged.to(query.dtype).view(rows, heads, dim)
+
+
+def _place(blocks: NDArray[np.int64], device: torch.device) -> slice | Tensor:
+    """Returns ascending blocks as a slice, which needs no copy, if they have no gaps; else as an index."""
+    low, high = int(blocks[0]), int(blocks[-1]) + 1
+    return slice(low, high) if high - low == len(blocks) else torch.from_numpy(blocks).to(device)
+
+
+def _at(stored: Tensor, where: slice | Tensor, width: int) -> Tensor:
+    """Returns the first `width` tokens of some blocks, [T, K, width, D]."""
+    chosen = stored[where] if isinstance(where, slice) else stored.index_select(0, where)
+    return chosen[:, :, :width]

@@ -1,26 +1,24 @@
 """Attention over a forest: each branch attends to its own past only, and shared prefixes are computed once.
 
-A dense N x N mask would cost more than the forest saves. Instead every node's keys are cut in parts that need no mask,
-or a small one, and whose results are merged exactly by their log-sum-exps:
+`ForestPlan` is the plan on a CPU. A dense N x N mask would cost more than the forest saves. Instead, the keys of each
+node are divided into parts that need no mask or a small one. The log-sum-exps merge the parts exactly:
 
-* *blocks* cover every node once. An unbranched run attends to itself causally; small subtrees share one block with the
-  forest's interval mask;
-* *crossings*: all the nodes below a run attend to the whole of it. In depth-first order those queries are one interval
-  and so are the keys: nothing is gathered and nothing is masked. Runs too short to pay for a merge of their own are
-  crossed together with the next ones.
+* *Blocks* cover every node once. An unbranched run attends to itself causally. Small subtrees share one block with the
+  forest's interval mask.
+* *Crossings*: all nodes below a run attend to the whole run. In depth-first order these queries are one interval, and
+  so are the keys. Nothing is gathered or masked. Short runs are combined with the next ones below them.
 
-The backward pass walks the same parts with the merged output and log-sum-exp, which is exact (as in ring attention).
+The backward pass uses the same parts with the merged output and log-sum-exp. That is exact (as in ring attention).
+
+`FlexPlan` is the plan on CUDA: `flex_attention`, one fused kernel a layer, with the mask `kv <= q < end[kv]`. The
+smallest and largest `end` of a tile's keys show which 128 x 128 tiles are empty, full or mixed. So the tile table needs
+no N x N mask.
+
+On a CPU, tests compare the tile table and the forward pass of `FlexPlan`, eager and compiled, with `ForestPlan`. Never
+run: the backward pass, which `flex_attention` does not have on a CPU, and CUDA. `model.py` tries the forward pass
+when a model is loaded, so it detects a kernel that fails or computes another result.
 
 Shapes: N nodes, H query heads, K key heads, D head width; a part has Q queries and L keys.
-
-The attention plan of a forest on CUDA: `flex_attention` with the interval mask, one fused kernel a layer.
-
-The mask is `kv <= q < end[kv]`, one integer a node. Which 128 x 128 tiles it leaves empty, full or mixed follows from
-the smallest and largest `end` of a tile's keys, so the tile table is built without an N x N mask.
-
-Tested on a CPU against `ForestPlan`: the tile table, and the forward pass, eager and compiled. Never run: the backward
-pass, which `flex_attention` does not have on a CPU, and anything on CUDA. `branching.py` tries the forward pass when a
-model is loaded, so a kernel that cannot run, or computes something else, shows there.
 """
 
 from __future__ import annotations
@@ -37,22 +35,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentjet.compute.embedded.attention import Gradients, attend_part, attend_part_backward
+from agentjet.compute.embedded.attention import AttentionPlan, Gradients, attend_part, attend_part_backward
 from agentjet.timeline.forest import Forest
 
 BLOCK_TOKENS = 256
-"""Subtrees up to this size attend to themselves under a mask; larger ones are cut at their branches."""
+"""Largest subtree that attends to itself under a mask. Larger ones are cut at their branches."""
 MIN_CROSSING_TOKENS = 128
-"""Runs are crossed together until they have this many keys."""
+"""Minimum number of keys of a crossing. Shorter runs are combined."""
 
 Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Nodes `start:stop` that attend to each other, causally where `branched` is false, else under the interval mask.
+    """Nodes `start:stop` that attend to each other: under the interval mask if `branched`, else causally.
 
-    `ancestors` are the runs above them all, root first.
+    `ancestors` are the runs above all of them, root first.
     """
 
     start: int
@@ -63,7 +61,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Queries `start:stop`, each of which sees all of `runs`."""
+    """Queries `start:stop`, which all attend to all of `runs`."""
 
     start: int
     stop: int
@@ -73,7 +71,7 @@ class Crossing:
 def cut(
     forest: Forest, block_tokens: int = BLOCK_TOKENS, crossing_tokens: int = MIN_CROSSING_TOKENS
 ) -> tuple[list[AttentionBlock], list[Crossing]]:
-    """The parts of a forest: every node sees its path to the root exactly once, through its block and its crossings."""
+    """Returns the parts of a forest. Through them, every node attends to its path to the root exactly once."""
     cutting = _Cutting(forest, block_tokens, crossing_tokens)
     pending: list[_Siblings] = [_Siblings(0, forest.num_nodes, (), 0)]
     while pending:
@@ -83,7 +81,7 @@ def cut(
 
 @dataclass(frozen=True, slots=True)
 class _Siblings:
-    """Subtrees `start:stop` side by side below `ancestors`, of which the last `uncrossed` runs are still to be seen."""
+    """Sibling subtrees `start:stop` below `ancestors`. The last `uncrossed` runs have no crossing yet."""
 
     start: int
     stop: int
@@ -96,7 +94,7 @@ class _Siblings:
 
 
 class _Cutting:
-    """The parts found so far."""
+    """Collects the parts of a forest."""
 
     def __init__(self, forest: Forest, block_tokens: int, crossing_tokens: int) -> None:
         self._end = forest.end
@@ -107,7 +105,7 @@ class _Cutting:
         self.crossings: list[Crossing] = []
 
     def siblings(self, group: _Siblings) -> list[_Siblings]:
-        """Cut one group; returns the groups below it. Small neighbours are packed into common blocks."""
+        """Cut one group; returns the groups below it. Small neighbours share a block."""
         below: list[_Siblings] = []
         child = packed = group.start
         while child < group.stop:
@@ -123,7 +121,7 @@ class _Cutting:
         return below
 
     def _large(self, group: _Siblings, start: int, end: int) -> list[_Siblings]:
-        """A subtree that is no block: the run it begins with, then what hangs below."""
+        """Cut a subtree that is too large for a block: its first run is a block; returns the groups below."""
         stop = self._run_stop(start)
         self._block(group, start, stop)
         if stop == end:
@@ -142,19 +140,19 @@ class _Cutting:
             self.crossings.append(Crossing(start, stop, group.open_runs))
 
     def _run_stop(self, start: int) -> int:
-        """One past the last node of the unbranched run that `start` is on."""
+        """Returns the end of the unbranched run that contains `start`."""
         return int(self._run_stops[np.searchsorted(self._run_stops, start, side="right")])
 
 
 KeyValues = dict[int, tuple[Tensor, Tensor]]
-"""By layer, keys and values [P, K, D] of P nodes."""
+"""Keys and values [P, K, D] of P nodes, by layer."""
 
 
 class ForestParts:
-    """How the attention of a forest is cut: all that the backward pass needs of a plan.
+    """The parts of a forest with their masks: everything that the backward pass needs.
 
-    It holds nothing that was computed. Each layer's gradient function holds it, and keys and values hold those of the
-    layers below: a plan in its place would be kept by its own keys, for ever, since no collector sees through autograd.
+    It must not hold computed tensors. Each layer's gradient function holds this object, and the keys and values hold
+    the layers below. A plan in its place would keep itself alive, because no collector sees cycles through autograd.
     """
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
@@ -166,7 +164,7 @@ class ForestParts:
         self.crossings = [(slice(c.start, c.stop), _keys(c.runs, device)) for c in crossings]
 
     def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """What is added to the scores of each block: [Q, Q] of 0 and -inf; None where causality says it all."""
+        """Returns the mask of each block, [Q, Q] of 0 and -inf; None for causal blocks."""
         if dtype not in self._masks:
             self._masks[dtype] = [self._mask(block, dtype) if block.branched else None for block in self.blocks]
         return self._masks[dtype]
@@ -180,14 +178,14 @@ class ForestParts:
 
 
 class ForestPlan:
-    """The attention plan of one forward pass over a forest, reused by every layer."""
+    """The attention plan of one forward pass over a forest on a CPU. Every layer reuses it."""
 
     def __init__(self, forest: Forest, device: torch.device, past: KeyValues | None = None) -> None:
-        """`past` are nodes computed before, all of which every node of the forest sees; gradients flow to them."""
+        """`past` are nodes that were computed before. Every node of the forest sees them; gradients flow to them."""
         self._parts = ForestParts(forest, device)
         self._past = past or {}
         self.computed: KeyValues = {}
-        """What the layers gave for the forest's own nodes."""
+        """Keys and values of the forest's own nodes."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `AttentionPlan`."""
@@ -198,14 +196,14 @@ class ForestPlan:
 
 
 def _keys(runs: tuple[Interval, ...], device: torch.device) -> slice | Tensor:
-    """Indices of the runs' nodes: a slice, which needs no copy, where one run is all."""
+    """Returns the indices of the runs' nodes: for a single run a slice, which needs no copy."""
     if len(runs) == 1:
         return slice(*runs[0])
     return torch.from_numpy(np.concatenate([np.arange(*run) for run in runs])).to(device)
 
 
 class _ForestAttention(torch.autograd.Function):
-    """[N, H, D] queries and [N, K, D] keys and values to [N, H, D], part by part; optionally [P, K, D] of a past."""
+    """Maps [N, H, D] queries, [N, K, D] keys and values and an optional [P, K, D] past to [N, H, D], part by part."""
 
     @staticmethod
     def forward(
@@ -270,36 +268,36 @@ def _add(total: Tensor, seen: slice | Tensor, gradient: Tensor) -> None:
 
 
 def _expand(heads: Tensor, query: Tensor) -> Tensor:
-    """[N, K, D] to [N, H, D]: a key head for every query head."""
+    """Repeat key heads [N, K, D] to [N, H, D], one for every query head."""
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
 
 
 def _contract(grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient of `_expand`."""
+    """Returns the gradient of `_expand`."""
     n, k, d = like.shape
     return grad.reshape(n, k, -1, d).sum(2, dtype=torch.promote_types(grad.dtype, torch.float32)).to(like.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take a part's output [Q, H, D] and log-sum-exp [Q, H] into those of the same queries, in place."""
+    """Merge a part's output [Q, H, D] and log-sum-exp [Q, H] into those of the same queries, in place."""
     both = torch.logaddexp(lse, part_lse)
     out.mul_((lse - both).exp_().unsqueeze(-1)).add_(part * (part_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
 
 
 TILE = 128
-"""Edge of a tile of the mask; passes are padded to a multiple of it."""
+"""Edge of a tile of the mask. Passes are padded to a multiple of it."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexPlan:
-    """The attention plan of one forward pass over a forest; the tile table serves every layer."""
+    """The attention plan of one forward pass over a forest on CUDA. Every layer reuses the tile table."""
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self._num_nodes = forest.num_nodes
         self._padding = -forest.num_nodes % TILE
-        # A padded node ends right after itself: it sees itself only, and nobody sees it.
+        # A padded node ends right after itself: it attends to itself only, and no other node attends to it.
         padding = np.arange(forest.num_nodes, forest.num_nodes + self._padding, dtype=np.int32) + 1
         self._tiles = tile_mask(np.concatenate([forest.end, padding]), device)
         self._flex: Callable[..., Any] = compiled_flex() if device.type == "cuda" else cast(Any, flex_attention)
@@ -320,12 +318,17 @@ class FlexPlan:
         return out[0].transpose(0, 1)[: self._num_nodes]
 
     def _heads_first(self, tensor: Tensor) -> Tensor:
-        """[N, H, D] to [1, H, padded N, D]."""
+        """Reshape [N, H, D] to [1, H, padded N, D]."""
         return F.pad(tensor, (0, 0, 0, 0, 0, self._padding)).transpose(0, 1)[None]
 
 
+def forest_plan(forest: Forest, device: torch.device) -> AttentionPlan:
+    """Returns the attention plan of a forest for a device."""
+    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device)
+
+
 def interval_mask(end: Tensor) -> MaskMod:
-    """`flex_attention`'s mask function of a forest: a node sees itself and its ancestors."""
+    """Returns the mask function of a forest for `flex_attention`: a node sees itself and its ancestors."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key])
@@ -334,7 +337,7 @@ def interval_mask(end: Tensor) -> MaskMod:
 
 
 def tile_mask(end: NDArray[np.int32], device: torch.device) -> BlockMask:
-    """The tile table of a forest with a multiple of `TILE` nodes."""
+    """Returns the tile table of a forest with a multiple of `TILE` nodes."""
     tiles = end.reshape(-1, TILE)
     number = np.arange(len(tiles))
     start, before = number * TILE, number[None, :] < number[:, None]  # [query tile, key tile]
@@ -350,7 +353,7 @@ def tile_mask(end: NDArray[np.int32], device: torch.device) -> BlockMask:
 
 
 def _table(chosen: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many key tiles each query tile has, and which, the chosen ones first."""
+    """Returns the number of chosen key tiles of each query tile, and the key tiles, chosen ones first."""
     order = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
     count = chosen.sum(1).astype(np.int32)
     return torch.from_numpy(count)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)
@@ -358,5 +361,5 @@ def _table(chosen: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Ten
 
 @functools.cache
 def compiled_flex() -> Callable[..., Any]:
-    """`flex_attention`, compiled once a process; shapes are dynamic, since no two forests have the same size."""
+    """Returns `flex_attention`, compiled once a process, with dynamic shapes because forests differ in size."""
     return torch.compile(flex_attention, dynamic=True)

@@ -1,11 +1,11 @@
-"""Learning on a forest: log-probabilities of the sampled tokens, the loss, one optimiser step a mini-batch.
+"""Learning on a forest: log-probabilities of the targets, the loss, one optimiser step a mini-batch.
 
-Float32 masters and moments stand behind bfloat16 weights. The vocabulary is only ever multiplied out for positions
-that predict a sampled token, and only a chunk of them at a time. Where a token was chosen among a set (a grammar,
-`top_p`, `top_k`), every distribution of it is the one restricted to that set: of the policy as it learns, of the old
-one, of the reference; so are entropy and KL terms. A token that had no alternative has log-probability 0 and no
-gradient, and counts. Deterministic: the same weights, optimiser state and batch give the same weights, bit by bit, for
-a fixed number of threads.
+* bfloat16 weights have masters and moments in float32.
+* Logits over the vocabulary exist only for positions that predict a target, `HEAD_ROWS` at a time.
+* If a token was chosen from a set (a grammar, `top_p`, `top_k`), all its distributions are restricted to that set: the
+  learning policy's, the old policy's and the reference's. So are entropy and KL terms. A token without an alternative
+  has log-probability 0 and no gradient, and counts.
+* Deterministic: equal weights, optimiser state and batch give equal weights, bit by bit, on one number of threads.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ from torch import Tensor
 from agentjet.compute.embedded.passes import pass_of
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.recipes.correction import correction_weights
-from agentjet.recipes.losses import kl_k3, policy_loss, weights
+from agentjet.recipes.losses import correction_weights, kl_k3, policy_loss, weights
 from agentjet.timeline.forest import Forest, select
 from agentjet.timeline.support import decode_set
 
 HEAD_ROWS = 512
-"""Distributions whose logits over the whole vocabulary exist at the same time."""
+"""Number of distributions whose logits over the vocabulary exist at the same time."""
 MISMATCH = "policy/mismatch_kl"
 
 
 @dataclass(slots=True)
 class _Part:
-    """One micro-batch: a piece of the mini-batch's forest, and per target [M] its loss weight and what the loss
-    compares with.
-    """
+    """One micro-batch: a piece of the mini-batch's forest, and the loss inputs of its targets [M]."""
 
     forest: Forest
     weight: NDArray[np.float32]
@@ -61,13 +58,14 @@ class PolicyLearner:
         self._reference: dict[str, Tensor] | None = None
 
     def learn(self, forest: Forest, job: JobConfig, version: int) -> dict[str, float]:
-        """One batch: `epochs` x `mini_batches` optimiser steps; returns metrics. `version` counts batches learned
-        before it.
+        """Learn one batch with `epochs` x `mini_batches` optimiser steps; returns metrics.
+
+        `version` is the policy version before the batch.
         """
         algorithm = job.algorithm
         self._configure(job.optimizer, version)
         measured: dict[str, float] = {}
-        if forest.num_targets:  # an unbiased estimate, over every sampled token, without a forward pass
+        if forest.num_targets:  # unbiased, over every sampled token, without a forward pass
             measured["policy/entropy"] = -float(forest.logprob.mean(dtype=np.float64))
         if algorithm.correction != "none" and forest.num_targets:
             forest, corrected = self._corrected(forest, job)
@@ -88,8 +86,9 @@ class PolicyLearner:
         }
 
     def _corrected(self, forest: Forest, job: JobConfig) -> tuple[Forest, dict[str, float]]:
-        """The batch as the present weights see it: ratios are taken against their log-probabilities, and what the
-        weights that sampled make of it scales the advantages, in which every loss is linear.
+        """Replace the old log-probabilities by those of the present weights; scale advantages by the correction.
+
+        Every loss is linear in the advantage.
         """
         proximal = np.zeros(forest.num_targets, np.float32)
         for piece, targets in self._pass.pieces(forest, job.micro_batch_tokens):
@@ -105,7 +104,7 @@ class PolicyLearner:
         return corrected if counts.all() else select(corrected, counts), metrics
 
     def _mini_batches(self, forest: Forest, algorithm: AlgorithmConfig, seed: tuple[int, ...]) -> Iterator[Forest]:
-        """Whole sequences dealt at random, so that each optimiser step sees every sequence in full."""
+        """Yields random groups of whole sequences, one for each optimiser step."""
         count = min(algorithm.mini_batches, forest.num_sequences)
         if count <= 1:
             yield forest
@@ -132,11 +131,10 @@ class PolicyLearner:
         totals.grad_norms.append(self._apply(job.optimizer))
 
     def _parts(self, forest: Forest, job: JobConfig) -> list[_Part]:
-        """Micro-batches within the token budget, each token with its weight in the mini-batch's loss.
+        """Returns micro-batches within the token budget, each token with its weight in the mini-batch's loss.
 
-        A token with advantage 0 adds nothing to the loss when there is no KL term: where all members of a group earned
-        the same, its branches are not computed at all. Weights still count every token, and GSPO's sequence means need
-        every token of a sequence that has any advantage.
+        Without a KL term, a token with advantage 0 adds nothing to the loss and is not computed. Weights still count
+        every token. GSPO's sequence means need every token of a sequence that has any advantage.
         """
         matters = np.full(forest.num_targets, True) if job.algorithm.kl_coef else forest.advantage != 0
         if job.algorithm.loss == "gspo":
@@ -148,7 +146,7 @@ class PolicyLearner:
         return [_Part(piece, weight[targets]) for piece, targets in self._pass.pieces(forest, job.micro_batch_tokens)]
 
     def _add_sequence_ratios(self, parts: list[_Part]) -> None:
-        """GSPO's sequence means of logp - old need every token of a sequence, in whatever micro-batches they lie."""
+        """Set GSPO's sequence means of logp - old, over the tokens of all micro-batches."""
         sums: Counter[int] = Counter()
         counts: Counter[int] = Counter()
         for part in parts:
@@ -161,7 +159,7 @@ class PolicyLearner:
             part.sequence_log_ratio = np.array(means)
 
     def logprobs(self, forest: Forest) -> Tensor:
-        """Log-probabilities [M] of the forest's targets, without gradient."""
+        """Returns the log-probabilities [M] of the forest's targets, without gradient."""
         with torch.no_grad():
             hidden, positions = self._pass.hidden(forest)
             chunks = [(targets, logp) for targets, logp in self._heads(hidden, positions, forest)]
@@ -187,10 +185,9 @@ class PolicyLearner:
                 p.data = swapped[name]
 
     def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """For chunks of targets: their indices and log-probabilities, with gradient to `hidden`.
+        """Yields the indices and log-probabilities of chunks of targets, with gradient to `hidden`.
 
-        The vocabulary is multiplied out once for all targets that one distribution predicts: those of the same
-        position, temperature and set.
+        Targets of the same position, temperature and set share one distribution.
         """
         device = hidden.device
         for first, targets, owner in _distributions(forest, rows.cpu().numpy(), HEAD_ROWS):
@@ -201,17 +198,16 @@ class PolicyLearner:
             outside = _outside(forest, first, logits.shape[-1])
             if outside is not None:
                 outside = outside.to(device)
-                assert not outside[of, wanted].any(), "a token was sampled that its set does not hold"
+                assert not outside[of, wanted].any(), "a sampled token is not in its set"
                 logits = logits.masked_fill(outside, -torch.inf)
             yield targets, logits.log_softmax(-1)[of, wanted]
 
     def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals) -> None:
-        """Forward, loss and backward of one micro-batch, as far as no later one stands on it."""
+        """Forward, loss and backward of one micro-batch. The pass may postpone a part of the backward."""
         forest, device = part.forest, self.policy.device
         hidden, rows = self._pass.hidden(forest)
         cut = hidden.detach().requires_grad_()
-        # The head's graph lives for one chunk only; the body is walked back once, from the hidden states' summed
-        # gradient.
+        # The head's graph lives for one chunk only. The body's backward runs once, from the summed gradient.
         for chunk, logp in self._heads(cut, rows, forest):
             old = _to(forest.logprob[chunk], device)
             advantage = _to(forest.advantage[chunk], device)
@@ -241,12 +237,11 @@ class PolicyLearner:
     def _apply(self, optimizer: OptimizerConfig) -> float:
         """Clip, step, copy the masters into the weights; returns the gradient norm before clipping.
 
-        A norm that is not finite applies nothing: better a batch without effect, which the metrics show, than broken
-        weights.
+        A norm that is not finite skips the step. The metrics show that.
         """
         masters = self.masters()
         limit = optimizer.max_grad_norm or math.inf
-        for master in masters:  # a batch without any signal still moves by its momentum, as if zeros had been computed
+        for master in masters:  # without any gradient the step still applies momentum, as with zeros
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         norm = float(torch.nn.utils.clip_grad_norm_(masters, limit))
@@ -269,11 +264,11 @@ class PolicyLearner:
             )
 
     def masters(self) -> list[Tensor]:
-        """What the optimiser steps: the weights themselves where they are float32."""
+        """Returns the tensors that the optimiser changes: for float32 policies the weights themselves."""
         return list(self._masters.values())
 
     def state(self) -> dict[str, Any]:
-        """Masters and moments as tensors: what `restore` needs for a bit-equal continuation."""
+        """Returns masters and moments as tensors. `restore` continues from them bit by bit."""
         return {
             "masters": {name: m.detach() for name, m in self._masters.items()},
             "optimizer": self._optimizer.state_dict(),
@@ -289,7 +284,7 @@ class PolicyLearner:
 
 
 def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
-    """The rate for the batch learned at `version`: linear warm-up, then constant, linear or cosine decay."""
+    """Returns the rate of the batch at `version`: linear warm-up, then constant, linear or cosine decay."""
     if version < optimizer.warmup_steps:
         return optimizer.lr * (version + 1) / (optimizer.warmup_steps + 1)
     if optimizer.schedule == "constant":
@@ -302,8 +297,8 @@ def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
 class _Totals:
     """Sums of per-token metrics over a batch, reported as means over tokens and optimiser steps.
 
-    Every sampled token of a mini-batch is in the mean. A token that the learner skips has advantage 0, so no loss clips
-    it; a KL term skips no token. The mismatch needs log-probabilities, so its mean is over the computed tokens only.
+    The means are over every sampled token of a mini-batch. A skipped token has advantage 0 and is never clipped. With a
+    KL term no token is skipped. The mismatch needs log-probabilities, so its mean is over computed tokens only.
     """
 
     def __init__(self) -> None:
@@ -314,7 +309,7 @@ class _Totals:
         self.num_computed = 0
 
     def begin_step(self, forest: Forest, parts: Sequence[_Part]) -> None:
-        """The mini-batch of the next optimiser step, and what the learner computes of it."""
+        """Start an optimiser step with its mini-batch and the computed parts of it."""
         self._sampled = forest.num_targets
         self._computed = sum(part.forest.num_targets for part in parts)
         if self._sampled:
@@ -324,7 +319,7 @@ class _Totals:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / self._sampled
 
     def add_mismatch(self, old: Tensor, logp: Tensor) -> None:
-        """Compares the sampler with the learner; only before the first optimiser step both have the same weights."""
+        """Compare the sampler with the learner, before the first optimiser step: only then their weights are equal."""
         if not self.grad_norms:
             total = float(kl_k3(old, logp.detach()).sum()) / self._computed
             self._sums[MISMATCH] = self._sums.get(MISMATCH, 0.0) + total
@@ -343,10 +338,10 @@ class _Totals:
 def _distributions(
     forest: Forest, rows: NDArray[np.int64], count: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """The distinct distributions that predict the targets [M], `count` at a time.
+    """Yields the distinct distributions that predict the targets [M], `count` at a time.
 
-    Yields one target of each of D distributions [D], all of their targets [T], and the distribution of each of these
-    [T]. `rows` [M] are the targets' positions.
+    Each item is: one target of each distribution [D], all targets of them [T], and the distribution of each target [T].
+    `rows` [M] are the targets' positions.
     """
     keys = np.stack([rows, forest.temperature.view(np.int32), forest.support], axis=1)
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
@@ -358,7 +353,7 @@ def _distributions(
 
 
 def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tensor | None:
-    """Which tokens [D, V] some distributions, given by one target of each, leave out; None where none leaves any."""
+    """Returns the tokens [D, V] outside the sets of D distributions, given by one target each; None without any."""
     numbers = forest.support[first]
     if (numbers < 0).all():
         return None

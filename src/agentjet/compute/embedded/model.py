@@ -1,19 +1,14 @@
-"""Loading the policy: the configured model on its device, under a plan where its state can branch.
+"""Loading of a policy: the model on its device, its adapters, its `ModelInfo`, and the test for prefix sharing.
 
-Whether it can is looked up in the model's config, then tried (`branching.py`). A model that cannot is sampled and
-taught one row per timeline, with its own attention, which costs speed only.
+A model shares prefixes if one prefix can be computed once for several continuations. Both conditions must hold:
 
-The model card: what the gateway must know of a model without loading it.
+* By its config, every layer is full attention. A window that is not shorter than the context counts as full.
+* A forward pass over a small forest under an attention plan gives the same result as the model row by row. The pass
+  finds what a config does not show: soft caps, sinks, biases, convolutions, unusual key and value sizes.
 
-Whether a model's state can branch: several continuations of one prefix computed side by side, the prefix once.
+Any other model samples and learns one row per timeline with its own attention. The result is the same, the cost higher.
 
-Two questions, and both must be answered with yes. By its config, is every layer full attention? (A window that is
-never shorter than the context is full attention.) And does a forward pass over a small forest, under a plan, give what
-the model itself gives row by row? The second finds what no config says: soft caps, sinks, biases, convolutions beside
-the attention, layers that keep other keys than the cache can hold.
-
-A model of random weights, made on the spot: two layers over bytes, as a Hugging Face folder. It knows nothing and
-learns something in seconds, without a download: for studies of training itself.
+`make_random_model` writes a tiny model of random weights, for studies of training without a download.
 """
 
 from __future__ import annotations
@@ -34,14 +29,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from agentjet.compute.embedded.attention import ATTENTION, AttentionPlan, flat_forward
-from agentjet.compute.embedded.fingerprint import model_fingerprint
-from agentjet.compute.embedded.passes import forest_plan
+from agentjet.compute.embedded.forest_attention import forest_plan
 from agentjet.compute.embedded.policy import (
     Policy,
     find_logit_transform,
     first_line,
     load_pretrained,
     locate_model,
+    model_fingerprint,
     probe_tokens,
     resolve_device,
     resolve_dtype,
@@ -58,8 +53,8 @@ from agentjet.types import ModelInfo
 log = logging.getLogger(__name__)
 
 LOADING_SEED = 0
-"""Seed of what is drawn while a model is loaded (adapters): every worker begins alike, or a replay would end elsewhere.
-Set after the type was found, which may take draws or not.
+"""Seed of the adapters' random weights. Every worker starts with equal weights, because a replay must end with equal
+weights. The seed is set after the type was chosen, because that may draw random numbers.
 """
 
 
@@ -78,33 +73,33 @@ def load_policy(config: ModelConfig) -> Policy:
     model: Any = load_pretrained(config.name, folder, hf_config, dtype)
     model = model.to(device).eval()
     _freeze_towers(model)
-    card = make_model_info(config, folder, model)
+    info = make_model_info(config, folder, model)
     if config.lora.rank:
         model = _with_adapters(model, config.lora)
-    policy = Policy(model, card, folder)
+    policy = Policy(model, info, folder)
     policy.logit_transform = find_logit_transform(policy)
     reason = prefix_sharing_obstacle(policy)
     if reason is None:
         cast(Any, policy.decoder.config)._attn_implementation = ATTENTION
-        policy.card = dataclasses.replace(card, shares_prefixes=True)
+        policy.info = dataclasses.replace(info, shares_prefixes=True)
     else:
-        log.warning("%s: state cannot branch (%s): one row per timeline", config.name, reason)
+        log.warning("%s: prefixes are not shared (%s): one row per timeline", config.name, reason)
     return policy
 
 
 WITHOUT_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
-"""Model types whose kernels read `out_proj.weight` past its adapter: peft refuses one there."""
+"""Model types whose kernels read `out_proj.weight` directly and would skip an adapter; peft refuses one there."""
 
 
 def _freeze_towers(model: Any) -> None:
-    """Vision and audio parts of a wrapper get no gradient from text: only the language model learns."""
+    """Freeze the vision and audio parts of a wrapper: only the language model learns."""
     learns = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in learns)
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
-    """The model with an adapter on every linear layer of its language model, or on those that the settings name."""
+    """Add an adapter to every linear layer of the language model, or to those that the settings name."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -136,7 +131,7 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
 
 
 def _experts_without_adapters(adapted: nn.Module) -> list[str]:
-    """Modules that hold the weights of all their experts in one tensor and that peft left alone."""
+    """Returns the modules that hold all experts in one tensor, where peft adds no adapter."""
     return [
         name.removeprefix("base_model.model.")
         for name, part in adapted.named_modules()
@@ -145,12 +140,13 @@ def _experts_without_adapters(adapted: nn.Module) -> list[str]:
 
 
 RECURRENT_CONTEXT = 8192
-"""Context length of models that know no limit (recurrent ones) where the settings name none."""
+"""Context length of recurrent models, which have no limit, if the settings name none."""
 
 
 def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) -> ModelInfo:
-    """The card of a loaded model; raises `ConfigError` when a chat cannot be rendered for it. `shares_prefixes` is
-    False until somebody has looked.
+    """Returns the info of a loaded model, with `shares_prefixes` False.
+
+    Raises `ConfigError` if chats cannot be rendered.
     """
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -186,15 +182,15 @@ def make_model_info(config: ModelConfig, folder: str, model: PreTrainedModel) ->
 
 
 def _context_length(model: PreTrainedModel) -> int | None:
-    """The longest context the model was made for; None for a recurrent model."""
+    """Returns the longest context that the model was made for; None for a recurrent model."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(longest) if longest else None
 
 
 def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
-    """A local folder with the `tokenizer.json` that `transformers` tokenises with.
+    """Returns a local folder with the `tokenizer.json` that `transformers` uses.
 
-    Some tokenizer classes (Llama's) rebuild the pipeline, so that it may differ from the file in the model's folder.
+    Some tokenizer classes (Llama's) rebuild the pipeline, so it may differ from the file in the model's folder.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -212,7 +208,7 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
 
 
 def _pipeline(text: str) -> dict[str, Any]:
-    """A `tokenizer.json` without what changes no token of a text."""
+    """Returns the parts of a `tokenizer.json` that change the tokens of a text."""
     return {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding", "decoder")}
 
 
@@ -231,18 +227,17 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
 
 FULL = "full_attention"
 WINDOW_SETTING = re.compile(r"window_(size|len)|index_topk")
-"""Names of settings of layers that see less than everything, in configs that do not list their layers."""
+"""Settings of layers with a limited view, in configs that do not list their layers."""
 PROBE_TRUNK, PROBE_BRANCH = 8, 5
 
 
 def prefix_sharing_obstacle(policy: Policy) -> str | None:
-    """The reason, for the log; None when it can.
+    """Returns the reason why a model does not share prefixes; None if it does.
 
-    The boundary at which whatever a model of any kind raises, when it is looked at or run under a plan, becomes a
-    reason.
+    Boundary: any exception of the model's code under an attention plan becomes a reason.
     """
     try:
-        return _by_config(policy.config, policy.card.context_length) or _by_trial(policy)
+        return _by_config(policy.config, policy.info.context_length) or _by_trial(policy)
     except Exception as error:
         return f"it does not run under an attention plan: {type(error).__name__}: {first_line(error)}"
 
@@ -262,7 +257,7 @@ def _by_config(config: Any, context: int) -> str | None:
 
 @torch.inference_mode()
 def _by_trial(policy: Policy) -> str | None:
-    """Two rows with a common trunk: as one forest under a plan, and row by row by the model itself."""
+    """Compare two rows with a common prefix: as one forest under a plan, and row by row by the model itself."""
     tokens = probe_tokens(policy, PROBE_TRUNK + 2 * PROBE_BRANCH).cpu().numpy().astype(np.int32)
     rows = [
         tokens[: PROBE_TRUNK + PROBE_BRANCH],
@@ -270,17 +265,17 @@ def _by_trial(policy: Policy) -> str | None:
     ]
     nothing = np.zeros(0, np.float32)
     forest = build_forest([Row(row, nothing, nothing.astype(np.int32), 0.0, 1.0, i) for i, row in enumerate(rows)])
-    assert forest.num_nodes == len(tokens), "the vocabulary is smaller than the trial"
-    witness = _RecordingPlan(forest_plan(forest, policy.device))
+    assert forest.num_nodes == len(tokens), "the vocabulary is smaller than the probe"
+    plan = _RecordingPlan(forest_plan(forest, policy.device))
     with policy.attention(ATTENTION):
         hidden = flat_forward(
             policy.decoder,
             torch.from_numpy(forest.tokens.astype(np.int64)).to(policy.device),
             torch.from_numpy(forest.depth.astype(np.int64)).to(policy.device),
-            witness,
+            plan,
         )
-    if (unlike := witness.unlike(policy)) is not None:
-        return unlike
+    if (mismatch := plan.mismatch(policy)) is not None:
+        return mismatch
     ours = policy.head(hidden).float().log_softmax(-1)
     for row in rows:
         ids = torch.from_numpy(row.astype(np.int64)).to(policy.device)
@@ -294,7 +289,7 @@ def _by_trial(policy: Policy) -> str | None:
 
 
 class _RecordingPlan:
-    """Passes attention on to a plan and notes which layers asked, and for keys and values of which sizes."""
+    """Delegates to a plan and records the layers and their key and value sizes."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
@@ -307,8 +302,8 @@ class _RecordingPlan:
         self._sizes |= {tuple(key.shape[1:]), tuple(value.shape[1:])}
         return self._plan.attend(layer, query, key, value, scale)
 
-    def unlike(self, policy: Policy) -> str | None:
-        """How the layers differ from those the sampler's cache is made for; None when they do not."""
+    def mismatch(self, policy: Policy) -> str | None:
+        """Returns how the layers differ from the sampler's cache layout; None if they match."""
         shape = policy.shape
         if sorted(self._layers) != list(range(shape.layers)):
             return f"{len(set(self._layers))} of its {shape.layers} layers attend through the library's interface"
@@ -318,7 +313,7 @@ class _RecordingPlan:
 
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Ids 0, 1, 2; the bytes follow."""
+"""Token ids 0, 1, 2. The 256 bytes follow."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -327,14 +322,13 @@ RANDOM_MODEL_CONTEXT = 1024
 
 
 def make_random_model(folder: Path, *, layers: int = 2, width: int = 32, seed: int = 0) -> Path:
-    """Write the model into `folder`, which is made; the same seed gives the same weights."""
-    import torch
+    """Write a two-layer model over bytes to a new `folder`. The same seed gives the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = byte_vocabulary()
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(vocabulary)), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer(vocabulary)), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": SPECIAL[2],
@@ -364,8 +358,9 @@ def make_random_model(folder: Path, *, layers: int = 2, width: int = 32, seed: i
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """The special tokens, then the 256 bytes as byte-level tokenizers spell them: those that print stand for
-    themselves, the others for the characters from 256 on, in order (Radford et al. 2019).
+    """Returns the special tokens, then the 256 bytes in the spelling of byte-level tokenizers (Radford et al. 2019).
+
+    Printable bytes are spelled as themselves, the others as the characters from 256 on, in order.
     """
     printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -373,8 +368,8 @@ def byte_vocabulary() -> dict[str, int]:
     return {token: number for number, token in enumerate((*SPECIAL, *spelled))}
 
 
-def tokenizer(vocabulary: dict[str, int]) -> dict[str, object]:
-    """`tokenizer.json`: a byte-level BPE without merges."""
+def byte_tokenizer(vocabulary: dict[str, int]) -> dict[str, object]:
+    """Returns the content of `tokenizer.json`: a byte-level BPE without merges."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {

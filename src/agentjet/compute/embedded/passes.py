@@ -1,20 +1,12 @@
-"""The learner's ways from a forest to the hidden states that its targets are predicted from, and back.
+"""The learner's passes: from a forest to the hidden states that predict its targets, and back.
 
-`PrefixPass` (`trunk.py`) computes each node once, however many micro-batches a batch makes, `ChunkPass` once in each
-micro-batch that needs it, both under an attention plan. `RowPass`, for models whose state cannot branch, computes
-the same forest as one row per timeline: every root-to-leaf path that ends in a target, each target in exactly one of
-the rows that hold it. Only this differs between them; loss, weights and optimiser know nothing of it.
+* `PrefixPass` computes each node once, for any number of micro-batches. CPU, under an attention plan.
+* `ChunkPass` computes each node once in each micro-batch that needs it. CUDA, under an attention plan.
+* `RowPass` computes one row per timeline, for models that do not share prefixes. A timeline is a root-to-leaf path that
+  ends in a target. Each target is computed in exactly one of the rows that contain it.
 
-Rows are padded on the right and no mask says so: no layer of a causal model lets a token see a later one, be it
-attention, convolution or recurrence.
-
-The learner's pass over a forest in pieces, every node computed once however many pieces there are.
-
-A piece that others stand on is *kept*: its keys and values serve the pieces below it, whose gradients gather here, and
-it is walked back only when the last of them is done. So a batch costs the same whether it fits one micro-batch or not.
-
-Invariant: pieces are passed in the order `pieces` gives them, each followed by `backward` where gradients are wanted,
-then `finish`. Without gradients the same walk keeps keys and values only.
+Loss, weights and optimiser do not depend on the pass. Rows are padded on the right without a mask, because no layer of
+a causal model lets a token see a later one.
 """
 
 from __future__ import annotations
@@ -28,70 +20,53 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentjet.compute.embedded.attention import AttentionPlan, flat_forward
-from agentjet.compute.embedded.forest_attention import FlexPlan, ForestPlan, KeyValues
+from agentjet.compute.embedded.attention import flat_forward
+from agentjet.compute.embedded.forest_attention import ForestPlan, KeyValues, forest_plan
 from agentjet.compute.embedded.policy import Policy
-from agentjet.timeline.chunks import ForestChunk, chunk_forest
-from agentjet.timeline.forest import Forest, split
+from agentjet.timeline.forest import Forest, ForestChunk, chunk_forest, split
 
 IntArray = NDArray[np.int64]
 
 
 class Pass(Protocol):
-    """One way through the model. Shapes: M targets, U positions that predict one."""
+    """One way through the model. Shapes: M targets, U positions that predict a target."""
 
     def pieces(self, forest: Forest, max_tokens: int) -> list[tuple[Forest, IntArray]]:
-        """Cut a forest into micro-batches that compute at most `max_tokens` tokens each, with the indices of their
-        targets. A single path that is longer goes alone.
+        """Cut a forest into micro-batches of at most `max_tokens` computed tokens, with the indices of their targets.
+
+        A longer single path is a micro-batch alone.
         """
         ...
 
     def num_computed(self, forest: Forest) -> int:
-        """Tokens that one pass over this piece computes, padding included."""
+        """Returns the number of tokens that a pass over this piece computes, with padding."""
         ...
 
     def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
-        """Hidden states [U, hidden] of the positions that predict a target, and each target's [M] row among them.
+        """Returns hidden states [U, hidden] of the predicting positions, and each target's row [M] among them.
 
-        Pieces are passed in the order of `pieces`.
+        Pieces must come in the order of `pieces`.
         """
         ...
 
     def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
-        """Walk back the piece that `hidden` was just computed for; None where it has no target."""
-        ...
-
-    def finish(self) -> None:
-        """After the last piece: gradients are complete now."""
-        ...
-
-
-def pass_of(policy: Policy) -> Pass:
-    """The way this policy can go."""
-    if not policy.card.shares_prefixes:
-        return RowPass(policy)
-    return ChunkPass(policy) if policy.device.type == "cuda" else PrefixPass(policy)
-
-
-def forest_plan(forest: Forest, device: torch.device) -> AttentionPlan:
-    """The attention plan of a forest on this device."""
-    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device)
-
-
-class _Alone:
-    """Pieces that need nothing of each other."""
-
-    def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
-        """See `Pass`."""
+        """Do the backward pass of the last piece, from the gradient of its `hidden`; None if it has no target."""
         if gradient is not None:
             hidden.backward(gradient)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        """See `Pass`."""
+        """Complete the gradients after the last piece."""
 
 
-class ChunkPass(_Alone):
-    """Every node once, but for the path above a piece, which each piece computes again. The way on CUDA."""
+def pass_of(policy: Policy) -> Pass:
+    """Returns the pass for a policy, by its model and its device."""
+    if not policy.info.shares_prefixes:
+        return RowPass(policy)
+    return ChunkPass(policy) if policy.device.type == "cuda" else PrefixPass(policy)
+
+
+class ChunkPass(Pass):
+    """Computes every node once, except the path above a piece, which each piece computes again."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -116,14 +91,14 @@ class ChunkPass(_Alone):
         return _predicting(hidden, forest.parent[forest.node])
 
 
-class RowPass(_Alone):
-    """Every timeline a row of its own, in batches of rows of similar length."""
+class RowPass(Pass):
+    """Computes every timeline as a separate row, in batches of similar length."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
     def pieces(self, forest: Forest, max_tokens: int) -> list[tuple[Forest, IntArray]]:
-        """See `Pass`. A piece is a forest of rows that share nothing any more."""
+        """See `Pass`. A piece is a forest of unbranched rows."""
         rows = _Rows.of(forest)
         found: list[tuple[Forest, IntArray]] = []
         for batch in _batches(rows.lengths, max_tokens):
@@ -157,7 +132,7 @@ class _Rows:
 
     @classmethod
     def of(cls, forest: Forest) -> _Rows:
-        """A target belongs to the first leaf at or after it in depth-first order, which is a descendant of it."""
+        """A target belongs to the first leaf at or after it in depth-first order, which is its descendant."""
         leaves = np.flatnonzero(forest.end == np.arange(forest.num_nodes) + 1)
         used, row = np.unique(np.searchsorted(leaves, forest.node), return_inverse=True)
         wanted = set(used.tolist())
@@ -169,7 +144,7 @@ class _Rows:
 
 
 def _paths(forest: Forest, leaves: IntArray) -> Iterator[IntArray]:
-    """The nodes from root to leaf, for each leaf. Between one leaf and the next stands what the next one adds."""
+    """Yields the nodes from the root to each leaf. The nodes between two leaves belong to the second one."""
     path = np.zeros(0, np.int64)
     start = 0
     for leaf in leaves.tolist():
@@ -179,7 +154,7 @@ def _paths(forest: Forest, leaves: IntArray) -> Iterator[IntArray]:
 
 
 def _batches(lengths: IntArray, max_tokens: int) -> Iterator[IntArray]:
-    """Rows grouped by length, each group's padded area within the budget where a single row is."""
+    """Yields rows of similar length whose padded area is within the budget, or a single longer row."""
     order = np.argsort(-lengths, kind="stable")
     at = 0
     while at < len(order):
@@ -189,7 +164,7 @@ def _batches(lengths: IntArray, max_tokens: int) -> Iterator[IntArray]:
 
 
 def _chains(forest: Forest, rows: _Rows, batch: IntArray, targets: IntArray) -> Forest:
-    """A forest of the rows in `batch`, ascending, each a tree of one branch, with the targets computed in them."""
+    """Returns a forest of the rows in `batch`, ascending, each an unbranched tree, with their targets."""
     paths = [rows.paths[i] for i in batch]
     stops = np.cumsum([len(path) for path in paths])
     starts = np.concatenate([[0], stops[:-1]])
@@ -216,7 +191,7 @@ def _chains(forest: Forest, rows: _Rows, batch: IntArray, targets: IntArray) -> 
 
 
 def _predicting(hidden: Tensor, positions: NDArray[np.integer[Any]]) -> tuple[Tensor, Tensor]:
-    """The rows of `hidden` [P, hidden] at the distinct `positions` [M], and where among them each position is."""
+    """Returns the rows of `hidden` [P, hidden] at the distinct `positions` [M], and each position's index in them."""
     distinct, rows = np.unique(positions, return_inverse=True)
     return hidden.index_select(0, _ids(distinct, hidden.device)), _ids(rows, hidden.device)
 
@@ -229,10 +204,10 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(slots=True)
-class _Visit:
-    """A piece's forward pass as long as its backward pass is to come.
+class _ForwardPass:
+    """The forward pass of a piece until its backward pass.
 
-    `past` are leaves, so that a piece's backward pass ends at them; their gradients belong to the kept pieces.
+    `past` are leaf tensors, so a piece's backward pass ends there. Their gradients belong to the kept pieces.
     """
 
     num_cached: int
@@ -241,10 +216,10 @@ class _Visit:
     hidden: Tensor | None = None
     hidden_gradient: Tensor | None = None
     gradients: dict[int, Pair] = field(default_factory=dict)
-    """By layer, what the pieces below add to the gradients of this piece's keys and values [P, K, D]."""
+    """Gradients of this piece's keys and values [P, K, D] from the pieces below, by layer."""
 
-    def walk_back(self) -> None:
-        """The backward pass, from the hidden states and from the keys and values that others used."""
+    def backward(self) -> None:
+        """Do the backward pass, from the hidden states and from the keys and values that other pieces used."""
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
         if self.hidden is not None and self.hidden_gradient is not None:
@@ -258,7 +233,7 @@ class _Visit:
             torch.autograd.backward(roots, gradients)
 
     def add(self, layer: int, which: int, gradient: Tensor) -> None:
-        """Gradient of the first of this piece's keys (`which` 0) or values (1) in a layer."""
+        """Add a gradient of this piece's first keys (`which` 0) or values (1) in a layer."""
         pair = list(self.gradients.get(layer, (None, None)))
         total = pair[which]
         if total is None:
@@ -268,13 +243,20 @@ class _Visit:
         self.gradients[layer] = pair[0], pair[1]
 
 
-class PrefixPass:
-    """Every node once; see `passes.Pass`."""
+class PrefixPass(Pass):
+    """Computes every node of a forest once, for any number of pieces.
+
+    A piece with other pieces below it is *kept*: its keys and values serve them and collect their gradients. Its
+    backward pass runs when the last of them is done. So a batch costs the same in one micro-batch or in several.
+
+    Invariant: pieces come in the order of `pieces`, each followed by `backward` if gradients are wanted, then `finish`.
+    Without gradients, the same order keeps keys and values only.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._kept: list[_Visit] = []
-        self._visit: _Visit | None = None
+        self._kept: list[_ForwardPass] = []
+        self._last: _ForwardPass | None = None
         self._is_kept = False
 
     def pieces(self, forest: Forest, max_tokens: int) -> list[tuple[Forest, NDArray[np.int64]]]:
@@ -286,7 +268,7 @@ class PrefixPass:
         return forest.num_nodes
 
     def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
-        """See `Pass`. A forest that is no piece stands alone."""
+        """See `Pass`. A forest that is not a `ForestChunk` is computed alone."""
         level, num_cached, is_kept = 0, 0, False
         if isinstance(forest, ForestChunk):
             level, num_cached, is_kept = forest.level, forest.num_cached, forest.is_kept
@@ -297,44 +279,46 @@ class PrefixPass:
         states = flat_forward(self._policy.decoder, tokens, positions, plan)
         predicting, rows = np.unique(forest.parent[forest.node], return_inverse=True)
         hidden = states.index_select(0, self._ids(predicting))
-        self._visit = _Visit(num_cached, past, plan.computed if is_kept else {}, hidden)
+        self._last = _ForwardPass(num_cached, past, plan.computed if is_kept else {}, hidden)
         self._is_kept = is_kept
         if is_kept:
-            self._kept.append(self._visit)
+            self._kept.append(self._last)
         return hidden, self._ids(rows)
 
     def backward(self, hidden: Tensor, gradient: Tensor | None) -> None:
-        """Walk back the piece whose `hidden` this is, or remember its gradient if other pieces stand on it."""
-        assert self._visit is not None and hidden is self._visit.hidden, "backward follows its own forward pass"
-        self._visit.hidden_gradient = gradient
+        """Do the backward pass of the last piece, or store its gradient if the piece is kept."""
+        assert self._last is not None and hidden is self._last.hidden, (
+            "backward must follow the forward pass of the same piece"
+        )
+        self._last.hidden_gradient = gradient
         if not self._is_kept:
-            self._walk_back(self._visit)
-        self._visit = None
+            self._backward_of(self._last)
+        self._last = None
 
     def finish(self) -> None:
-        """Walk back what is still kept. Gradients are complete only then."""
-        self._visit = None
+        """Do the backward passes of the kept pieces. Gradients are complete only then."""
+        self._last = None
         self._close(0)
 
     def _close(self, level: int) -> None:
         while len(self._kept) > level:
-            visit = self._kept.pop()
+            kept = self._kept.pop()
             if torch.is_grad_enabled():
-                self._walk_back(visit)
+                self._backward_of(kept)
 
-    def _walk_back(self, visit: _Visit) -> None:
-        visit.walk_back()
-        for layer, pair in visit.past.items():
+    def _backward_of(self, kept: _ForwardPass) -> None:
+        kept.backward()
+        for layer, pair in kept.past.items():
             for which, leaf in enumerate(pair):
                 if leaf.grad is None:
                     continue
                 start = 0
-                for owner, count in self._owners(visit.num_cached):
+                for owner, count in self._owners(kept.num_cached):
                     owner.add(layer, which, leaf.grad[start : start + count])
                     start += count
 
     def _past(self, num_cached: int) -> KeyValues:
-        """Keys and values of the first `num_cached` nodes of the path that is kept, as leaves."""
+        """Returns keys and values of the first `num_cached` nodes of the kept path, as leaf tensors."""
         owners = list(self._owners(num_cached))
         if not owners:
             return {}
@@ -346,11 +330,11 @@ class PrefixPass:
             for layer in owners[0][0].computed
         }
 
-    def _owners(self, num_cached: int) -> Iterator[tuple[_Visit, int]]:
-        """Which kept pieces the given path comes from, root first, and how many of its nodes each gives."""
-        starts = [visit.num_cached for visit in self._kept if visit.num_cached < num_cached]
-        for visit, start, stop in zip(self._kept, starts, [*starts[1:], num_cached], strict=False):
-            yield visit, stop - start
+    def _owners(self, num_cached: int) -> Iterator[tuple[_ForwardPass, int]]:
+        """Yields the kept pieces of the given path, root first, and the number of nodes from each."""
+        starts = [kept.num_cached for kept in self._kept if kept.num_cached < num_cached]
+        for kept, start, stop in zip(self._kept, starts, [*starts[1:], num_cached], strict=False):
+            yield kept, stop - start
 
     def _ids(self, values: NDArray[np.integer[Any]]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._policy.device)

@@ -1,14 +1,10 @@
-"""Which tokens may come next under a grammar: `llguidance` over the model's own tokens. No torch.
+"""The choice of the next token: grammar, temperature, truncation; and the log-probabilities of given tokens.
 
-A grammar is Lark text in `llguidance`'s dialect, which `rendering.grammar` writes. Control tokens are never part of its
-text; it names them by id. Text without an alternative may only be written as the tokenizer writes it. Where an end is
-accepted, the end tokens are allowed, and where nothing else is, one of them must come.
+A grammar is Lark text in `llguidance`'s dialect, written by `rendering.grammar`. `llguidance` follows it over the
+model's own tokens. A grammar names control tokens by id; its text never contains them. Text without an alternative is
+tokenised as the tokenizer does it. The end tokens are allowed where the grammar accepts an end.
 
-Choosing the next token: a grammar's mask, temperature, truncation, one seeded uniform number a completion.
-
-Shapes: C completions, R rows of logits, V vocabulary. Completions that share a row share its softmax, too.
-
-Log-probabilities of given tokens: one pass without sampling, for evaluations that compare texts.
+Shapes: C completions, R rows of logits, V vocabulary. Completions of one row share its softmax.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentjet.compute.embedded.attention import flat_forward
-from agentjet.compute.embedded.passes import forest_plan
+from agentjet.compute.embedded.forest_attention import forest_plan
 from agentjet.compute.embedded.policy import Policy
 from agentjet.errors import GrammarError
 from agentjet.rendering.grammar import TextCache
@@ -34,84 +30,84 @@ from agentjet.timeline.support import EVERYTHING, encode_set
 from agentjet.types import ModelInfo, SamplingParams, TokenScore
 
 MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 2**20
-"""Compiled ones, and the characters of them together: a compiled grammar takes about two hundred bytes for each."""
+"""Limits of the compiled grammars in memory. A compiled grammar takes about 200 bytes per character."""
 
 
 class Guide:
-    """Follows one completion. `mask` is what may come next, one bit a token, lowest first; nobody else changes it."""
+    """Follows the grammar of one completion. `mask` has one bit per token, lowest first: True if it may come next."""
 
     def __init__(self, matcher: LLMatcher) -> None:
-        """Raises `GrammarError` when the grammar allows nothing."""
+        """Raises `GrammarError` if the grammar allows no token."""
         self._matcher = matcher
         self.mask = b""
-        if error := self._look():
+        if error := self._update_mask():
             raise GrammarError(error)
 
     def advance(self, token: int) -> str:
-        """A token of the mask was sampled and another is to follow; returns why none can, or nothing."""
+        """Consume a sampled token; returns the reason if no further token is possible, else an empty string."""
         self._matcher.consume_token(token)
-        return self._look()
+        return self._update_mask()
 
-    def _look(self) -> str:
+    def _update_mask(self) -> str:
         self.mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            return f"the grammar cannot be followed: {first_line(self._matcher.get_error())}"
+            return f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}"
         return "" if any(self.mask) else "the grammar allows no token here"
 
 
 class Grammars:
-    """Compiles grammars for one model, each once while it is in use."""
+    """Compiles the grammars of one model and caches them."""
 
-    def __init__(self, card: ModelInfo, vocabulary: int) -> None:
-        """`vocabulary` is the number of token ids the model knows, which may be more than its tokenizer has."""
-        self._card = card
+    def __init__(self, info: ModelInfo, vocabulary: int) -> None:
+        """`vocabulary` is the number of token ids of the model, which may exceed that of its tokenizer."""
+        self._info = info
         self._vocabulary = vocabulary
         self._compiled = TextCache(self._compile, most=MAX_GRAMMARS, characters=MAX_GRAMMAR_CHARACTERS)
 
     def guide(self, grammar: str) -> Guide | None:
-        """A guide from the grammar's start; None for the empty grammar, which allows everything.
+        """Returns a guide at the grammar's start; None for the empty grammar, which allows everything.
 
-        Raises `GrammarError`.
+        Raises `GrammarError` for an invalid grammar.
         """
         return Guide(self._compiled(grammar).deep_copy()) if grammar else None
 
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"the grammar cannot be compiled: {first_line(matcher.get_error())}")
+            raise GrammarError(f"the grammar cannot be compiled: {_first_line(matcher.get_error())}")
         return matcher
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         return LLTokenizer(
-            TokenizerWrapper(_Tokens(self._card, self._vocabulary)),
+            TokenizerWrapper(_Tokens(self._info, self._vocabulary)),
             n_vocab=self._vocabulary,
-            eos_token=list(self._card.end_tokens),
+            eos_token=list(self._info.end_tokens),
         )
 
 
 class _Tokens:
-    """A model's tokens as `TokenizerWrapper` asks for them; ids that no text has are empty and never allowed."""
+    """A model's tokens in the interface of `TokenizerWrapper`. Ids without text are empty and never allowed."""
 
-    def __init__(self, card: ModelInfo, count: int) -> None:
-        self._vocabulary = Vocabulary(card.tokenizer_path)
-        self.tokens = [self._vocabulary.raw(id, literals=True) for id in range(count)]
+    def __init__(self, info: ModelInfo, count: int) -> None:
+        self._vocabulary = Vocabulary(info.tokenizer_path)
+        self.tokens = [self._vocabulary.displayed_bytes(id, literals=True) for id in range(count)]
         self.special_token_ids = [id for id in sorted(self._vocabulary.control) if id < count]
-        self.eos_token_id = card.end_tokens[0]
+        self.eos_token_id = info.end_tokens[0]
         self.bos_token_id = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Ids of plain text: where the grammar leaves no choice, only the tokenizer's own way of writing is allowed."""
+        """Returns the ids of plain text. Text without an alternative is only allowed in this tokenisation."""
         return list(self._vocabulary.tokenize(text.encode() if isinstance(text, str) else text))
 
 
-def first_line(message: str) -> str:
-    """Without the dump of the parser's state that follows it."""
+def _first_line(message: str) -> str:
+    """Returns the message without the dump of the parser's state that follows it."""
     return message.strip().partition("\n")[0]
 
 
 DistributionKey = tuple[int, float, int, float, bytes]
-"""What makes a distribution: the row of logits, temperature, top_k, top_p and mask."""
+"""Determines a distribution: row of logits, temperature, top_k, top_p and mask."""
 
 
 def sample_tokens(
@@ -123,11 +119,12 @@ def sample_tokens(
 ) -> tuple[list[int], list[float], list[bytes]]:
     """Sample one token for each of C completions; `of[c]` is the row of `logits` [R, V] that completion c samples from.
 
-    `masks[c]` has a bit for each token that may follow, lowest first; empty, it allows all of them.
-    Returns tokens, log-probabilities, and the set that each token was chosen among (see `timeline.support`). The
-    log-probabilities are those of the distribution sampled from: over the set, after temperature. A greedy completion
-    (temperature 0) reports those of temperature 1, since a certain choice has none worth reporting. Where a row is no
-    distribution (not finite, or nothing allowed), the log-probability is not finite and the token means nothing.
+    `masks[c]` has a bit for each token, lowest first; an empty mask allows every token. Returns the tokens, their
+    log-probabilities, and the set from which each was chosen (see `timeline.support`).
+
+    The log-probabilities are those of the sampled distribution: over the set, after temperature. A greedy completion
+    (temperature 0) reports those of temperature 1. If a row has NaN logits or an empty mask, its
+    log-probability is not finite, and its token must be ignored.
     """
     shapes = [(row, p.temperature, p.top_k, p.top_p, mask) for row, p, mask in zip(of, params, masks, strict=True)]
     distinct = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
@@ -144,10 +141,10 @@ def sample_tokens(
 
 
 def _first_above(cumulative: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
-    """First index [C] at which `cumulative[rows]` exceeds the uniforms, by bisection, without copying shared rows.
+    """Returns the first index [C] at which `cumulative[rows]` exceeds the uniforms, by bisection.
 
-    The last entry of a row is 1 up to rounding; scaling by it keeps the threshold below it, so that a token of
-    probability 0 is never hit.
+    Bisection does not copy shared rows. The last entry of a row is 1 up to rounding. The threshold is scaled by it and
+    stays below it, so a token of probability 0 is never chosen.
     """
     last = cumulative.shape[-1] - 1
     thresholds = uniforms * cumulative[rows, last]
@@ -161,8 +158,7 @@ def _first_above(cumulative: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _tempered(logits: Tensor, shapes: Sequence[DistributionKey]) -> tuple[Tensor, list[bytes]]:
-    """Logits [D, V] of the distinct distributions, in float32, after mask, temperature and truncation; and the set
-    that each leaves."""
+    """Returns logits [D, V] of the distinct distributions after mask, temperature and truncation, and their sets."""
     rows = torch.tensor([row for row, *_ in shapes], device=logits.device)
     tempered = logits.index_select(0, rows).float()
     temperatures = [temperature or 1.0 for _, temperature, *_ in shapes]
@@ -183,14 +179,14 @@ def _tempered(logits: Tensor, shapes: Sequence[DistributionKey]) -> tuple[Tensor
 
 
 def unpack_mask(mask: bytes, vocabulary: int) -> NDArray[np.bool_]:
-    """The bits of a mask as truth values [V]."""
+    """Returns the bits of a mask as truth values [V]."""
     return np.unpackbits(np.frombuffer(mask, np.uint8), count=vocabulary, bitorder="little").view(bool)
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """`logits` [V] with everything outside the top k, then outside the smallest set of mass `top_p`, at -inf.
+    """Set `logits` [V] outside the top k, then outside the smallest set of mass `top_p`, to -inf.
 
-    The likeliest token stays, however little mass is asked for.
+    The likeliest token always stays.
     """
     kept = logits
     if top_k and top_k < len(logits):
@@ -206,12 +202,12 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 HEAD_POSITIONS = 128
-"""Positions that are multiplied with the vocabulary at a time."""
+"""Positions whose logits over the vocabulary exist at the same time."""
 
 
 @torch.inference_mode()
 def score(policy: Policy, tokens: NDArray[np.int32], num_likeliest: int) -> list[TokenScore]:
-    """The score of each token of `tokens` [T] but the first, given those before it, at temperature 1: T - 1 scores."""
+    """Returns T - 1 scores: of each token of `tokens` [T] except the first, given those before it, at temperature 1."""
     hidden = _hidden(policy, tokens)[:-1]
     targets = torch.from_numpy(tokens[1:].astype(np.int64)).to(policy.device)
     scores = []
@@ -227,7 +223,7 @@ def score(policy: Policy, tokens: NDArray[np.int32], num_likeliest: int) -> list
 def _hidden(policy: Policy, tokens: NDArray[np.int32]) -> Tensor:
     """Hidden states [T, hidden]."""
     ids = torch.from_numpy(tokens.astype(np.int64)).to(policy.device)
-    if not policy.card.shares_prefixes:
+    if not policy.info.shares_prefixes:
         hidden: Tensor = cast(Any, policy.decoder)(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         return hidden
     nothing = np.zeros(0, np.float32)

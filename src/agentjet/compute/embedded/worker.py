@@ -1,13 +1,7 @@
-"""The worker process: one loop that samples while anything is running and carries out the other verbs in between.
+"""The worker process: one loop that samples while completions run, and handles the other requests in between.
 
-Started by `backend.EmbeddedCompute` with frames on standard input and output. A thread reads frames, so that a vanished
-gateway ends the process at once, whatever the loop is at: nothing here must outlive it, since every fact that counts is
-in the gateway's journal.
-
-Memory that is freed goes back to the system.
-
-glibc keeps it: it takes blocks of up to 32 MB from a heap whose holes stay resident, and those of a learner, of another
-size in every batch, add up. Twelve batches of long conversations left 8 GB of holes.
+`backend.EmbeddedCompute` starts the worker and sends frames on standard input. A thread reads the frames and ends the
+process as soon as the gateway is gone. The worker stores no facts: they are all in the gateway's journal.
 """
 
 from __future__ import annotations
@@ -27,15 +21,15 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from agentjet.compute.embedded import checkpoint, worker_process
-from agentjet.compute.embedded.fingerprint import Fingerprints
+from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
-from agentjet.compute.embedded.plain_sampler import RowSampler
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler
+from agentjet.compute.embedded.policy import Policy, fingerprint
+from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.compute.embedded.token_sampling import score
+from agentjet.compute.embedded.worker_process import Frame, encode_frame, read_frame
 from agentjet.config import JobConfig, ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError
 from agentjet.timeline.forest import Forest
@@ -43,16 +37,45 @@ from agentjet.timeline.support import pack_sets
 from agentjet.types import FinishReason, SamplingParams
 
 ARRIVAL_GAP_SECONDS = 0.004
-"""After a request, how long the sampler waits for another one before its next step ..."""
+"""Seconds for which the sampler waits for another request before its next step."""
 ARRIVALS_SECONDS = 0.05
-"""... and for how long in all."""
+"""Total limit of that wait."""
 _BY_ID = ("sample", "cancel")
-"""Verbs that concern one completion and are answered by its tokens."""
+"""Requests about one completion. Its tokens are the answer."""
+
+
+class Fingerprints:
+    """Detects whether a step changed the learner's weights and the sampler's weights.
+
+    A float32 policy has one copy of the weights, unless a bug replaces a parameter. A bfloat16 policy has separate
+    masters.
+    """
+
+    def __init__(self, learner: PolicyLearner, sampling: Policy) -> None:
+        self._learner = learner
+        self._sampling = sampling
+        self._last = self._compute()
+
+    def reset(self) -> None:
+        """Take the present weights as the reference, after they were loaded."""
+        self._last = self._compute()
+
+    def changed(self) -> dict[str, float]:
+        """Returns 1 for each side that changed since the last call, else 0."""
+        before, self._last = self._last, self._compute()
+        return {name: float(self._last[name] != before[name]) for name in before}
+
+    def _compute(self) -> dict[str, int]:
+        known: dict[int, Tensor] = {}
+        return {
+            "weights/learner": fingerprint(self._learner.masters(), known),
+            "weights/sampler": fingerprint(self._sampling.trainable().values(), known),
+        }
 
 
 @dataclasses.dataclass(slots=True)
 class _Piece:
-    """Tokens of a completion on their way to being delivered, `size` at a time."""
+    """Sampled tokens of a completion that are not sent yet. A piece is sent when it has `size` tokens."""
 
     size: int
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -61,11 +84,11 @@ class _Piece:
 
 
 class Worker:
-    """The state of the process: a policy, its sampler and learner, and the version its weights have."""
+    """The state of the process: a policy, its sampler and learner, and the policy version."""
 
     def __init__(self, output: BinaryIO) -> None:
         self._output = output
-        self._inbox: queue.SimpleQueue[worker_process.Frame] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._version = 0
         self._metrics: dict[int, dict[str, float]] = {}
         self._pieces: dict[int, _Piece] = {}
@@ -75,13 +98,13 @@ class Worker:
         self.fingerprints: Fingerprints
 
     def read_forever(self, stream: BinaryIO) -> None:
-        """The reader thread's work."""
-        while (frame := worker_process.read(stream)) is not None:
+        """The loop of the reader thread."""
+        while (frame := read_frame(stream)) is not None:
             self._inbox.put(frame)
         os._exit(0)  # the gateway is gone
 
     def run(self) -> None:
-        """The main loop; returns when asked to close."""
+        """The main loop; returns on the request `close`."""
         arrivals_end = 0.0
         while True:
             frame = self._next_frame(arrivals_end)
@@ -91,15 +114,15 @@ class Worker:
                 continue
             if frame["op"] == "close":
                 return
-            self._carry_out(frame)
+            self._handle(frame)
             if frame["op"] == "sample":
                 arrivals_end = arrivals_end or time.monotonic() + ARRIVALS_SECONDS
 
-    def _next_frame(self, arrivals_end: float) -> worker_process.Frame | None:
-        """The next verb; None when it is time for a step of the sampler.
+    def _next_frame(self, arrivals_end: float) -> Frame | None:
+        """Returns the next request; None when the sampler should do a step.
 
-        A step costs nearly the same for one request as for fifty, and requests come in flocks: after one has come,
-        others are waited for, for a moment.
+        A step costs nearly the same for one completion as for fifty, and requests arrive together. So the loop waits
+        briefly for more requests after each one.
         """
         if not hasattr(self, "sampler") or self.sampler.is_idle:
             return self._inbox.get()
@@ -110,9 +133,10 @@ class Worker:
         except queue.Empty:
             return None
 
-    def _carry_out(self, frame: worker_process.Frame) -> None:
-        """One verb. The boundary where a failure becomes an answer; a failed `learn` may have half changed the
-        weights, so it ends the process.
+    def _handle(self, frame: Frame) -> None:
+        """Handle one request. Boundary: a failure becomes an answer.
+
+        A failed `learn` also ends the process, because the weights may be half changed.
         """
         op = frame["op"]
         try:
@@ -134,28 +158,28 @@ class Worker:
     def _start(self, config: dict[str, Any], dtype: str) -> dict[str, Any]:
         settings = ServeConfig.model_validate(config)
         model = settings.model
-        if dtype and model.dtype == "auto":  # What two timings find may differ.
+        if dtype and model.dtype == "auto":  # A second timing may choose another type.
             model = ModelConfig.model_validate({**config["model"], "dtype": dtype})
         self.policy = load_policy(model)
-        sampler = PrefixSampler if self.policy.card.shares_prefixes else RowSampler
+        sampler = PrefixSampler if self.policy.info.shares_prefixes else RowSampler
         self.sampler = sampler(self.policy, settings.sampler.max_concurrent, settings.sampler.cache_tokens)
         self.learner = PolicyLearner(self.policy)
         self.fingerprints = Fingerprints(self.learner, self.sampler.policy)
-        return dataclasses.asdict(self.policy.card)
+        return dataclasses.asdict(self.policy.info)
 
     def _score(self, tokens: bytes, num_likeliest: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-        scores = score(self.sampler.policy, self._known(tokens), num_likeliest)
+        scores = score(self.sampler.policy, self._token_ids(tokens), num_likeliest)
         return [(one.logprob, one.likeliest) for one in scores]
 
-    def _known(self, tokens: bytes) -> np.ndarray:
-        """Token ids of this model. Raises `ComputeError` for any other."""
+    def _token_ids(self, tokens: bytes) -> np.ndarray:
+        """Returns the token ids. Raises `ComputeError` for ids outside the vocabulary."""
         ids = np.frombuffer(tokens, np.int32)
         if not len(ids) or ids.min() < 0 or ids.max() >= self.policy.vocabulary:
             raise ComputeError(f"a prompt needs token ids between 0 and {self.policy.vocabulary - 1}")
         return ids
 
     def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
-        prompt = self._known(tokens)
+        prompt = self._token_ids(tokens)
         chosen = SamplingParams(**params)
         self.sampler.submit(id, prompt, chosen)
         self._pieces[id] = _Piece(chosen.piece_tokens)
@@ -191,7 +215,7 @@ class Worker:
                 del self._pieces[id]
 
     def _change_version(self, version: int) -> None:
-        """New weights: what the old ones sampled is delivered under their version, and their keys are forgotten."""
+        """Send the tokens of the old weights with the old version, then drop the sampler's cache."""
         self._deliver([(id, piece, None) for id, piece in self._pieces.items() if piece.tokens])
         self._version = version
         self.sampler.invalidate()
@@ -221,7 +245,7 @@ class Worker:
 
     def _load(self, path: str) -> dict[str, Any]:
         state = checkpoint.load(Path(path), self.policy, self.learner)
-        self.fingerprints.look()
+        self.fingerprints.reset()
         self._change_version(state["policy_version"])
         self._metrics = {self._version - 1: state.get("metrics", {})}
         return {"policy_version": self._version, "digest": state.get("digest", "")}
@@ -229,33 +253,37 @@ class Worker:
     def _export(self, path: str, adapter: bool = False) -> None:
         checkpoint.export(Path(path), self.policy, adapter=adapter)
 
-    def _send(self, frame: worker_process.Frame) -> None:
-        self._output.write(worker_process.encode(frame))
+    def _send(self, frame: Frame) -> None:
+        self._output.write(encode_frame(frame))
         self._output.flush()
 
 
+def trim_malloc() -> None:
+    """Return freed memory to the system; does nothing if the C library is not glibc.
+
+    glibc keeps freed blocks of up to 32 MB in its heap. A learner's blocks have another size in every batch, so gaps
+    add up: 8 GB after twelve batches of long conversations.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def make_deterministic() -> None:
-    """Equal inputs give equal weights. Memory that is about to be written is not filled first, as `torch` would do."""
+    """Make torch deterministic. New tensors stay uninitialised, because filling them would cost time."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
 
 
 def main() -> None:
-    """Serve the gateway at the other end of standard input and output until it is gone."""
+    """Serve the gateway on standard input and output until it closes them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the gateway decides
     output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not end up between the frames
+    os.dup2(2, 1)  # so that no library prints between the frames
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     make_deterministic()
     worker = Worker(output)
     threading.Thread(target=worker.read_forever, args=(sys.stdin.buffer,), daemon=True).start()
     worker.run()
     sys.stderr.flush()
-    os._exit(0)  # the reader thread still holds standard input, which an orderly end of the interpreter would wait for
-
-
-def trim_malloc() -> None:
-    """Does nothing where the C library is not glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    os._exit(0)  # a normal exit would wait for the reader thread, which blocks on standard input

@@ -1,10 +1,10 @@
-"""How gateway and worker talk: length-prefixed msgpack over the worker's standard input and output. No torch.
+"""The worker process seen from outside: frames on its standard input and output, and the watchdog. No torch.
 
-The watchdog: tells a worker that hangs from one that is busy. No torch.
+A frame is length-prefixed msgpack.
 
-A heartbeat could not. One from a thread of the worker continues while the main loop is deadlocked. One from the main
-loop is absent for minutes while a laptop computes one long pass. So the worker is watched from outside: it is busy if
-it sent something, used CPU time, or waits for a disk. A process that was stopped or is deadlocked does none of these.
+The watchdog ends a worker that hangs. Heartbeats could not detect that: a thread sends them while the main loop is
+deadlocked, and a main loop sends none for minutes while it computes one long pass. So the watchdog measures from
+outside. A worker is busy if it sent a frame, used CPU time, or waits for a disk.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _LENGTH = struct.Struct("<Q")
 Frame = dict[str, Any]
 
 
-def encode(frame: Frame) -> bytes:
+def encode_frame(frame: Frame) -> bytes:
     body: bytes = msgpack.packb(frame)
     return _LENGTH.pack(len(body)) + body
 
 
-def read(stream: BinaryIO) -> Frame | None:
-    """The next frame of a blocking stream; None at its end."""
+def read_frame(stream: BinaryIO) -> Frame | None:
+    """Returns the next frame of a blocking stream; None at its end."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -38,8 +38,8 @@ def read(stream: BinaryIO) -> Frame | None:
     return frame
 
 
-async def read_async(stream: asyncio.StreamReader) -> Frame | None:
-    """The next frame of an asyncio stream; None at its end, however it ended."""
+async def read_frame_async(stream: asyncio.StreamReader) -> Frame | None:
+    """Returns the next frame of an asyncio stream; None at its end, even within a frame."""
     try:
         header = await stream.readexactly(_LENGTH.size)
         body = await stream.readexactly(_LENGTH.unpack(header)[0])
@@ -50,21 +50,21 @@ async def read_async(stream: asyncio.StreamReader) -> Frame | None:
 
 
 MIN_CPU_SECONDS = 0.02
-"""CPU time that counts as work. The operating system counts in steps of 0.01 s."""
+"""Minimum CPU time that counts as work. The operating system counts in steps of 0.01 s."""
 CHECKS_PER_TIMEOUT = 10
-"""Looks within the timeout."""
+"""Number of checks within one timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Signs of work of a process and its children."""
+    """Work of a process and its children."""
 
     cpu_seconds: float
     waits_for_disk: bool = False
 
 
 class Watchdog:
-    """Adds up the time in which a worker that has something to do shows no sign of work."""
+    """Measures how long a worker with pending requests has not worked."""
 
     def __init__(self, timeout: float) -> None:
         """`timeout` in seconds."""
@@ -74,20 +74,20 @@ class Watchdog:
 
     @property
     def interval(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         return self._timeout / CHECKS_PER_TIMEOUT
 
-    def heard(self) -> None:
-        """The worker sent something."""
+    def reset(self) -> None:
+        """Call for every frame of the worker."""
         self._silence = 0.0
 
-    def hangs(self, elapsed: float, work: Callable[[], Activity | None], *, has_work: bool) -> bool:
-        """Look at the worker, `elapsed` seconds after the last look; True if it was silent for `timeout` seconds.
+    def hangs(self, elapsed: float, activity: Callable[[], Activity | None], *, has_work: bool) -> bool:
+        """Check the worker, `elapsed` seconds after the last check; True if it was idle for `timeout` seconds.
 
-        A look that comes late counts as two intervals at most: then this process was stopped as well, and frames of
-        that time may still be unread. `work` returns None if the process ended, which is not for the watchdog to say.
+        A late check counts as two intervals at most. A late check means that this process was stopped too, so frames of
+        that time may still be unread. `activity` returns None if the process ended; others handle that.
         """
-        found = work() if has_work else None
+        found = activity() if has_work else None
         if found is None or found.waits_for_disk or abs(found.cpu_seconds - self._cpu_seconds) >= MIN_CPU_SECONDS:
             self._silence = 0.0
             self._cpu_seconds = found.cpu_seconds if found is not None else 0.0
@@ -97,7 +97,7 @@ class Watchdog:
 
 
 def activity_of(pid: int) -> Activity | None:
-    """Activity of a process and its children since it was started; None if it ended."""
+    """Returns the activity of a process and its children since their start; None if the process ended."""
     try:
         process = psutil.Process(pid)
         times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
