@@ -8,10 +8,11 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentjet.errors import ConfigError, Conflict, Later
+from agentjet.errors import ConfigError, Conflict, Later, NotFound
 from agentjet.swarm import Journal
 from agentjet.swarm.store import Store
 from tests.swarm.world import World
@@ -185,3 +186,40 @@ def test_old_keys_are_forgotten_with_the_tokens(world: World) -> None:
     scope = "begin/anonymous"
     assert world.journal.recall(scope, "old") is None
     assert world.journal.recall(scope, "new") is not None
+
+
+def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentjet.swarm.store.SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr("agentjet.swarm.journal.EPISODES_KEPT", 4)
+    episodes = []
+    for number in range(20):
+        episodes.append(world.begin(mode="eval", key=str(number)))
+        world.call(episodes[-1], 7)
+        world.finish(episodes[-1], 1.0)
+        assert world.journal.num_facts() <= 11
+    assert world.swarm.queries.status_counts()["finished"] == 20
+    with_calls = [episode for episode in episodes if world.journal.calls(episode.id)]
+    assert 0 < len(with_calls) <= 5, "calls of ended episodes go with the next snapshot"
+    with pytest.raises(NotFound):
+        world.swarm.episode(episodes[0].id)
+    assert [episode.seq for episode in world.reopen().queries.recent_episodes(3)] == [20, 19, 18]
+
+
+def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
+    lost = world.begin("a", team="red")
+    waiting = world.play("a", 0.0, team="red")[0]
+    world.abort(lost)
+    world.begin(mode="eval")
+    evaluated = world.begin(mode="eval", team="red")
+    world.finish(evaluated, 1.0)
+
+    def seqs(**wanted: Any) -> list[int]:
+        return [episode.seq for episode in world.swarm.queries.recent_episodes(**({"limit": 10} | wanted))]
+
+    assert seqs() == [4, 3, 2, 1]
+    assert seqs(limit=2) == [4, 3]
+    assert seqs(limit=2, before=evaluated.id) == [3, 2]
+    assert seqs(before=waiting.id) == [1]
+    assert seqs(status="finished") == [4, 2]
+    assert seqs(status="aborted", team="red") == [1]
+    assert seqs(team="red") == [4, 2, 1]
