@@ -157,7 +157,7 @@ def fail(swarm: SwarmState) -> None:
 
 
 def costs(folder: Path, number: int) -> dict[str, float]:
-    """What a run of `number` episodes costs to open, to list and to roll back."""
+    """Costs of opening, listing and rolling back a run of `number` episodes."""
     path = folder / f"{number}" / "journal.sqlite"
     write_history(path, number)
 

@@ -226,7 +226,7 @@ class UndoLog:
 
 
 class State:
-    """What a run needs in memory: unsettled episodes, the groups of the present batch, versions and counts.
+    """The part of a run that is in memory: unsettled episodes, the groups of the present batch, versions and counts.
 
     An episode is settled once it is aborted, expired, trained or dropped, or finished in eval mode. Settled episodes
     and closed groups leave memory, so memory and snapshots do not grow with the length of a run.
@@ -318,8 +318,9 @@ class State:
             self._count(name, 1)
         ended = episode.ended is not None and (before is None or before.ended is None)
         if ended and episode.reward is None:
-            start = episode.reason.partition(":")[0]
-            self._add_loss("episodes", start.replace(" ", "_") if start in UNSCORED_REASONS else episode.status, 1)
+            start, colon, _ = episode.reason.partition(":")
+            is_known = colon and start in UNSCORED_REASONS
+            self._add_loss("episodes", start.replace(" ", "_") if is_known else episode.status, 1)
         if episode.code_version and episode.mode == "train":
             self._count_code_version(episode, begun=before is None, ended=ended)
         if {"live", "prepared", "waiting"} & set(categories(episode)):
