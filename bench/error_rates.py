@@ -1,12 +1,12 @@
 """How often the researcher calls what it must not, by simulation: `python -m bench.error_rates`.
 
-Normal scores of two arms, looked at by the rule of `agentjet.research.confirmation`; nothing is given up, which
-could only
-call less. Wrong is "supported" or "refuted" of an effect no larger than the smallest effect of interest: of none, and
-of one of just that size. That size is in what seeds differ by, which is the root mean square of both arms' deviations,
-and one arm's scores spread `UNEQUAL` times as far as the other's. Several claims share alpha by Holm's procedure:
-before the first wrong call each of those that must not be called is read at no more than an equal share, so that the
-sum of their chances is the most that all of them err by. A table, then one JSON object as the last line.
+Normal scores of two arms, looked at by the rule of `agentjet.research.confirmation`; nothing is stopped for futility,
+which could only call less. Wrong is "supported" or "refuted" of an effect no larger than the smallest effect of
+interest: of none, and of one of just that size. That size is in what seeds differ by, which is the root mean square of
+both arms' deviations, and one arm's scores spread `UNEQUAL` times as far as the other's. Several claims share alpha by
+Holm's procedure: before the first wrong call each of those that must not be called is read at no more than an equal
+share, so that the sum of their chances is the most that all of them err by. A table, then one JSON object as the last
+line.
 """
 
 from __future__ import annotations
