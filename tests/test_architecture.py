@@ -48,7 +48,7 @@ ROOMS = {
     "protocol": room(VOCABULARY, "pydantic"),
     "timeline": room(VOCABULARY, "numpy"),
     "rendering": room(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
-    "recipes": room(f"{VOCABULARY} config", "numpy", lazy="torch"),
+    "recipes": room(f"{VOCABULARY} config timeline", "numpy", lazy="torch"),
     "swarm": room(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
     "compute": room(
         f"{VOCABULARY} config timeline rendering recipes",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "prepared", "finished", "aborted", "expired"]
@@ -181,12 +181,46 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyId:
+    """The name of a policy on a backend."""
+
+    run: str = "default"
+    policy: str = "policy"
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.policy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operation on a policy. `number` counts the policy's operations from 0."""
+
+    run: str
+    policy: str
+    number: int
+
+    @classmethod
+    def of(cls, policy: PolicyId, number: int) -> Self:
+        return cls(policy.run, policy.policy, number)
+
+    @property
+    def policy_id(self) -> PolicyId:
+        return PolicyId(self.run, self.policy)
+
+    def next(self) -> Self:
+        """Returns the policy's next operation."""
+        return replace(self, number=self.number + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointStamp:
     """A checkpoint as its backend wrote or verified it."""
 
     policy_version: int
     digest: str
     """Digest of the whole checkpoint; empty for one that AgentJet 0.1 wrote."""
+    operation: int = 0
+    """Number of the policy's next operation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfig, OptimizerConfig
 from agentjet.recipes.advantages import ADVANTAGES
-from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import encode_set
 from tests.compute.architectures import make_architecture
 from tests.tiny import make_model, tokenizer
@@ -151,7 +151,9 @@ def learn_batch(learner: PolicyLearner, groups: list[list[Episode]], job: JobCon
         advantages = ADVANTAGES[job.algorithm.advantage](np.array([member.reward for member in members]))
         for member, advantage in zip(members, advantages, strict=True):
             rows += [
-                Row(call.tokens, call.logprobs, call.versions, float(advantage), call.temperature, sequence, call.sets)
+                call_row(
+                    call.tokens, call.logprobs, call.versions, float(advantage), call.temperature, sequence, call.sets
+                )
                 for call in member.calls
             ]
             sequence += 1

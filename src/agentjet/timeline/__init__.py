@@ -5,7 +5,8 @@
 token-in-context is there once.
 """
 
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from agentjet.timeline.tree import ConversationTree, Match
 
-__all__ = ["ConversationTree", "Forest", "Match", "Row", "build_forest"]
+__all__ = ["ConversationTree", "Facts", "Forest", "Match", "Row", "TrainingBatch", "build_forest", "call_row"]
