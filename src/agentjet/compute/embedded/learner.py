@@ -139,6 +139,9 @@ class PolicyLearner:
         return merged_metrics(steps)
 
     def _prepare(self, batch: TrainingBatch, loss: LossSpec, recipe: Recipe) -> _PreparedBatch:
+        missing = recipe.required(batch) - batch.forest.targets.keys()
+        if missing:
+            raise ComputeError(f"batch {batch.id} lacks the columns {', '.join(sorted(missing))}, which its loss needs")
         outputs = {}
         if "logprob" in recipe.needs and batch.forest.num_targets:
             outputs["logprob"] = self.batch_logprobs(batch.forest, loss.micro_batch_tokens)
@@ -311,7 +314,9 @@ class PolicyLearner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """The inverse of `state`. Drops an accumulated gradient."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._prepared = None
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
