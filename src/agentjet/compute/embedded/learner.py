@@ -28,7 +28,7 @@ from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import ComputeError
 from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.recipe import MISMATCH, Recipe, recipe_of
-from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 from agentjet.timeline.support import decode_set
 
@@ -128,9 +128,9 @@ class PolicyLearner:
         """True between a `forward_backward` and the next `optim_step`."""
         return any(master.grad is not None for master in self.masters())
 
-    def learn(self, forest: Forest, job: JobConfig, version: int) -> dict[str, float]:
-        """Learn a forest that has its columns; returns metrics. The steps of `protocol.learn`, in one process."""
-        batch, num_steps = TrainingBatch(version, forest), 1
+    def learn(self, forest: Forest, job: JobConfig, version: int, facts: Facts | None = None) -> dict[str, float]:
+        """Train on a batch; returns metrics. The same steps as `protocol.learn`, without a worker process."""
+        batch, num_steps = TrainingBatch(version, forest, facts), 1
         steps: list[StepMetrics] = []
         while len(steps) < num_steps:
             outputs = self.forward_backward(batch, LossSpec.of(job, len(steps)))
