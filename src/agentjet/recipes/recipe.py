@@ -112,7 +112,7 @@ class Recipe:
         """
         if self.algorithm.kl_coef:
             return np.full(forest.num_targets, True)
-        contributes = forest["advantage"] != 0
+        contributes: NDArray[np.bool_] = forest["advantage"] != 0
         if "sequence_log_ratio" in self.reads:
             contributes = np.isin(forest["sequence"], forest["sequence"][contributes])
         return contributes

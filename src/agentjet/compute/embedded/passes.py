@@ -57,6 +57,7 @@ class Pass(Protocol):
 
     def finish(self) -> None:
         """Complete the gradients after the last piece."""
+        return
 
 
 def pass_of(policy: Policy) -> Pass:
