@@ -1,4 +1,4 @@
-"""Hand-written fakes that several rooms' tests share. No torch, no processes, no clock of their own."""
+"""Hand-written fakes that the tests of several packages share. No torch, no processes, no clock of their own."""
 
 from __future__ import annotations
 

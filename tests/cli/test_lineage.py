@@ -23,7 +23,7 @@ from agentjet.cli.lineage import branch, roll_back
 from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
-from agentjet.gateway import versions as gateway_versions
+from agentjet.gateway.checkpoints import BEST
 from agentjet.protocol import BeginRequest, EvaluationRequest, FinishRequest
 from tests.cli.test_commands import at, run
 from tests.fakes import Running, running
@@ -121,7 +121,7 @@ async def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
         for score in (0.2, 0.8, 0.8, 0.5):
             await up.batch()
             await evaluate(up, score)
-        await up.gateway.checkpoint()
+        await up.gateway.versions.save()
         listed = await up.gateway.versions.checkpoints()
         assert [(info.policy_version, info.tags, info.score) for info in listed] == [(2, ["best"], 0.8), (4, [], 0.5)]
         await up.batch()
@@ -144,7 +144,7 @@ async def test_what_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture
         late = EvaluationRequest(policy_version=1, score=0.9, num_tasks=1, num_episodes=1)
         await up.gateway.versions.record_evaluation(late)
         assert up.gateway.store.tags.read() == {} and versions(up) == [], "the present version is another one"
-    assert gateway_versions.BEST == "best"
+    assert BEST == "best"
 
 
 # ---- 3. rollback --------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ async def test_a_rollback_out_of_divergence(tmp_path: Path) -> None:
     async with running(data) as up:
         assert "diverged" not in up.gateway.status().waiting_for
         await up.batch()
-        assert (await up.gateway.checkpoint()).policy_version == 4
+        assert (await up.gateway.versions.save()).policy_version == 4
 
 
 # ---- 4. what is refused -------------------------------------------------------------------------------------------

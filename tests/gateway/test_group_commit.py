@@ -1,14 +1,14 @@
-"""Grouped commits. Pinned here:
+"""Group commit.
 
-1. what several tasks wrote in one turn of the loop is committed once, and on disk before any of them is told;
-2. one that fails undoes its own change only;
-3. nobody is told, and no event sent, before the disk has it, though the loop goes on; what is written meanwhile waits
-   for the next time, and whoever repeats a request waits, too;
-4. when the disk refuses the commit, or takes the whole group with one write, all are told `Later` and nothing of it
-   happened, in memory either;
-5. an answer whose agent leaves before the disk has it did not reach it;
-6. when the disk fails a sync, nobody is told, nothing is recorded any more, and a new server carries on;
-7. so it is when a commit fails with anything else: nobody waits for ever, and nobody is told that it is on disk.
+1. The changes of several tasks in one turn of the loop are committed once, and are on disk before any task continues.
+2. A change that fails undoes itself only.
+3. No task continues, and no event is sent, before the changes are on disk. The loop goes on. Changes made during the
+   wait form the next group, and repeated requests wait, too.
+4. If the disk refuses the commit, or one write fails the group, all waiters get `Later` and nothing happened, in
+   memory either.
+5. An answer whose agent leaves before the changes are on disk was not delivered.
+6. If the disk fails a sync, no waiter succeeds and nothing more is recorded. A new server continues.
+7. The same holds if a commit fails with any other error: no waiter hangs or succeeds.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class SlowDisk:
 
 
 async def turns(number: int = 20) -> None:
-    """Give the loop and the thread time to do whatever they would."""
+    """Give the loop and the thread time."""
     for _ in range(number):
         await asyncio.sleep(0.001)
 

@@ -1,8 +1,7 @@
 """Random agents, and the episodes they leave behind.
 
-A `Session` is one agent role of one episode, glued together as the gateway does it (`gateway.prompting.prepare_prompt`,
-`gateway.answer.CompletionParser`), with every claim about its tree checked on the way. An `Agent` does to its
-conversations
+A `Session` is one agent role of one episode, put together as the gateway does it (`gateway.prompts`,
+`gateway.completion_parser`), with every claim about its tree checked on the way. An `Agent` does to its conversations
 what agents do. A `Swarm` holds the episodes of a batch and remembers of every sampled token what it was sampled behind.
 """
 

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from agentjet.errors import InvalidRequest, Later, RequestError
-from agentjet.gateway.states import IllegalInState
+from agentjet.gateway.engine import IllegalInState
 from agentjet.protocol import Problem
 from agentjet.server.dialects import DIALECTS, error_shape
 from agentjet.server.disconnect import ClientGone

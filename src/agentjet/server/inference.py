@@ -183,7 +183,7 @@ async def respond(
     role = _role_of(body.model, wired, role)
     head = AnswerHead(uuid.uuid4().hex, gateway.model_name, int(time.time()))
     content = await request.body()
-    past: CallLookup = partial(gateway.past, episode_id, role)
+    past: CallLookup = partial(gateway.lookup_call, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
     call = await offload(len(content), _to_call, dialect, body, past, content, request.headers, head)
     chunks = gateway.call(episode_id, role, call, hang_up=hang_up_of(request))

@@ -225,7 +225,7 @@ async def list_checkpoints(wired: Deps) -> list[CheckpointInfo]:
 @router.post("/checkpoints", dependencies=client + leased, responses=problems_of(409, 503, 507))
 async def create_checkpoint(wired: Deps, body: EmptyRequest | None = None) -> CheckpointInfo:
     """Save a checkpoint of the present policy, between two batches."""
-    return await stored(wired.gateway.checkpoint())
+    return await stored(wired.gateway.versions.save())
 
 
 @router.post("/exports", dependencies=client + leased, responses=problems_of(409, 503, 507))
@@ -233,7 +233,7 @@ async def create_export(wired: Deps, body: ExportRequest | None = None) -> Check
     """Write the present policy on the server's disk, between two batches: as a plain Hugging Face folder, or its
     adapter alone.
     """
-    return await stored(wired.gateway.export(adapter=body is not None and body.adapter))
+    return await stored(wired.gateway.versions.export(adapter=body is not None and body.adapter))
 
 
 async def stored(work: Awaitable[Stored]) -> Stored:
