@@ -64,9 +64,9 @@ class ForestKeeper:
     """Writes down what is about to be learned, once a batch, and compares when it is made again."""
 
     def __init__(self, gateway: Gateway, folder: Path) -> None:
-        self._forest = gateway.swarm.forest
+        self._forest = gateway.swarm.batches.forest
         self._folder = folder
-        gateway.swarm.forest = self._keeping  # type: ignore[method-assign]
+        gateway.swarm.batches.forest = self._keeping  # type: ignore[method-assign]
 
     def _keeping(self, batch: Batch) -> Forest:
         forest = self._forest(batch)

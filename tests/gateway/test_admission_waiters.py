@@ -71,7 +71,7 @@ async def test_only_room_wakes_those_who_wait_for_it(tmp_path: Path) -> None:
         assert (await counted.settled())[0] == 1, "the one that joined the group"
         await gateway.abort(held[1].id, AbortRequest())  # Group a keeps its finished member, and its place.
         assert (await counted.settled())[0] == 0
-        for episode in gateway.swarm.recent_episodes(10, status="live"):
+        for episode in gateway.swarm.queries.recent_episodes(10, status="live"):
             await gateway.abort(episode.id, AbortRequest())
         begins, looks = await counted.settled()
         assert sum(task.done() for task in waiting) == 1

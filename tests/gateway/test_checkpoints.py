@@ -73,7 +73,7 @@ async def test_an_unusable_checkpoint_is_set_aside_and_the_one_before_is_taken(
         assert (run.compute.learned, run.compute.weights) == ([2], weights)
         assert versions(run) == [2]
         assert run.gateway.status().unusable_checkpoints == [str(tmp_path / "d" / "checkpoints" / name)]
-        [event] = [event.body for event in run.gateway.swarm.events() if event.body.get("set_aside")]
+        [event] = [event.body for event in run.gateway.swarm.queries.events() if event.body.get("set_aside")]
         assert not event["ok"] and event["set_aside"].endswith(name)
         info = await run.gateway.versions.save()
         assert (info.policy_version, versions(run)) == (3, [2, 3]), "it is written again"
@@ -197,13 +197,13 @@ async def test_a_checkpoint_without_a_digest_counts_where_agentjet_0_1_may_have_
         for version, counts in ((1, known), (2, False)):
             stamp = CheckpointStamp(version, "")
             if counts:
-                swarm.check_checkpoint(stamp)
+                swarm.batches.check_checkpoint(stamp)
             else:
                 with pytest.raises(CheckpointError, match="did not record a checkpoint of policy version"):
-                    swarm.check_checkpoint(stamp)
-        swarm.record_checkpoint(CheckpointStamp(1, "d1"))
+                    swarm.batches.check_checkpoint(stamp)
+        swarm.batches.record_checkpoint(CheckpointStamp(1, "d1"))
         with pytest.raises(CheckpointError, match="has another digest"):
-            swarm.check_checkpoint(CheckpointStamp(1, ""))
+            swarm.batches.check_checkpoint(CheckpointStamp(1, ""))
 
 
 async def test_only_what_this_server_wrote_or_loaded_counts(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
 
         swarm.next_deadline = failing  # type: ignore[method-assign]
         run.clock.advance(11)
-        await run.until(lambda: swarm.recent_episodes(1, status="expired") != [])
-        assert swarm.recent_episodes(1)[0].id == episode.id
+        await run.until(lambda: swarm.queries.recent_episodes(1, status="expired") != [])
+        assert swarm.queries.recent_episodes(1)[0].id == episode.id
     assert caplog.text.count("leases could not be checked") == 1
 
 
@@ -103,7 +103,7 @@ async def reading(run: Running) -> tuple[str, Reader]:
 
 
 def lost(run: Running, episode_id: str) -> list[str]:
-    return list(run.gateway.swarm.orphans(episode_id).values())
+    return list(run.gateway.swarm.queries.orphans(episode_id).values())
 
 
 async def test_a_slow_reader_lives_and_a_stalled_one_does_not(tmp_path: Path) -> None:

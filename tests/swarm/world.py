@@ -1,4 +1,4 @@
-"""A swarm on a temporary journal with a clock that stands still until told otherwise."""
+"""A swarm on a temporary journal with a clock that only the test moves."""
 
 from __future__ import annotations
 
@@ -85,4 +85,4 @@ class World:
         return begun
 
     def kinds(self) -> list[str]:
-        return [event.kind for event in self.swarm.events()]
+        return [event.kind for event in self.swarm.queries.events()]

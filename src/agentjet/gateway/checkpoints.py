@@ -316,7 +316,7 @@ class PolicyVersions:
         """
         self._swarm.record_evaluation(request, idempotency_key=idempotency_key)
         await self._commits.durable()
-        found = self._swarm.evaluations()
+        found = self._swarm.queries.evaluations()
         best = next(evaluation.policy_version for evaluation in found if evaluation.best)
         if self._swarm.job.keep_best and best == request.policy_version:
             await self._keep_best(best)
@@ -342,7 +342,7 @@ class PolicyVersions:
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
-        scores = {evaluation.policy_version: evaluation.score for evaluation in self._swarm.evaluations()}
+        scores = {evaluation.policy_version: evaluation.score for evaluation in self._swarm.queries.evaluations()}
         tags = self._store.tags.read()
         return [
             info.model_copy(

@@ -176,7 +176,7 @@ class GroupCommit:
         """Resolved once the committed changes are on disk."""
         self._failed: BaseException | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        swarm.commit_together(self._soon)
+        swarm.store.defer_commits(self._soon)
 
     async def durable(self) -> None:
         """Returns once all changes so far are on disk.
@@ -207,7 +207,7 @@ class GroupCommit:
         waiting, self._next = self._next, None
         assert waiting is not None
         try:
-            self._swarm.commit()
+            self._swarm.store.commit()
         except Later as later:
             _refuse(waiting, later)
             return
@@ -217,7 +217,7 @@ class GroupCommit:
                 raise
             return
         self._under_way = waiting
-        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.sync)
+        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.store.journal.sync)
         synced.add_done_callback(self._synced)
 
     def _synced(self, done: asyncio.Future[None]) -> None:
@@ -226,7 +226,7 @@ class GroupCommit:
         try:
             if error is None:
                 waiting.set_result(None)
-                self._swarm.announce()  # Listeners may write; the next commit includes it.
+                self._swarm.store.announce()  # Listeners may write; the next commit includes it.
             else:
                 self._give_up(waiting, error)
         finally:
@@ -238,7 +238,7 @@ class GroupCommit:
         """Refuses present and later waiters: the state of the journal on disk is unknown."""
         is_known = isinstance(error, Later)
         log.critical("the journal could not be written to disk: %s", error, exc_info=None if is_known else error)
-        self._failed = error if is_known else self._swarm.refuse_writes(error)
+        self._failed = error if is_known else self._swarm.store.journal.refuse_writes(error)
         _refuse(waiting, self._failed)
 
 

@@ -282,7 +282,7 @@ class Engine:
 
     async def _bring_up(self) -> None:
         """Starts a worker and brings it to the policy version of the journal."""
-        self._store.sweep(self._swarm.recorded_digest)
+        self._store.sweep(self._swarm.batches.recorded_digest)
         await self._start_worker()
         batches = await self._load_newest()
         self._swarm.record_origin()
@@ -322,7 +322,7 @@ class Engine:
 
     def _resume(self, stamp: CheckpointStamp | None, refused: list[str]) -> list[Batch]:
         try:
-            return self._swarm.resume(stamp)
+            return self._swarm.batches.resume(stamp)
         except CheckpointError as error:
             earlier = ", ".join(path.name for path in self._store.unusable())
             found = [f"Unusable checkpoints in {self._store.folder}: {earlier}."] if earlier else []
@@ -333,7 +333,7 @@ class Engine:
         stamp = await self._compute.load(Path(info.path))
         if stamp.policy_version != info.policy_version:
             raise CheckpointError(f"checkpoint {info.path} is damaged: it has policy version {stamp.policy_version}")
-        self._swarm.check_checkpoint(stamp)
+        self._swarm.batches.check_checkpoint(stamp)
         if not stamp.digest:
             log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", info.path)
         return stamp

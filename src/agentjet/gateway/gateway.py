@@ -99,7 +99,7 @@ class Gateway:
         self._commits = GroupCommit(self.swarm)
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
-        self.swarm.on_event = self._on_event
+        self.swarm.store.on_event = self._on_event
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
         self._gate = Gate()
@@ -180,7 +180,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait
         while True:
-            self.swarm.saw(request.client_id)  # A refused client is alive, too.
+            self.swarm.client_seen(request.client_id)  # A refused client is alive, too.
             if self.engine.state in NOT_SERVING:
                 raise self.engine.refusal()
             try:
@@ -200,7 +200,7 @@ class Gateway:
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` if the client has the maximum of live episodes. A repeated begin passes."""
         most = self.config.server.max_episodes_per_client
-        counts = self.swarm.status_counts()
+        counts = self.swarm.queries.status_counts()
         if counts["live"] + counts["prepared"] < most:  # The usual case, and cheap.
             return
         if self.swarm.begun(request, idempotency_key) is not None:
@@ -208,7 +208,7 @@ class Gateway:
         if self.swarm.is_due():
             self.swarm.reap()
         self.swarm.take_over(request)
-        if self.swarm.num_undecided(request.client_id) >= most:
+        if self.swarm.queries.num_live_or_prepared(request.client_id) >= most:
             raise too_many_episodes(request.client_id, most)
 
     async def heartbeat(self, episode_id: str) -> Episode:
@@ -287,7 +287,7 @@ class Gateway:
         if before:
             self.swarm.episode(before)
         if status in ("live", "prepared"):  # Held in memory.
-            found = self.swarm.recent_episodes(limit, team=team, status=status, before=before)
+            found = self.swarm.queries.recent_episodes(limit, team=team, status=status, before=before)
             return list(map(views.view, found))
 
         def read() -> list[EpisodeView]:
@@ -345,18 +345,18 @@ class Gateway:
             model=self.model_name,
             model_weights=self.engine.model.weights if self.engine.model else "",
             policy_version=swarm.policy_version,
-            branched_from=swarm.branched_from,
+            branched_from=swarm.queries.branched_from,
             batch_size=job.batch_size,
             group_size=job.group_size,
             spare_episodes=job.spare_episodes,
             max_steps=job.max_steps,
-            groups_complete=swarm.groups_complete,
-            groups_open=swarm.groups_open,
-            episodes=swarm.status_counts(),
+            groups_complete=swarm.queries.num_groups("complete"),
+            groups_open=swarm.queries.num_groups("open"),
+            episodes=swarm.queries.status_counts(),
             calls_active=len(self._calls.active),
             last_step=swarm.last_step,
-            clients={client: max(0.0, now - seen) for client, seen in swarm.clients().items()},
-            holding=swarm.holding(),
+            clients={client: max(0.0, now - seen) for client, seen in swarm.queries.clients().items()},
+            holding=swarm.queries.holding(),
             code_versions=views.code_versions(swarm),
             task_sets=views.task_sets(swarm),
             workers_started=self.engine.num_workers,
@@ -370,7 +370,7 @@ class Gateway:
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
         """Yields events after number `after` until the gateway closes. Yields None after `keep_alive` idle seconds."""
         while not self.closing:
-            page = [event for event in self.swarm.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
+            page = [event for event in self.swarm.queries.events(after, EVENTS_PAGE) if event.seq <= self.last_event]
             for event in page:
                 after = event.seq
                 yield event
@@ -404,7 +404,7 @@ class Gateway:
     def _admission(self) -> tuple[int, bool, int, int]:
         """Returns the facts that the admission of every client depends on. A change may admit a waiting client."""
         swarm = self.swarm
-        return swarm.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
+        return swarm.queries.places_left, self.engine.state in NOT_SERVING, swarm.policy_version, swarm.job_revision
 
     async def _check_leases(self) -> None:
         """Expires leases when they end. Retries the disk while it refuses writes."""
@@ -416,9 +416,9 @@ class Gateway:
                 if (deadline := self.swarm.no_deadline_before()) is not None:
                     pause = min(pause, max(0.001, deadline - self._clock()))
                 await self.changed.wait(pause)
-                if self.swarm.disk_refusal and now() >= next_try:
+                if self.swarm.store.journal.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
-                    self.swarm.try_disk()
+                    self.swarm.store.probe_disk()
                 if self.swarm.is_due():
                     self.swarm.reap()
             except Later:  # The journal has logged it.

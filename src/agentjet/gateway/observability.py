@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from agentjet.errors import ConfigError, Later
 from agentjet.protocol import Event
 from agentjet.swarm import SwarmState
-from agentjet.swarm.batch_queue import WAY_OUT
+from agentjet.swarm.batches import WAY_OUT
 from agentjet.types import Call
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class StepTimer:
 def emit_event(swarm: SwarmState, kind: str, body: dict[str, Any]) -> None:
     """Records an event in the journal. Logs it if the journal refuses writes."""
     try:
-        swarm.emit(kind, body)
+        swarm.store.emit(kind, body)
     except Later as later:
         log.error("event %s %s is not in the journal: %s", kind, body, later)
 

@@ -259,7 +259,7 @@ class ActiveCalls:
         A retry of such a request repeats no call. Without the counts it would supersede the answer to an equal request
         (a vote). A restart loses the counts.
         """
-        swarm.undelivered_calls = self._undelivered_calls
+        swarm.store.undelivered_calls = self._undelivered_calls
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))

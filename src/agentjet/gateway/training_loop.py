@@ -82,7 +82,7 @@ class TrainingLoop:
         swarm = self._swarm
         while True:
             await self._changed.until(
-                lambda: bool(self.stopping or self._maintenance or swarm.pending or swarm.ready())
+                lambda: bool(self.stopping or self._maintenance or swarm.pending or swarm.batches.ready())
             )
             if self.stopping:
                 return
@@ -94,7 +94,7 @@ class TrainingLoop:
                     return
             try:
                 await self._run_maintenance()
-                if not self.stopping and (swarm.pending or swarm.ready()):
+                if not self.stopping and (swarm.pending or swarm.batches.ready()):
                     await self._step()
                     self.timer.start_sampling()
             except Later as later:  # The journal refuses writes. The batch stays pending; learning it again is safe.
@@ -120,7 +120,7 @@ class TrainingLoop:
 
     async def _step(self) -> None:
         self._enter("learning")
-        batch = self._swarm.pending or self._swarm.compose()
+        batch = self._swarm.pending or self._swarm.batches.compose()
         await self._commits.durable()
         await self._learn(batch)
         job, version = self._swarm.job, self._swarm.policy_version
@@ -133,7 +133,7 @@ class TrainingLoop:
         self._learning = batch.id
         try:
             with observability.batch_context(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
-                forest = self._swarm.forest(batch)
+                forest = self._swarm.batches.forest(batch)
                 self.timer.start_learning()
                 metrics = await self._compute.learn(batch.id, forest, batch.job)
                 if batch.id == self._swarm.policy_version:
@@ -144,7 +144,7 @@ class TrainingLoop:
         self._learning = None
 
     async def _record(self, batch: Batch, metrics: dict[str, float]) -> None:
-        merged = self._swarm.learned(batch, metrics)
+        merged = self._swarm.batches.learned(batch, metrics)
         await self._commits.durable()
         self._metrics.append(batch.id + 1, merged)
         if has_diverged(merged):
@@ -163,7 +163,7 @@ class TrainingLoop:
         if pending is not None and pending.id == failed and self._crashes[failed] >= MAX_CRASHES:
             del self._crashes[failed]
             log.error("%d workers failed on batch %d: it is quarantined", MAX_CRASHES, failed)
-            self._swarm.set_aside(pending, str(error))
+            self._swarm.batches.quarantine(pending, str(error))
 
     # ---- maintenance ------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class TrainingLoop:
             emit_event(self._swarm, "checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
         if (covered := self._store.covers(keep)) is not None:
-            self._swarm.checkpointed(covered)
+            self._swarm.batches.checkpointed(covered)
         emit_event(self._swarm, "checkpoint", {"ok": True, "policy_version": version, "path": info.path})
         return info
 
@@ -241,5 +241,5 @@ class TrainingLoop:
             log.error("no checkpoint of policy version %d: %s", self._swarm.policy_version, error)
 
     async def _record_checkpoint(self, stamp: CheckpointStamp) -> None:
-        self._swarm.record_checkpoint(stamp)
+        self._swarm.batches.record_checkpoint(stamp)
         await self._commits.durable()

@@ -45,23 +45,23 @@ def code_versions(swarm: SwarmState) -> dict[str, CodeVersionStatus]:
         version: CodeVersionStatus(
             episodes=tally.episodes, finished=tally.finished, aborted=tally.aborted, reward_mean=tally.reward_mean
         )
-        for version, tally in swarm.code_versions().items()
+        for version, tally in swarm.queries.code_versions().items()
     }
 
 
 def task_sets(swarm: SwarmState) -> dict[str, TaskSetStatus]:
     """Returns the task sets and their shares of the batches."""
-    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.task_sets().items()}
+    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.queries.task_sets().items()}
 
 
 def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
     """Returns the report if the newest batches had no reward variance, with the first group of the newest batch."""
-    batches = batches_without_variance(swarm.recent_steps)
-    newest = swarm.last_batch if batches >= REPORTED_BATCHES else None
+    batches = batches_without_variance(swarm.queries.recent_steps)
+    newest = swarm.queries.last_batch if batches >= REPORTED_BATCHES else None
     if newest is None:
         return None
     members = [swarm.episode(episode_id) for episode_id in newest.groups[0]]
-    calls = [swarm.calls(member.id) for member in members]
+    calls = [swarm.queries.calls(member.id) for member in members]
     asked = calls[0][0].ask.messages if calls[0] else ()
     answers = Counter(
         (_answer_text(made[-1].response) if made else "", member.reward or 0.0)
@@ -78,11 +78,11 @@ def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
 
 def waiting_for(swarm: SwarmState, state: EngineState, reason: str) -> str:
     """Returns the cause that training waits for, or ''."""
-    if swarm.disk_refusal:
-        return f"the disk. {swarm.disk_refusal}"
+    if swarm.store.journal.refusal:
+        return f"the disk. {swarm.store.journal.refusal}"
     if state not in ("sampling", "learning"):
         return reason or WAITING_FOR[state]
-    return DIVERGED if has_diverged(swarm.last_step) else swarm.waiting_for()
+    return DIVERGED if has_diverged(swarm.last_step) else swarm.queries.waiting_for()
 
 
 def _answer_text(response: Message) -> str:

@@ -207,7 +207,7 @@ async def readyz(wired: Deps) -> JSONResponse:
     state. Needs no token.
     """
     state = wired.gateway.engine.state
-    found = Readiness(ready=state in READY and not wired.gateway.swarm.disk_refusal, state=state)
+    found = Readiness(ready=state in READY and not wired.gateway.swarm.store.journal.refusal, state=state)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)
 
 

@@ -269,7 +269,7 @@ async def record_evaluation(
 @versions_router.get("/evaluations", dependencies=viewer)
 async def list_evaluations(wired: Deps) -> list[EvaluationView]:
     """Every evaluation, in the order they came."""
-    found = wired.gateway.swarm.evaluations()
+    found = wired.gateway.swarm.queries.evaluations()
     await wired.gateway.durable()
     return found
 
