@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "prepared", "finished", "aborted", "expired"]
 """`prepared`: the reward is on disk. A later `finish` or `abort` decides if it counts."""
+OperationKind = Literal["forward_backward", "optim_step"]
 EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]

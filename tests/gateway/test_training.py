@@ -267,20 +267,20 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         assert run.gateway.status().episodes["trained"] == 8
 
 
-@pytest.mark.parametrize("moment", ["forest", "learned"])
+@pytest.mark.parametrize("moment", ["training_batch", "learned"])
 async def test_a_batch_that_the_gateway_cannot_work_with_is_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     async with running(tmp_path / "d") as run:
         swarm = run.gateway.swarm
-        work = getattr(swarm, moment)
+        work = getattr(swarm.batches, moment)
 
         def cannot(batch: Batch, *more: Any) -> Any:
             if batch.id == 1 and members[0] in batch.episode_ids:
                 raise OverflowError("too much")
             return work(batch, *more)
 
-        monkeypatch.setattr(swarm, moment, cannot)
+        monkeypatch.setattr(swarm.batches, moment, cannot)
         await run.batch()
         members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
         await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)

@@ -36,7 +36,8 @@ def build_batch(record: Record, episode_ids: Collection[str]) -> tuple[Forest, d
         id: Episode(id, i, "c", "t", "", "g", 1, "train", 0, 0.0, status="finished", reward=float(i))
         for i, id in enumerate(episode_ids)
     }
-    return build(cast(Journal, RecordedJournal(record)), batch, episodes)
+    training, metrics = build(cast(Journal, RecordedJournal(record)), batch, episodes)
+    return training.forest, metrics
 
 
 def train(record: Record, episode_ids: Collection[str]) -> tuple[Forest, dict[str, float]]:

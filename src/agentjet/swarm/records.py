@@ -180,7 +180,7 @@ class Batch:
         return tuple(episode_id for group in self.groups for episode_id in group)
 
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -312,6 +312,13 @@ CREATE TABLE steps (
     learned REAL NOT NULL
 );
 
+CREATE TABLE operations (
+    number INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
+    batch_id INTEGER NOT NULL REFERENCES batches (id)
+);
+CREATE INDEX operations_of_batch ON operations (batch_id);
+
 CREATE TABLE checkpoints (
     policy_version INTEGER PRIMARY KEY,
     digest TEXT NOT NULL
@@ -384,6 +391,14 @@ MIGRATIONS = {
         refused TEXT NOT NULL
     ) WITHOUT ROWID;
     ALTER TABLE calls ADD COLUMN untrained TEXT NOT NULL DEFAULT '';
+    """,
+    7: """
+    CREATE TABLE operations (
+        number INTEGER PRIMARY KEY,
+        kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
+        batch_id INTEGER NOT NULL REFERENCES batches (id)
+    );
+    CREATE INDEX operations_of_batch ON operations (batch_id);
     """,
 }
 """From each older version to the next."""
