@@ -284,6 +284,6 @@ async def test_a_checkpoint_that_cannot_be_renamed_stops_the_start(
     def prepare(compute: ScriptedCompute) -> None:
         monkeypatch.setattr(Path, "rename", refuses)
 
-    with pytest.raises(CheckpointError, match=r"could not be renamed .*: move it away"):
+    with pytest.raises(CheckpointError, match=r"could not be renamed .*: move it to another folder"):
         async with running(tmp_path / "d", prepare=prepare):
             pass

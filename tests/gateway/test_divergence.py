@@ -41,7 +41,7 @@ async def test_a_policy_that_diverged_says_so_and_keeps_the_last_good_checkpoint
         run.compute.metrics = {"weights/finite": 0.0}
         await run.batch()
         assert "the policy has diverged" in run.gateway.status().waiting_for and "has diverged" in caplog.text
-        for written in (run.gateway.checkpoint, run.gateway.export):
+        for written in (run.gateway.versions.save, run.gateway.versions.export):
             with pytest.raises(Conflict, match="has diverged"):
                 await written()
     assert not (tmp_path / "d" / "exports").exists()

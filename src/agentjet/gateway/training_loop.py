@@ -96,11 +96,8 @@ class TrainingLoop:
             if self.stopping:
                 return
             # With `max_staleness`, completions continue during a step: the worker learns between two of their tokens.
-            if self._maintenance or not swarm.job.max_staleness:
-                self._gate.hold()
-                await self._gate.drained()
-                if self.stopping:
-                    return
+            if (self._maintenance or not swarm.job.max_staleness) and not await self._calls_ended():
+                return
             try:
                 await self._run_maintenance()
                 if not self.stopping and (swarm.pending or swarm.batches.ready()):
@@ -110,6 +107,12 @@ class TrainingLoop:
                 await self._sleep(later.retry_after)
             if not self.stopping:
                 self._sample()
+
+    async def _calls_ended(self) -> bool:
+        """Holds new calls and waits until none is inside. Returns False if the loop is to end."""
+        self._gate.hold()
+        await self._gate.drained()
+        return not self.stopping
 
     async def catch_up(self, batches: Iterable[Batch], operation: Op) -> None:
         """Learns the `batches` that the journal has and the loaded checkpoint has not. Then opens the gate.
