@@ -110,5 +110,5 @@ def test_a_step_below_the_rounding_of_bfloat16(tiny_folder: Path) -> None:
 def test_a_card_tells_the_weights_of_models_apart(tiny_folder: Path, tmp_path: Path) -> None:
     loaded = [make_policy(tiny_folder), make_policy(tiny_folder, dtype="bfloat16"), make_policy(tiny_folder, rank=4)]
     [known] = {policy.info.weights for policy in loaded}
-    other = make_policy(make_model(tmp_path / tiny_folder.name, seed=1)).card
+    other = make_policy(make_model(tmp_path / tiny_folder.name, seed=1)).info
     assert (other.name == str(tmp_path / tiny_folder.name)) and other.weights and other.weights != known

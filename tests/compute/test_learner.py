@@ -287,7 +287,7 @@ def test_an_exported_folder_is_the_policy(tiny_folder: Path, tmp_path: Path, ran
     with torch.no_grad():
         expected = loaded(input_ids=ids[None]).logits.log_softmax(-1)
     ours = make_policy(tmp_path / "model")
-    assert ours.card.chat_template == policy.info.chat_template == again.card.chat_template
+    assert ours.info.chat_template == policy.info.chat_template == again.info.chat_template
     plain = PolicyLearner(ours).logprobs(forest)
     assert torch.allclose(plain, learner.logprobs(forest), atol=1e-4)
     assert expected.shape[-1] == policy.vocabulary

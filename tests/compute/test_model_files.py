@@ -37,7 +37,7 @@ def edit(path: Path, **changes: object) -> None:
 
 def test_a_known_architecture_loads_without_the_code_it_brings(folder: Path) -> None:
     edit(folder / "config.json", auto_map=AUTO_MAP)
-    assert make_policy(folder).card.num_parameters > 0
+    assert make_policy(folder).info.num_parameters > 0
 
 
 def test_an_unknown_architecture_is_refused_in_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

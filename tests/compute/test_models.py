@@ -80,7 +80,7 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pyte
     for tokenizer_class, second in (("PreTrainedTokenizerFast", " a"), ("LlamaTokenizer", "a")):
         config = json.dumps({"tokenizer_class": tokenizer_class, **names})
         (folder / "tokenizer_config.json").write_text(config)
-        vocabulary = Vocabulary(load(folder).card.tokenizer_path)
+        vocabulary = Vocabulary(load(folder).info.tokenizer_path)
         assert vocabulary.begin("a", first=True) == " a"
         assert vocabulary.begin("a", first=False) == second
 

@@ -70,22 +70,22 @@ def in_double(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_state_that_cannot_branch_is_recognised(
+def test_models_that_share_no_prefixes_are_recognised(
     folders: dict[str, Path], kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "agentjet"):
         policy = make_policy(folders[kind])
     assert not policy.info.shares_prefixes
-    (line,) = [r.getMessage() for r in caplog.records if "cannot branch" in r.getMessage()]
-    assert line.startswith(f"{folders[kind]}: state cannot branch (") and line.endswith("): one row per timeline")
+    (line,) = [r.getMessage() for r in caplog.records if "prefixes are not shared" in r.getMessage()]
+    assert line.startswith(f"{folders[kind]}: prefixes are not shared (") and line.endswith("): one row per timeline")
     assert REASONS[kind] in line
 
 
 @pytest.mark.parametrize("kind", BRANCHING)
-def test_full_attention_branches(folders: dict[str, Path], kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_attention_shares_prefixes(folders: dict[str, Path], kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "agentjet"):
-        assert make_policy(folders[kind]).card.shares_prefixes
-    assert "cannot branch" not in caplog.text
+        assert make_policy(folders[kind]).info.shares_prefixes
+    assert "prefixes are not shared" not in caplog.text
 
 
 def test_a_window_as_wide_as_the_context_branches(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_window_as_wide_as_the_context_branches(folders: dict[str, Path], tmp_
     (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 40}))
     for context_length, branches in ((40, True), (41, False)):
         model = ModelConfig(name=str(folder), device="cpu", dtype="float32", context_length=context_length)
-        assert load_policy(model).card.shares_prefixes == branches
+        assert load_policy(model).info.shares_prefixes == branches
 
 
 @pytest.mark.parametrize("kind", ["granite", "falcon_h1", "gemma2", "llama"])
@@ -238,7 +238,7 @@ def test_a_cache_that_gives_other_numbers_is_not_used(
     whole = policy.decoder.forward
     monkeypatch.setattr(policy.decoder, "forward", lambda past_key_values=None, **given: whole(**given))
     sampler = RowSampler(policy, 4, 4096)
-    assert "keeps no state between tokens" in caplog.text
+    assert "no usable cache between tokens" in caplog.text
     prompt = tokens(1, 20)
     chosen, logprobs = run(sampler, {0: (prompt, SamplingParams(max_tokens=6, seed=1))})[0]
     row = call_row(np.concatenate([prompt, np.int32(chosen)]), np.float32(logprobs), np.zeros(6, np.int32), 1.0, 1.0, 0)

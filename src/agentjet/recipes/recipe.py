@@ -67,6 +67,10 @@ class Recipe:
         """Columns that `token_loss` reads."""
         return frozenset(self._loss.reads) | (self.needs & {"reference"})
 
+    def required(self, batch: TrainingBatch) -> frozenset[str]:
+        """Columns that a batch must have."""
+        return frozenset({"logprob", "advantage" if batch.facts is None else "call"})
+
     def columns(self, batch: TrainingBatch, outputs: Mapping[str, NDArray[np.float32]]) -> Columns:
         """Returns the advantage of each target, after the correction.
 

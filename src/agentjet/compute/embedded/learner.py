@@ -28,7 +28,7 @@ from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.errors import ComputeError
 from agentjet.recipes.losses import kl_k3
 from agentjet.recipes.recipe import MISMATCH, Recipe, recipe_of
-from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 from agentjet.timeline.support import decode_set
 
@@ -128,9 +128,9 @@ class PolicyLearner:
         """True between a `forward_backward` and the next `optim_step`."""
         return any(master.grad is not None for master in self.masters())
 
-    def learn(self, forest: Forest, job: JobConfig, version: int) -> dict[str, float]:
-        """Learn a forest that has its columns; returns metrics. The steps of `protocol.learn`, in one process."""
-        batch, num_steps = TrainingBatch(version, forest), 1
+    def learn(self, forest: Forest, job: JobConfig, version: int, facts: Facts | None = None) -> dict[str, float]:
+        """Train on a batch; returns metrics. The same steps as `protocol.learn`, without a worker process."""
+        batch, num_steps = TrainingBatch(version, forest, facts), 1
         steps: list[StepMetrics] = []
         while len(steps) < num_steps:
             outputs = self.forward_backward(batch, LossSpec.of(job, len(steps)))
@@ -139,6 +139,9 @@ class PolicyLearner:
         return merged_metrics(steps)
 
     def _prepare(self, batch: TrainingBatch, loss: LossSpec, recipe: Recipe) -> _PreparedBatch:
+        missing = recipe.required(batch) - batch.forest.targets.keys()
+        if missing:
+            raise ComputeError(f"batch {batch.id} lacks the columns {', '.join(sorted(missing))}, which its loss needs")
         outputs = {}
         if "logprob" in recipe.needs and batch.forest.num_targets:
             outputs["logprob"] = self.batch_logprobs(batch.forest, loss.micro_batch_tokens)
@@ -311,7 +314,9 @@ class PolicyLearner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """The inverse of `state`. Drops an accumulated gradient."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._prepared = None
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
