@@ -96,7 +96,7 @@ def test_tags_on_the_command_line(served: Served) -> None:
     with pytest.raises(NotFound, match="no checkpoint of policy version 7; there are: 0"):
         run("checkpoints", "tag", "7", "new", *at(served))
     served.run.gateway.store.tags.put("taken", 3)
-    with pytest.raises(Conflict, match="'taken' is that of policy version 3: remove it there first"):
+    with pytest.raises(Conflict, match="'taken' belongs to policy version 3: remove it first"):
         run("checkpoints", "tag", "0", "taken", *at(served))
     run("checkpoints", "untag", "good", *at(served))
     with pytest.raises(NotFound, match="no tag 'good'; there are: taken"):
@@ -138,7 +138,7 @@ async def test_what_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture
         await up.batch()
         up.compute.fail_save = [CheckpointError("No space left on device")]
         await evaluate(up, 0.2)
-        assert "which scored best, is not kept: No space left" in caplog.text
+        assert "the best one, could not be kept: No space left" in caplog.text
         assert len(up.gateway.swarm.queries.evaluations()) == 1 and up.gateway.store.tags.read() == {}
         await up.batch()
         late = EvaluationRequest(policy_version=1, score=0.9, num_tasks=1, num_episodes=1)

@@ -234,7 +234,7 @@ class CallPath:
             except WorkerDied as error:
                 if sent:
                     raise Later(
-                        "The worker crashed in the middle of the answer.",
+                        "The worker died in the middle of the answer.",
                         code="worker_died",
                         status=503,
                         retry_after=5.0,

@@ -130,7 +130,7 @@ def _prepare_raw(
 
     Token ids after that prefix are used unchanged.
     """
-    encoded = renderer.raw(prompt)
+    encoded = renderer.encode_raw_prompt(prompt)
     if isinstance(prompt, str):
         encoded = _with_sampled_answers(renderer, tree, encoded)
     match = tree.match(encoded, to_the_end=True)
