@@ -1,12 +1,12 @@
-"""The table of `docs/architecture.md`, enforced: who may import whom, and what never meets torch.
+"""The import table of `docs/architecture.md`, enforced.
 
-1. A room imports only the rooms its row names; every file stands in a room.
-2. A library is imported only where the row names it, `lazy` ones only inside functions.
-3. Importing the light rooms loads neither torch nor transformers, and the client loads nothing of the server's. This is
-   asked of a fresh interpreter, since parsing cannot see what a library drags in.
-4. What the worker can be asked is what the gateway asks of it.
-5. No file is longer than 500 lines, and nothing is called utils.
-6. A child process imports nothing from the folder that the user happens to be in.
+1. A package imports only the packages of its row; every file belongs to a package.
+2. A library is imported only by packages whose row has it, `lazy` ones only inside functions.
+3. Importing the light packages loads neither torch nor transformers, and the client loads no library of the server. A
+   fresh interpreter checks this, because libraries import other libraries.
+4. The gateway uses every method of the compute protocol.
+5. No file is longer than 500 lines, and no file is called utils.
+6. A child process imports nothing from the present working directory.
 """
 
 from __future__ import annotations
@@ -31,48 +31,50 @@ VAGUE = {"utils", "util", "helpers", "misc", "common"}
 
 
 @dataclass(frozen=True)
-class Room:
-    """`ours` are rooms or single modules, `libraries` third-party packages, `lazy` those only inside functions."""
+class Rule:
+    """Allowed imports. `ours` are packages or modules of AgentJet; `lazy` libraries are for functions only."""
 
     ours: frozenset[str]
     libraries: frozenset[str] = frozenset()
     lazy: frozenset[str] = frozenset()
 
 
-def room(ours: str, libraries: str = "", lazy: str = "") -> Room:
-    return Room(frozenset(ours.split()), frozenset(libraries.split()), frozenset(lazy.split()))
+def rule(ours: str, libraries: str = "", lazy: str = "") -> Rule:
+    return Rule(frozenset(ours.split()), frozenset(libraries.split()), frozenset(lazy.split()))
 
 
 VOCABULARY = "errors types"
-ROOMS = {
-    "errors": room(""),
-    "types": room(""),
-    "config": room(VOCABULARY, "pydantic pydantic_core"),
-    "protocol": room(VOCABULARY, "pydantic"),
-    "timeline": room(VOCABULARY, "numpy"),
-    "rendering": room(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
-    "recipes": room(f"{VOCABULARY} config timeline", "numpy", lazy="torch"),
-    "swarm": room(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
-    "compute": room(
+PACKAGES = {
+    "errors": rule(""),
+    "types": rule(""),
+    "config": rule(VOCABULARY, "pydantic pydantic_core"),
+    "protocol": rule(VOCABULARY, "pydantic"),
+    "timeline": rule(VOCABULARY, "numpy"),
+    "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
+    "recipes": rule(f"{VOCABULARY} config timeline", "numpy", lazy="torch"),
+    "swarm": rule(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
+    "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",
     ),
-    "gateway": room(
+    "gateway": rule(
         f"{VOCABULARY} config protocol timeline rendering swarm recipes.advantages compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),
-    "server": room(
+    "server": rule(
         f"{VOCABULARY} config protocol gateway",
         "fastapi itsdangerous prometheus_client pydantic pydantic_core starlette uvicorn",
     ),
-    "client": room(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
-    "research": room(
+    "client": rule(f"{VOCABULARY} protocol", "httpx pydantic", lazy="rich"),
+    "research": rule(
         f"{VOCABULARY} config client", "jinja2 markdown_it matplotlib numpy optuna pydantic scipy", lazy="httpx"
     ),
-    "__init__": room(f"{VOCABULARY} client"),
+    "__init__": rule(f"{VOCABULARY} client"),
 }
-COMMAND_LINE = room(" ".join(ROOMS), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn")
+COMMAND_LINE = rule(
+    " ".join(PACKAGES), "httpx jinja2 matplotlib numpy openai opentelemetry pydantic rich typer uvicorn"
+)
 LIGHT = [f"agentjet.{name}" for name in ("client", "gateway", "rendering", "server", "swarm", "cli.main")]
 
 
@@ -89,7 +91,7 @@ def source_files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     """The first part of the path inside the package: a folder's name or a module's."""
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
@@ -113,12 +115,12 @@ def imported_modules(node: ast.AST, path: Path) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"{path}:{node.lineno}: write agentjet.<room>, so that the direction can be read"
+        assert node.level == 0, f"{path}:{node.lineno}: write agentjet.<package>, so that the direction can be read"
         yield from (defining_module(node.module or "", alias.name) for alias in node.names)
 
 
 def defining_module(module: str, name: str) -> str:
-    """Where `from module import name` leads: to a submodule, through a package's re-export, or to the module itself."""
+    """Returns the module that defines `name` of `from module import name`."""
     if module.split(".")[0] != "agentjet":
         return module
     folder = SOURCE.joinpath(*module.split(".")[1:])
@@ -128,14 +130,14 @@ def defining_module(module: str, name: str) -> str:
     if package.exists():
         for node in ast.parse(package.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
-                own = (node.module or "").startswith(f"{module}.")  # what it hands on from another room is its own word
+                own = (node.module or "").startswith(f"{module}.")  # other re-exported names count as its own
                 return node.module if own and node.module else module
     return module
 
 
 def violations(name: str, path: Path) -> Iterator[str]:
-    """What the file at `path` may not import as a part of room `name`."""
-    rules = COMMAND_LINE if name == "cli" else ROOMS[name]
+    """Yields the forbidden imports of the file at `path` in package `name`."""
+    rules = COMMAND_LINE if name == "cli" else PACKAGES[name]
     for found in imports(path):
         where = f"{name}/{path.name}:{found.line} imports {found.module}"
         top, *rest = found.module.split(".")
@@ -151,24 +153,24 @@ def violations(name: str, path: Path) -> Iterator[str]:
                 yield f"{where}: in {name} only inside functions"
 
 
-def test_every_file_stands_in_a_room() -> None:
-    assert {room_of(path) for path in source_files()} <= {*ROOMS, "cli"}
+def test_every_file_belongs_to_a_package() -> None:
+    assert {package_of(path) for path in source_files()} <= {*PACKAGES, "cli"}
 
 
-def test_rooms_import_only_what_their_row_names() -> None:
-    problems = [problem for path in source_files() for problem in violations(room_of(path), path)]
+def test_packages_import_only_what_their_row_names() -> None:
+    problems = [problem for path in source_files() for problem in violations(package_of(path), path)]
     assert not problems, "\n".join(problems)
 
 
 def test_arrows_point_up_the_table() -> None:
-    order = list(ROOMS)
-    for name, rules in ROOMS.items():
+    order = list(PACKAGES)
+    for name, rules in PACKAGES.items():
         above = {allowed.split(".")[0] for allowed in rules.ours}
         assert all(order.index(other) < order.index(name) for other in above), name
 
 
 @pytest.mark.parametrize(
-    ("room_name", "line", "problem"),
+    ("package", "line", "problem"),
     [
         ("timeline", "import torch", "may use"),
         ("client", "import rich.progress", "only inside functions"),
@@ -179,11 +181,11 @@ def test_arrows_point_up_the_table() -> None:
         ("server", "from agentjet.server import auth", None),
     ],
 )
-def test_the_rule_itself(room_name: str, line: str, problem: str | None, tmp_path: Path) -> None:
+def test_the_rule_itself(package: str, line: str, problem: str | None, tmp_path: Path) -> None:
     """Planted imports are found, and allowed ones are not."""
     planted = tmp_path / "planted.py"
     planted.write_text(line)
-    found = list(violations(room_name, planted))
+    found = list(violations(package, planted))
     assert (len(found) == 1 and problem in found[0]) if problem else not found
 
 
@@ -196,7 +198,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", ["agentjet", *LIGHT, "agentjet.compute.embedded"])
-def test_light_rooms_load_no_torch(module: str) -> None:
+def test_light_packages_load_no_torch(module: str) -> None:
     assert not loaded_by(module) & {"torch", "transformers", "peft"}
 
 

@@ -5,7 +5,7 @@
 2. Python snippets compile, what they import exists, and what they call on a swarm or episode takes those arguments.
 3. `docs/settings.md` is what `make docs` would write; every setting has a meaning; settings named in prose exist.
 4. Every metric of a step that the program names has its line in `docs/operations.md`.
-5. Links lead somewhere; the table of rooms is the one that is enforced; the tree in the README is the tree.
+5. Links lead somewhere; the table of packages is the enforced one; the tree in the README is the tree.
 6. Reports of the studies shipped are what their journals print.
 7. (e2e) The README's first example runs, commands and agent, as printed.
 """
@@ -33,7 +33,7 @@ from agentjet.config.reference import sections, settings
 from agentjet.research.journal import StudyJournal
 from agentjet.research.report import check
 from bench.readme import Example, free_port, run
-from tests.test_architecture import ROOMS
+from tests.test_architecture import PACKAGES
 from tests.tiny import make_model
 
 ROOT = Path(__file__).parent.parent
@@ -142,8 +142,8 @@ def test_settings_named_in_prose_exist(page: Path) -> None:
 def test_every_metric_of_a_step_is_explained() -> None:
     kinds = "reward|code|agent|episodes?|completion|batch|groups|forest|policy|optim|weights|time|perf"
     literal = re.compile(rf'"((?:{kinds})/[\w/{{}}.-]*[\w}}])"')
-    rooms = [ROOT / "src" / "agentjet" / room for room in ("swarm", "gateway", "compute")]
-    sources = [path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py")]
+    folders = [ROOT / "src" / "agentjet" / folder for folder in ("swarm", "gateway", "compute")]
+    sources = [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
     named = {re.sub(r"{[^}]*}", "*", name) for text in sources for name in literal.findall(text)}
     table = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split("## What a step reports")[1]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
@@ -164,20 +164,22 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
-def test_table_of_rooms_is_the_enforced_one() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Rooms")[1]
+def test_table_of_packages_is_the_enforced_one() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Packages")[1]
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ?([^|]*?) ?\|$", text, re.MULTILINE))
     assert rows.pop("cli") == "everything"
-    enforced = {name: set(rules.ours) for name, rules in ROOMS.items() if (ROOT / "src" / "agentjet" / name).is_dir()}
+    enforced = {
+        name: set(rules.ours) for name, rules in PACKAGES.items() if (ROOT / "src" / "agentjet" / name).is_dir()
+    }
     written = {name: set(filter(None, imports.split(", "))) for name, imports in rows.items()}
     assert written == {**enforced, "errors": set(), "types": set()}
 
 
 def test_tree_in_the_readme_is_the_tree() -> None:
     [tree] = [block for block in blocks(README, "") if block.startswith("src/agentjet/")]
-    rooms = {name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()}
+    shown = {name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()}
     folders = {path.parent.name for path in (ROOT / "src" / "agentjet").glob("*/__init__.py")}
-    assert rooms == {*folders, "errors.py", "types.py"}
+    assert shown == {*folders, "errors.py", "types.py"}
     assert [name for name in re.findall(r"^(\w+)/", tree, re.MULTILINE) if not (ROOT / name).is_dir()] == []
 
 

@@ -22,6 +22,7 @@ TRANSITIONS = (
     "add_abort",
     "put_group",
     "add_batch",
+    "put_operation",
     "remove_batch",
     "add_step",
     "prune",
@@ -34,9 +35,9 @@ MOMENTS = ("before", "after", "committed")
 """Of a transition: before its row is written, after that, and once it is on disk while nobody was told."""
 RARE = ("remove_batch", "add_undelivered")
 """Transitions that must be provoked; short runs leave them out."""
-WORKER_VERBS = ("sample", "learn", "save", "start", "any")
+WORKER_VERBS = ("sample", "forward_backward", "accumulated", "optim_step", "publish", "save", "start", "any")
 """What a worker is doing when it is killed; `any`: whatever it does at a random time."""
-HANGING_VERBS = ("sample", "learn")
+HANGING_VERBS = ("sample", "forward_backward")
 """What a worker is doing when it is stopped (SIGSTOP)."""
 REQUESTS = ("begin", "finish", "chat", "abort")
 WIRE = ("request lost", "answer lost", "answer cut", "request twice", "hung up")
@@ -146,4 +147,5 @@ def _dealt(choices: Sequence[T], number: int) -> list[T]:
 
 def _delay(verb: str, dice: random.Random) -> float:
     """Seconds after the verb was sent: within what it takes on a tiny model."""
-    return {"sample": 0.05, "learn": 0.03, "save": 0.05, "start": 2.0, "any": 1.0}[verb] * dice.random()
+    longest = {"sample": 0.05, "forward_backward": 0.03, "save": 0.05, "start": 2.0, "any": 1.0}
+    return longest.get(verb, 0.005) * dice.random()

@@ -97,7 +97,7 @@ async def start(config: ServeConfig, compute: LocalWorker) -> Start:
         await asyncio.wait_for(gateway.ready(), SECONDS)
         if compute.num_starts > MAX_STARTS:
             return Start("stuck", why=f"{compute.num_starts} workers")
-        await gateway.checkpoint()
+        await gateway.versions.save()
         exported = config.server.data_dir / "exported"
         await compute.export(PolicyId(), exported)
         return Start("recovered", gateway.swarm.policy_version, (exported / WEIGHTS).read_bytes())

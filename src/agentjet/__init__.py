@@ -1,6 +1,6 @@
-"""AgentJet: reinforcement learning for the language models inside agents, as a swarm.
+"""AgentJet: reinforcement learning for the language models inside agents.
 
-Importing this package loads nothing else: each name is fetched from its room when it is first used.
+Importing this package loads no other module: each name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_MODULES = {
     "AgentJetError": "agentjet.errors",
     "AsyncEpisode": "agentjet.client",
     "AsyncSwarm": "agentjet.client",
@@ -58,9 +58,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ROOMS[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

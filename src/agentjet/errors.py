@@ -1,32 +1,32 @@
-"""One exception tree. What reaches a user names the key, the value and the way out.
+"""The exception tree. Messages to users name the setting or parameter, its value and the way out.
 
     AgentJetError
-    ├── ConfigError          a setting is unknown, malformed or impossible; the process must not start
-    ├── RequestError         a request cannot be honoured; `status` and `code` are stable, clients match on `code`
-    │   ├── InvalidRequest   400 or 422   malformed, or asks for what cannot be done
-    │   │   └── ContextOverflow           the prompt leaves no room for an answer; each dialect has its own words
-    │   ├── Unauthorized     401          no key, a wrong one, an expired one
-    │   ├── Forbidden        403          a valid key for something else
+    ├── ConfigError          a setting is unknown, malformed or impossible. The process must not start
+    ├── RequestError         a request is refused. `status` and `code` are stable; clients match on `code`
+    │   ├── InvalidRequest   400 or 422   malformed or impossible
+    │   │   └── ContextOverflow           the prompt leaves no room for an answer
+    │   ├── Unauthorized     401          missing, wrong or expired key
+    │   ├── Forbidden        403          the key is valid but not for this
     │   ├── NotFound         404
-    │   ├── Conflict         409          the state does not allow it
+    │   ├── Conflict         409          the present state does not allow it
     │   ├── TooLarge         413
-    │   └── Later            429 or 503   ask again after `retry_after` seconds
-    ├── ComputeError         the backend failed to carry out a verb
-    │   ├── OutOfCache       the sampler cannot hold so long a sequence
+    │   └── Later            429 or 503   retry after `retry_after` seconds
+    ├── ComputeError         the backend failed
+    │   ├── OutOfCache       the sequence is too long for the sampler's cache
     │   ├── GrammarError     the sampler cannot follow a grammar
-    │   └── WorkerDied       the worker process ended; the gateway restarts it
-    │       └── WorkerHung   it showed no sign of work and was killed
-    ├── CheckpointError      a checkpoint could not be written or is not the one asked for
+    │   └── WorkerDied       the worker process ended. The gateway starts another
+    │       └── WorkerHung   it made no progress and was killed
+    ├── CheckpointError      a checkpoint could not be written, or is not the expected one
     └── Unreachable          (client) the server did not answer within the retries
 
-An exception inside an agent is none of these: it aborts that agent's episode and is counted.
+An exception inside an agent is not part of this tree: it aborts that agent's episode and is counted.
 """
 
 from __future__ import annotations
 
 
 class AgentJetError(Exception):
-    """Root of everything AgentJet raises on purpose."""
+    """Base class of all exceptions of AgentJet."""
 
 
 class ConfigError(AgentJetError):
@@ -34,15 +34,15 @@ class ConfigError(AgentJetError):
 
 
 def _encodable(text: str) -> str:
-    """Text with half surrogate pairs, which no answer can carry, as escapes."""
+    """Returns the text with lone surrogates as escapes, because UTF-8 cannot encode them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 class RequestError(AgentJetError):
-    """A request that cannot be honoured.
+    """A refused request.
 
-    `message` is one sentence for a person; `code` is stable and for programs; `param` names the offending
-    field where there is one.
+    `message` is one sentence for people. `code` is stable and for programs. `param` is the name of the wrong field, or
+    None.
     """
 
     status: int = 400
@@ -61,14 +61,14 @@ class RequestError(AgentJetError):
 
 
 class InvalidRequest(RequestError):
-    """The request is malformed or asks for what cannot be done."""
+    """The request is malformed or impossible."""
 
 
 class ContextOverflow(InvalidRequest):
-    """The prompt, called `asked` in the request, is longer than the context allows. The message is in OpenAI's words.
+    """The prompt leaves no room for an answer in the context. The message is that of OpenAI's API.
 
-    `maximum` is the context length in tokens, of which an answer needs one; `num_tokens` is the prompt's length, or
-    the least it can be.
+    `asked` is the name of the prompt's parameter. `num_tokens` is the length of the prompt, or a lower bound of it
+    (`or_more`). `maximum` is the context length.
     """
 
     code = "context_length_exceeded"
@@ -99,7 +99,7 @@ class Forbidden(RequestError):
 
 
 class NotFound(RequestError):
-    """There is no such thing."""
+    """The requested object does not exist."""
 
     status = 404
     code = "not_found"
@@ -126,7 +126,7 @@ class TooLarge(RequestError):
 
 
 class Later(RequestError):
-    """Not now: ask again after `retry_after` seconds."""
+    """The request cannot be served now: retry after `retry_after` seconds."""
 
     status = 429
     code = "later"
@@ -137,11 +137,11 @@ class Later(RequestError):
 
 
 class ComputeError(AgentJetError):
-    """The backend failed to carry out a verb."""
+    """The backend failed."""
 
 
 class OutOfCache(ComputeError):
-    """The sampler cannot hold so long a sequence."""
+    """The sequence is too long for the sampler's cache."""
 
 
 class GrammarError(ComputeError):
@@ -153,11 +153,11 @@ class WorkerDied(ComputeError):
 
 
 class WorkerHung(WorkerDied):
-    """The worker process showed no sign of work for `server.worker_timeout` seconds and was killed."""
+    """The worker process made no progress for `server.worker_timeout` seconds and was killed."""
 
 
 class CheckpointError(AgentJetError):
-    """A checkpoint could not be written, or is not the one asked for."""
+    """A checkpoint could not be written, or is not the expected one."""
 
 
 class Unreachable(AgentJetError):

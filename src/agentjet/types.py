@@ -1,6 +1,6 @@
-"""The vocabulary of the project as frozen values. Imports nothing of ours; no torch, no HTTP.
+"""The terms of the project as frozen dataclasses. Imports no other module of AgentJet, neither torch nor HTTP.
 
-Shape letters used everywhere: B calls or rows, T tokens, N forest nodes, M targets, G episodes of a group.
+Shape letters: B calls or rows, T tokens, N forest nodes, M targets, G episodes of a group.
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ from typing import Any, Literal, Self
 
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "prepared", "finished", "aborted", "expired"]
-"""`prepared`: its reward is promised and on disk; whether it counts is decided elsewhere, by `finish` or `abort`."""
+"""`prepared`: the reward is on disk. A later `finish` or `abort` decides if it counts."""
+OperationKind = Literal["forward_backward", "optim_step"]
 EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]
-"""Why a call began a timeline of its own instead of continuing one; empty when it continues one, or is the first.
+"""Cause of a new timeline. Empty if the call continues a timeline or is the first of its role.
 
-`template`: the template writes the known history in other words (stripped thinking). `edit`: the agent changed it.
-`tools`: another tool list. `retry`: the same request again, because its answer did not arrive. `role`: another role of
-the episode speaks for the first time. `branch`: a legitimate second continuation (a vote, a sub-agent, best of n).
+`template`: the template writes the known history differently (stripped reasoning). `edit`: the agent changed it.
+`tools`: another tool list. `retry`: the same request again, because its answer did not arrive. `role`: first call of
+another role. `branch`: a legitimate second continuation (a vote, a sub-agent, best of n).
 """
 
 ESCAPE = b"\xff"
-"""Encoded text is UTF-8 in which a control token is this byte, which no UTF-8 has, and its id in three bytes (big-
-endian).
+"""First byte of a control token in encoded text. Its id follows in three bytes (big-endian).
 
-A sampled byte token may itself be ff: it is written as `ESCAPED_BYTE`, so that encoded text reads one way only.
+Other text is UTF-8, which never contains this byte. A sampled byte token ff is written as `ESCAPED_BYTE`, so that
+encoded text is unambiguous.
 """
 
 ESCAPED_BYTE = b"\xff\xff\xff\xff"
 
 
 MAX_NAME = 256
-"""Characters of a task's id, and of a task set's name."""
+"""Maximum characters of a task id and of a task set's name."""
 MAX_NESTING = 256
-"""How deep the arguments of a tool call may be nested to count as JSON. More than other parsers read (about 200), and
-far from what a walk through them may not take: that depends on who walks, and the same text must always be the same.
+"""Maximum nesting depth for arguments to count as JSON.
+
+Fixed, not the interpreter's recursion limit, so that the same text always parses the same way.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset item a client wants solved. `payload` is the client's business and never leaves it."""
+    """One item that a client wants solved. `payload` stays in the client and is never sent."""
 
     id: str
     task_set: str = ""
@@ -58,14 +60,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What an agent returns for an episode: a number, optionally split by agent role, and metrics to chart."""
+    """The result of an episode: a number, optionally one per agent role, and metrics to chart."""
 
     value: float
     by_role: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.value, "__float__"):  # NumPy's and torch's numbers have it, too
+        if not hasattr(self.value, "__float__"):  # numbers of NumPy and torch have it
             raise ValueError(f"Reward({self.value!r}): the value must be a number")
 
 
@@ -78,7 +80,7 @@ class ToolCall:
     arguments: str
 
     def value(self) -> Any:
-        """What the arguments are in JSON. Raises `ValueError` where they are none, or are nested too deeply."""
+        """Returns the parsed arguments. Raises `ValueError` if they are not JSON or are nested too deeply."""
         try:
             value = json.loads(self.arguments)
         except RecursionError as error:
@@ -98,7 +100,7 @@ def _is_nested_deeply(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message in canonical form, whatever dialect it came in. Absent text is the empty string."""
+    """One message in canonical form, independent of the dialect. Missing text is the empty string."""
 
     role: str
     content: str = ""
@@ -110,52 +112,56 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a model is asked to continue: messages, and the tool definitions (JSON-schema dicts) it may use."""
+    """The input of a call: messages, and the definitions of the tools (JSON-schema dicts) that the model may use."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt: str | tuple[int, ...] | None = None
-    """Raw text, or token ids, to be continued as they stand, without the chat template; there are no messages then."""
+    """Raw text or token ids to continue without the chat template. `messages` is then empty."""
     instructed: bool = False
-    """The first message is meant for this request alone: one that names its call as its past does not inherit it."""
+    """True if the first message is this request's `instructions`.
+
+    A later request that continues with `previous_response_id` does not include it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must look like, in no dialect; as it stands here, it may be anything."""
+    """The required form of an answer, independent of the dialect. The defaults allow any answer."""
 
     schema: Mapping[str, Any] | None = None
-    """The answer's content is JSON that follows this schema (`{"type": "object"}`: any object), or it is tool calls."""
+    """If set, the answer is JSON of this schema (`{"type": "object"}`: any object) or tool calls."""
     schema_param: str = "response_format"
-    """What the request calls the schema, for errors."""
+    """Name of the request parameter that has the schema, for errors."""
     calls: Literal["auto", "required"] = "auto"
-    """`required`: the answer is tool calls, and their arguments follow the functions' schemas."""
+    """`required`: the answer is tool calls whose arguments follow the schemas of the functions."""
     function: str = ""
-    """The only function that may be called; empty for any of the conversation's."""
+    """The only function that may be called. Empty allows all functions of the conversation."""
     strict: frozenset[str] = frozenset()
-    """Functions whose arguments follow their schema whenever they are called."""
+    """Functions whose arguments must follow their schema."""
     parallel: bool = True
-    """Whether an answer may hold several tool calls."""
+    """True if an answer may have several tool calls."""
 
 
 ANY_ANSWER = Constraint()
 
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 10.0
-"""Of a temperature, but for 0, which is greedy: colder ones choose the same tokens and end up at numbers that are none.
+"""Allowed temperature range. 0 means greedy.
+
+Between 0 and 0.01 sampling is effectively greedy, and the log-probabilities overflow.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one completion is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 truncate nothing.
+    """The sampling parameters of one completion.
 
-    `grammar` (Lark, as `llguidance` reads it; empty for none) restricts what can be sampled, before temperature and
-    truncation. A completion that it is done with ends.
-
-    At most `piece_tokens` tokens are delivered at a time: 1 for whoever reads along, more where only the end counts.
-    The reported log-probabilities are those of the distribution sampled from, after temperature and truncation.
-    A given (`seed`, prompt, weights) samples the same tokens whatever else runs, up to rounding of batched arithmetic.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 truncate nothing. `grammar` (Lark in the syntax of `llguidance`,
+    empty for none) restricts the tokens before temperature and truncation. It ends a completion that satisfies it.
+    A piece has at most `piece_tokens` tokens: 1 for streaming, more if only the end counts. The reported
+    log-probabilities belong to the distribution sampled from, after temperature and truncation.
+    The same seed, prompt and weights give the same tokens, independent of other calls, up to rounding in batches.
     """
 
     max_tokens: int
@@ -169,15 +175,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A piece of a completion. The last piece has a `finish_reason`: `stop` (an end token, included), `length`."""
+    """A piece of a completion. The last piece has a `finish_reason`: `stop` (with the end token) or `length`."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     policy_version: int
     finish_reason: FinishReason | None = None
     support: tuple[bytes, ...] = ()
-    """The tokens that each was chosen among, as `timeline.support` encodes them; empty when it was always all of them.
-    """
+    """Support set of each token, encoded by `timeline.support`. Empty if each is the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,18 +219,18 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStamp:
-    """A checkpoint as its backend wrote or verified it."""
+    """A checkpoint that the backend wrote or verified."""
 
     policy_version: int
     digest: str
-    """Digest of the whole checkpoint; empty for one that AgentJet 0.1 wrote."""
+    """Digest of the whole checkpoint. Empty for a checkpoint of AgentJet 0.1."""
     operation: int = 0
     """Number of the policy's next operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """Log-probability of a given token at temperature 1, and the likeliest tokens in its place with theirs."""
+    """Log-probability of a given token at temperature 1, and those of the likeliest tokens at its position."""
 
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
@@ -233,53 +238,52 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the gateway must know of a model without loading it.
-
-    `tokenizer_path` is a folder with `tokenizer.json`; `chat_template` is Jinja source; `end_tokens` end a
-    turn; `shares_prefixes` tells whether a sequence's state may be shared by several continuations; `weights` is a
-    fingerprint of the configured model's, which version 0 has, empty where the backend takes none; `threads` are those
-    of the CPU that learn, 0 where another device does.
-    """
+    """The facts about a model that the gateway needs. It does not load the model itself."""
 
     name: str
     tokenizer_path: str
+    """Folder with `tokenizer.json`."""
     chat_template: str
+    """Jinja source."""
     context_length: int
     end_tokens: tuple[int, ...]
+    """Tokens that end a turn."""
     bos_token: str = ""
     eos_token: str = ""
     shares_prefixes: bool = True
+    """True if several continuations can share the state of a prefix."""
     num_parameters: int = 0
     device: str = "cpu"
     dtype: str = "float32"
     tool_format: str = ""
     weights: str = ""
+    """Fingerprint of the weights of version 0. Empty if the backend computes none."""
     threads: int = 0
+    """CPU threads that learn. 0 if another device learns."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewContext:
-    """What an agent asked, in words, as far as it was new."""
+    """The new part of a request: messages that continue an earlier call."""
 
     messages: tuple[Message, ...] = ()
-    """Those that follow the conversation of call `after` and its response; all of them when that is None."""
+    """The messages after the response of call `after`. All messages if that is None."""
     after: str | None = None
-    """The newest call whose response the request sends back: proof that this response arrived."""
+    """The newest call whose response the request contains. This proves that the response arrived."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools on offer when `after` is None; else they are as they were there."""
+    """The tools, if `after` is None. Else the tools of that call apply."""
     fingerprint: str = ""
-    """Digest of the whole request: the same request sent again has the same one."""
+    """Digest of the whole request. A retry has the same one."""
     instructed: bool = False
-    """As the conversation was that begins here, when `after` is None."""
+    """`Conversation.instructed`, if `after` is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One model request of an episode, as the policy really saw it.
+    """One recorded model request of an episode, with the exact tokens that the policy saw.
 
-    The prompt is the first `kept` tokens of the parent call's prompt + completion, then `suffix`. With no parent
-    `kept` is 0.
-    `versions` holds the policy version that sampled each completion token.
+    The prompt is the first `kept` tokens of the parent call's prompt + completion, then `suffix`. Without a parent
+    `kept` is 0. `versions` has the policy version that sampled each completion token.
     """
 
     id: str
@@ -295,15 +299,15 @@ class Call:
     finish_reason: FinishReason
     response: Message
     prompt_key: str
-    """Identity by meaning of the conversation asked (hex digest), from `timeline.identity`."""
+    """Identity of the conversation by meaning (hex digest), from `timeline.identity`."""
     created: float
     ask: NewContext = NewContext()
     fork: Fork = ""
     retry_of: str | None = None
-    """The call that this one repeats: the agent's SDK sent the same request again because no answer had come."""
+    """The call that this one repeats, because the agent's SDK sent the request again without an answer."""
     context: bytes = b""
-    """Digest of prompt + completion as they were when sampled: what is trained must still have it."""
+    """Digest of prompt + completion at sampling time. Trained tokens must still have it."""
     support: bytes = b""
-    """The set of tokens that each token of the completion was chosen among, packed by `timeline.support.pack_sets`."""
+    """Support set of each completion token, packed by `timeline.support.pack_sets`."""
     untrained: str = ""
-    """Name of the rule of `job.side_calls` that excludes the call from training; empty for none."""
+    """Name of the rule of `job.side_calls` that excludes the call from training, or ''."""

@@ -70,8 +70,8 @@ class Run:
         self.folder = folder
         self.world = World(folder)
         played = [*self.world.play("a", 0.25, 1.0), *self.world.play("b", 0.5, 1.0)]
-        batch = self.world.swarm.compose()
-        self.world.swarm.learned(batch, {})
+        batch = self.world.swarm.batches.compose()
+        self.world.swarm.batches.learned(batch, {})
         played += self.world.play("c", 0.25, 0.5)
         self.failed = self.world.begin("d")
         self.world.abort(self.failed, "crashed")

@@ -190,7 +190,7 @@ def test_eval_of_an_endpoint(served: Served) -> None:
         score = json.loads(run("eval", *endpoint, "--tasks", "10", "--json"))
         assert (score["success"], score["target"]) == (0.9, f"{episode.model} at {episode.base_url}")
         assert episode.heartbeat().num_calls == 10
-    assert served.run.gateway.swarm.status_counts()["finished"] == 0
+    assert served.run.gateway.swarm.queries.status_counts()["finished"] == 0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from agentjet.cli.lineage import branch, roll_back
 from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
-from agentjet.gateway import versions as gateway_versions
+from agentjet.gateway.checkpoints import BEST
 from agentjet.protocol import BeginRequest, EvaluationRequest, FinishRequest
 from tests.cli.test_commands import at, run
 from tests.fakes import Running, running
@@ -96,7 +96,7 @@ def test_tags_on_the_command_line(served: Served) -> None:
     with pytest.raises(NotFound, match="no checkpoint of policy version 7; there are: 0"):
         run("checkpoints", "tag", "7", "new", *at(served))
     served.run.gateway.store.tags.put("taken", 3)
-    with pytest.raises(Conflict, match="'taken' is that of policy version 3: remove it there first"):
+    with pytest.raises(Conflict, match="'taken' belongs to policy version 3: remove it first"):
         run("checkpoints", "tag", "0", "taken", *at(served))
     run("checkpoints", "untag", "good", *at(served))
     with pytest.raises(NotFound, match="no tag 'good'; there are: taken"):
@@ -121,7 +121,7 @@ async def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
         for score in (0.2, 0.8, 0.8, 0.5):
             await up.batch()
             await evaluate(up, score)
-        await up.gateway.checkpoint()
+        await up.gateway.versions.save()
         listed = await up.gateway.versions.checkpoints()
         assert [(info.policy_version, info.tags, info.score) for info in listed] == [(2, ["best"], 0.8), (4, [], 0.5)]
         await up.batch()
@@ -138,13 +138,13 @@ async def test_what_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture
         await up.batch()
         up.compute.fail_save = [CheckpointError("No space left on device")]
         await evaluate(up, 0.2)
-        assert "which scored best, is not kept: No space left" in caplog.text
-        assert len(up.gateway.swarm.evaluations()) == 1 and up.gateway.store.tags.read() == {}
+        assert "the best one, could not be kept: No space left" in caplog.text
+        assert len(up.gateway.swarm.queries.evaluations()) == 1 and up.gateway.store.tags.read() == {}
         await up.batch()
         late = EvaluationRequest(policy_version=1, score=0.9, num_tasks=1, num_episodes=1)
         await up.gateway.versions.record_evaluation(late)
         assert up.gateway.store.tags.read() == {} and versions(up) == [], "the present version is another one"
-    assert gateway_versions.BEST == "best"
+    assert BEST == "best"
 
 
 # ---- 3. rollback --------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         live = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
         prepared = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
         await up.gateway.prepare(prepared.id, FinishRequest(reward=1.0))
-        before = up.gateway.swarm.status_counts()
+        before = up.gateway.swarm.queries.status_counts()
         assert (before["trained"], before["waiting"], before["live"]) == (16, 1, 1)
         with pytest.raises(ConfigError, match="in use by another server"):
             roll_back(data, "1")
@@ -170,10 +170,10 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         swarm = up.gateway.swarm
         assert (swarm.policy_version, up.compute.version, up.compute.weights) == (5, 5, weights(data, 1))
         assert up.compute.learned == [], "nothing that was undone is learned again"
-        counts = swarm.status_counts()
+        counts = swarm.queries.status_counts()
         assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
         assert counts["finished"] == before["finished"] and counts["prepared"] == 1
-        undone = swarm.recent_episodes(5)[-1]
+        undone = swarm.queries.recent_episodes(5)[-1]
         assert (undone.status, undone.trained_in, undone.dropped) == ("finished", None, "rolled_back")
         assert (swarm.episode(waiting).dropped, swarm.episode(live.id).status) == ("rolled_back", "aborted")
         with pytest.raises(Conflict, match="rolled back"):
@@ -189,7 +189,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
     shutil.rmtree(checkpoint(data, 6))
     async with running(data) as up:
         assert (up.compute.learned, up.compute.weights) == ([5], after), "replayed to the same weights"
-        counts = up.gateway.swarm.status_counts()
+        counts = up.gateway.swarm.queries.status_counts()
         assert counts["trained"] + counts["dropped"] + counts["waiting"] == counts["finished"]
 
 
@@ -204,7 +204,7 @@ async def test_rollbacks_of_rollbacks(tmp_path: Path) -> None:
     assert (again.policy_version, again.batches, again.trained) == (6, 1, 4)
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1)
-        assert up.gateway.swarm.status_counts()["trained"] == 4
+        assert up.gateway.swarm.queries.status_counts()["trained"] == 4
         await up.gateway.versions.tag("start", 1)
     assert roll_back(data, "start")[0].policy_version == 7
 
@@ -235,7 +235,7 @@ async def test_a_rollback_out_of_divergence(tmp_path: Path) -> None:
     async with running(data) as up:
         assert "diverged" not in up.gateway.status().waiting_for
         await up.batch()
-        assert (await up.gateway.checkpoint()).policy_version == 4
+        assert (await up.gateway.versions.save()).policy_version == 4
 
 
 # ---- 4. what is refused -------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ async def test_a_rollback_that_cannot_be_right_changes_nothing(tmp_path: Path) -
         roll_back(data, "1")
     shutil.rmtree(checkpoint(data, 3))
     async with running(data) as up:
-        assert up.gateway.swarm.policy_version == 2 and up.gateway.swarm.status_counts()["trained"] == 8
+        assert up.gateway.swarm.policy_version == 2 and up.gateway.swarm.queries.status_counts()["trained"] == 8
 
 
 async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
             pass
     assert roll_back(data, "1")[0].policy_version == 4
     async with running(data) as up:
-        assert up.compute.weights == weights(data, 1) and up.gateway.swarm.status_counts()["dropped"] == 4
+        assert up.compute.weights == weights(data, 1) and up.gateway.swarm.queries.status_counts()["dropped"] == 4
         await up.batch()
 
 
@@ -357,7 +357,7 @@ async def test_a_branch_begins_at_the_version(tmp_path: Path) -> None:
     async with running(new, card=None) as up:
         assert (up.gateway.swarm.policy_version, up.compute.weights) == (2, weights(data, 2))
         assert up.gateway.status().branched_from == f"{data}@2"
-        assert up.gateway.swarm.status_counts()["finished"] == 0
+        assert up.gateway.swarm.queries.status_counts()["finished"] == 0
         await up.batch()
     async with running(new) as up:
         assert up.gateway.swarm.policy_version == 3 and up.gateway.status().branched_from == f"{data}@2"

@@ -68,7 +68,7 @@ def test_a_program_is_trained_and_evaluated(served: Served, folder: Path) -> Non
     trained = run(served, "--reward", "reward.py:score", "--steps", "2", "--concurrency", "3")
     assert (trained["steps"], trained["rewards"], trained["aborted"]) == (2, [1.0, 1.0], 0)
     [version] = trained["code_versions"]
-    episodes = served.run.gateway.swarm.recent_episodes(100)
+    episodes = served.run.gateway.swarm.queries.recent_episodes(100)
     assert {episode.code_version for episode in episodes} == {version}
     assert all(episode.num_calls == 1 for episode in episodes if episode.trained_in is not None)
     evaluated = run(served, "--reward", "reward.py:score", "--eval", "--repeats", "2")
@@ -120,7 +120,7 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
     refused(r"reward.py: SyntaxError: .*line 1", "--reward", "reward.py:score")
     result = CliRunner().invoke(app, ["run", "--task-file", "tasks.jsonl", "--reward", "stdout"])
     assert result.exit_code == 2 and "COMMAND" in result.output
-    assert served.run.gateway.swarm.recent_episodes(1) == []
+    assert served.run.gateway.swarm.queries.recent_episodes(1) == []
 
 
 @pytest.mark.parametrize(
@@ -292,12 +292,14 @@ def test_an_edited_program_is_taken_up_and_a_broken_one_rolled_back(tmp_path: Pa
             rewards: list[float] = []
             async with asyncio.timeout(120):
                 while process.returncode is None and 0.75 not in rewards:
-                    rewards = [e.reward for e in served.run.gateway.swarm.recent_episodes(100) if e.reward is not None]
+                    rewards = [
+                        e.reward for e in served.run.gateway.swarm.queries.recent_episodes(100) if e.reward is not None
+                    ]
                     await asyncio.sleep(0.01)
                 agent.write_text(broken)
                 out, err = await process.communicate()
             assert process.returncode == 0, err.decode()
-            counts = served.run.gateway.swarm.status_counts()
+            counts = served.run.gateway.swarm.queries.status_counts()
             assert counts["live"] == 0
             assert counts["trained"] == 16
         document: dict[str, Any] = json.loads(out)
@@ -336,7 +338,7 @@ def test_a_run_that_is_ended_ends_its_programs(tmp_path: Path, folder: Path) -> 
                     await asyncio.sleep(0.01)
                 process.send_signal(signal.SIGTERM)
                 await process.communicate()
-            counts = served.run.gateway.swarm.status_counts()
+            counts = served.run.gateway.swarm.queries.status_counts()
             assert (counts["live"], counts["aborted"]) == (0, 2)
         for pid in pids.iterdir():
             assert not Path(f"/proc/{pid.name}").exists()

@@ -85,7 +85,7 @@ class Both:
 
     def episodes(self, status: Any = None) -> dict[str, list[Episode]]:
         return {
-            member: served.run.gateway.swarm.recent_episodes(1000, status=status)
+            member: served.run.gateway.swarm.queries.recent_episodes(1000, status=status)
             for member, served in self.servers.items()
         }
 

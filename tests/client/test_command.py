@@ -274,7 +274,7 @@ def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path) -> N
             report = await swarm.train(
                 Command([sys.executable, str(script)], judge), tasks, steps=1, concurrency=3, progress=False
             )
-            ended = served.run.gateway.swarm.recent_episodes(100)
+            ended = served.run.gateway.swarm.queries.recent_episodes(100)
         trained = [one for one in ended if one.trained_in == 0]
         assert sorted((one.task_id, one.reward, one.num_calls) for one in trained) == [
             ("t1", 0.0, 1),

@@ -165,7 +165,7 @@ def test_learning_waits_for_an_evaluation_at_a_version(tmp_path: Path, at_versio
             async def agent(task: Task, episode: AsyncEpisode) -> float:
                 if not learning:
                     learning.append(asyncio.create_task(served.run.batch()))
-                    await served.run.until(lambda: served.run.gateway.swarm.status_counts()["finished"] == 4)
+                    await served.run.until(lambda: served.run.gateway.swarm.queries.status_counts()["finished"] == 4)
                 versions.append(served.run.gateway.swarm.policy_version)
                 return 1.0
 
@@ -179,7 +179,7 @@ def test_learning_waits_for_an_evaluation_at_a_version(tmp_path: Path, at_versio
             assert versions == [0, 0, 0] and found.policy_versions == (0, 0)
             await learning[0]
             assert served.run.gateway.swarm.policy_version == 1
-            assert served.run.gateway.swarm.status_counts()["live"] == 0
+            assert served.run.gateway.swarm.queries.status_counts()["live"] == 0
             with pytest.raises(Conflict) as gone:
                 await swarm.evaluate(agent, TASKS, progress=False, at_version=0)
             assert gone.value.code == "version_gone"
@@ -217,7 +217,7 @@ def test_the_temperature_of_an_evaluation_is_that_of_every_call(tmp_path: Path) 
             await swarm.evaluate(agent, TASKS[:1], progress=False, temperature=0.0)
             await swarm.evaluate(agent, TASKS[:1], progress=False)
             assert [asked.params.temperature for asked in served.run.compute.asked] == [0.0, 0.7]
-            stored = served.run.gateway.swarm.recent_episodes(2)
+            stored = served.run.gateway.swarm.queries.recent_episodes(2)
             assert [episode.temperature for episode in stored] == [None, 0.0]
             refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t", "temperature": 0.5})
             assert refused.status_code == 422 and "mode 'eval'" in refused.text

@@ -58,7 +58,7 @@ def trained(
             await http.aclose()
             assert report.best is not None
             assert served.run.gateway.store.tags.read() == {"best": report.best.policy_version}
-            with pytest.raises(InvalidRequest, match=r"the server's own.*Set job\.keep_best=false first"):
+            with pytest.raises(InvalidRequest, match=r"is reserved.*Set job\.keep_best=false first"):
                 await swarm.untag("best")
             assert report.best.policy_version in [info.policy_version for info in await swarm.checkpoints()]
             return report, [view.model_dump() for view in await swarm.evaluations()]

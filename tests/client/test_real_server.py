@@ -128,7 +128,7 @@ def test_a_client_that_gives_up_leaves_nothing_behind(tmp_path: Path) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await training
             served.run.compute.may_sample.set()
-            counts = served.run.gateway.swarm.status_counts()
+            counts = served.run.gateway.swarm.queries.status_counts()
             assert (counts["live"], counts["aborted"]) == (0, 4)
 
     asyncio.run(scenario())
@@ -163,7 +163,7 @@ async def end_while_agents_hang(served: Served, folder: Path, number: signal.Sig
         hanging = [await process.stdout.readline(), await process.stdout.readline()]
         process.send_signal(number)
         out, err = await process.communicate()
-    counts = served.run.gateway.swarm.status_counts()
+    counts = served.run.gateway.swarm.queries.status_counts()
     assert (counts["live"], counts["finished"]) == (0, 0)
     assert len(hanging) + out.count(b"hanging") <= counts["aborted"] <= 4
     assert process.returncode == (1 if number == signal.SIGINT else 128 + number)
@@ -194,7 +194,7 @@ def test_the_books_of_client_and_server_agree(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path / "data", saying(last_letter)) as served, client(served) as swarm:
             report = await swarm.train(agent, TASKS, steps=2, concurrency=16, progress=False)
-            counts = served.run.gateway.swarm.status_counts()
+            counts = served.run.gateway.swarm.queries.status_counts()
             assert counts["live"] == 0
             assert (counts["finished"], counts["expired"]) == (len(report.finished), report.num_expired)
             assert counts["aborted"] == report.num_aborted + report.num_not_needed
@@ -235,7 +235,7 @@ def test_stragglers_do_not_hold_up_a_run_with_spares(tmp_path: Path) -> None:
             async with asyncio.timeout(20):
                 report = await swarm.train(sometimes_hangs, TASKS, steps=2, concurrency=12, progress=False)
             assert len(report.steps) == 2 and report.num_not_needed >= 4
-            groups = [event for event in served.run.gateway.swarm.events() if event.kind == "group"]
+            groups = [event for event in served.run.gateway.swarm.queries.events() if event.kind == "group"]
             complete = [event for event in groups if event.body["state"] == "complete"]
             assert all(len(event.body["episodes"]) == 2 and not event.body["reason"] for event in complete)
 

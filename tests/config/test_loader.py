@@ -1,4 +1,4 @@
-"""Pins settings: what wins over what, and that every mistake is a sentence with key, value and way out."""
+"""Settings: the order of their sources, and one message with key, value and way out for every mistake."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         (["job.temperature=1e-44"], "job.temperature = 1e-44 (--set): input should be greater than or equal to 0.01"),
         (["job.temperature=11"], "job.temperature = 11 (--set): input should be less than or equal to 10"),
         (["job.batch_size=many"], "job.batch_size = 'many' (--set): input should be a valid integer"),
-        (["job.batch_size=true"], "job.batch_size = True (--set): true and false are no values"),
+        (["job.batch_size=true"], "job.batch_size = True (--set): true and false are not values"),
         (["job.optimizer.lr=inf"], "job.optimizer.lr = inf (--set): input should be a finite number"),
         (["job.task_weights.math=0"], "job.task_weights.math = 0 (--set): input should be greater than 0"),
         (["job.task_weights.math=inf"], "job.task_weights.math = inf (--set): input should be a finite number"),

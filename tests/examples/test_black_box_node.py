@@ -48,7 +48,7 @@ def test_a_program_in_another_language_is_trained(
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
     assert (report["steps"], report["aborted"]) == (1, 0), report
-    trained = [e for e in served.run.gateway.swarm.recent_episodes(100) if e.trained_in == 0]
+    trained = [e for e in served.run.gateway.swarm.queries.recent_episodes(100) if e.trained_in == 0]
     assert len(trained) == 4
     for episode in trained:
         a, b = map(int, episode.task_id.split("+"))

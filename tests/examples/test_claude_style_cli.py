@@ -183,7 +183,7 @@ def test_the_program_as_it_is_is_trained(served: Served, tmp_path: Path, monkeyp
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
     assert (report["steps"], report["aborted"], report["mean_reward"]) == (1, 0, 1.0), report
-    trained = [e for e in served.run.gateway.swarm.recent_episodes(100) if e.trained_in == 0]
+    trained = [e for e in served.run.gateway.swarm.queries.recent_episodes(100) if e.trained_in == 0]
     assert [(e.num_calls, e.metrics) for e in trained] == [(len(CALLS), {"solved": 1.0, "wrote": 1.0})] * 2
     assert not Path("add.py").exists()
 

@@ -62,7 +62,7 @@ def test_the_prompt_is_mended_without_a_restart_or_a_lost_episode(served: Served
     assert (result["server_restarts"], result["lost_finished_episodes"]) == (0, 0)
     assert result["rewards"][:2] == [0.0, 0.0] and result["rewards"][-1] == 1.0
     assert BROKEN in AGENT.read_text() and MENDED in (out / AGENT.name).read_text()
-    codes = {episode.code_version for episode in served.run.gateway.swarm.recent_episodes(1000)}
+    codes = {episode.code_version for episode in served.run.gateway.swarm.queries.recent_episodes(1000)}
     assert codes == {broken["code_version"], mended["code_version"]}
     draw(out / "reward.png", result)
     assert (out / "reward.png").stat().st_size > 5000

@@ -1,9 +1,9 @@
-"""Begins that wait for room. Pinned here, by counting, how much work they cause:
+"""Begins that wait for a place in the batch, and the work that they cause, by counting.
 
-1. what makes no room wakes nobody: calls, heartbeats, rewards of groups that go on, episodes that join another's group;
-2. room wakes each of them once, and the leases are looked at once for all;
-3. a place in a group wakes those who wait for that group only, an end those who wait for their client's limit;
-4. whoever waits is woken by new settings, and refused when the engine stops.
+1. Events that free no place wake no waiter: calls, heartbeats, rewards, episodes that join another's group.
+2. A free place in the batch wakes each waiter once, and the leases are checked once for all.
+3. A free place in a group wakes the waiters of that group only. The end of an episode wakes those of its client.
+4. New settings wake all waiters. A stop of the engine refuses them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAITING = 20
 
 
 class Counted:
-    """How often a swarm is asked for an episode, and looks at every lease."""
+    """Counts the begins of a swarm and its checks of all leases."""
 
     def __init__(self, run: Running) -> None:
         self.run = run
@@ -71,7 +71,7 @@ async def test_only_room_wakes_those_who_wait_for_it(tmp_path: Path) -> None:
         assert (await counted.settled())[0] == 1, "the one that joined the group"
         await gateway.abort(held[1].id, AbortRequest())  # Group a keeps its finished member, and its place.
         assert (await counted.settled())[0] == 0
-        for episode in gateway.swarm.recent_episodes(10, status="live"):
+        for episode in gateway.swarm.queries.recent_episodes(10, status="live"):
             await gateway.abort(episode.id, AbortRequest())
         begins, looks = await counted.settled()
         assert sum(task.done() for task in waiting) == 1
@@ -79,7 +79,7 @@ async def test_only_room_wakes_those_who_wait_for_it(tmp_path: Path) -> None:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert not gateway._room._waiting
+        assert not gateway._waiters._waiting
 
 
 async def test_a_place_in_a_group_wakes_its_own(tmp_path: Path) -> None:

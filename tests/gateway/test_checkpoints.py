@@ -1,12 +1,11 @@
-"""Which checkpoints count, on a scripted worker. Damage of real files: `tests/compute/test_checkpoint.py`.
+"""The checkpoints that count, on a scripted worker. Damage of real files: `tests/compute/test_checkpoint.py`.
 
-Pinned here:
-1. an unusable checkpoint is set aside under another name, counted and shown, and the next older good one is taken;
-2. without a good one the journal is replayed from version 0 if it reaches there, else the start is refused, every time;
-3. a checkpoint that the journal did not record never counts, unless the journal begins at it or AgentJet 0.1 wrote it;
-4. only checkpoints that this server wrote or loaded are returned as written, push out older ones, or let calls go;
-5. a write that is interrupted leaves no checkpoint that counts, unless the journal had recorded it;
-6. a journal that lost its end is refused, and nothing is set aside.
+1. An unusable checkpoint is renamed, counted and shown, and the next older good one is loaded.
+2. Without a good one the journal is replayed from version 0 if it reaches there. Else every start is refused.
+3. A checkpoint that the journal did not record never counts, unless the journal begins at it or AgentJet 0.1 wrote it.
+4. Only checkpoints that this server wrote or loaded are returned as written, displace older ones, or release calls.
+5. An interrupted write leaves no checkpoint that counts, unless the journal had recorded it.
+6. An incomplete journal is refused, and no checkpoint is renamed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def unreadable(data_dir: Path) -> None:
 
 
 def changed(data_dir: Path) -> None:
-    """Readable, and with the right version: only the journal knows better."""
+    """Readable, and with the right version: only the journal shows that it is wrong."""
     seal(folder(data_dir, 3), {"policy_version": 3, "weights": "others"})
 
 
@@ -74,9 +73,9 @@ async def test_an_unusable_checkpoint_is_set_aside_and_the_one_before_is_taken(
         assert (run.compute.learned, run.compute.weights) == ([2], weights)
         assert versions(run) == [2]
         assert run.gateway.status().unusable_checkpoints == [str(tmp_path / "d" / "checkpoints" / name)]
-        [event] = [event.body for event in run.gateway.swarm.events() if event.body.get("set_aside")]
+        [event] = [event.body for event in run.gateway.swarm.queries.events() if event.body.get("set_aside")]
         assert not event["ok"] and event["set_aside"].endswith(name)
-        info = await run.gateway.checkpoint()
+        info = await run.gateway.versions.save()
         assert (info.policy_version, versions(run)) == (3, [2, 3]), "it is written again"
     async with running(tmp_path / "d") as run:
         assert (run.compute.learned, run.compute.weights) == ([], weights)
@@ -198,13 +197,13 @@ async def test_a_checkpoint_without_a_digest_counts_where_agentjet_0_1_may_have_
         for version, counts in ((1, known), (2, False)):
             stamp = CheckpointStamp(version, "")
             if counts:
-                swarm.check_checkpoint(stamp)
+                swarm.batches.check_checkpoint(stamp)
             else:
                 with pytest.raises(CheckpointError, match="did not record a checkpoint of policy version"):
-                    swarm.check_checkpoint(stamp)
-        swarm.record_checkpoint(CheckpointStamp(1, "d1"))
+                    swarm.batches.check_checkpoint(stamp)
+        swarm.batches.record_checkpoint(CheckpointStamp(1, "d1"))
         with pytest.raises(CheckpointError, match="has another digest"):
-            swarm.check_checkpoint(CheckpointStamp(1, ""))
+            swarm.batches.check_checkpoint(CheckpointStamp(1, ""))
 
 
 async def test_only_what_this_server_wrote_or_loaded_counts(tmp_path: Path) -> None:
@@ -215,7 +214,7 @@ async def test_only_what_this_server_wrote_or_loaded_counts(tmp_path: Path) -> N
         await run.batch()
         # Whoever puts a folder there does not make it a checkpoint of this run.
         shutil.copytree(folder(tmp_path / "d", 3), folder(tmp_path / "d", 4))
-        info = await run.gateway.checkpoint()
+        info = await run.gateway.versions.save()
         assert json.loads((Path(info.path) / "state.json").read_text())["policy_version"] == 4
         assert versions(run) == [3, 4]
         assert [path.name for path in run.gateway.store.unusable()] == ["unusable_000004"]
@@ -245,9 +244,9 @@ async def test_a_write_that_the_journal_did_not_record_leaves_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(run.gateway.swarm, "record_checkpoint", refuses)
             with pytest.raises(Later):
-                await run.gateway.checkpoint()
+                await run.gateway.versions.save()
         assert list((tmp_path / "d" / "checkpoints").iterdir()) == []
-        assert (await run.gateway.checkpoint()).policy_version == 1
+        assert (await run.gateway.versions.save()).policy_version == 1
 
 
 async def test_a_checkpoint_that_was_recorded_gets_its_name(tmp_path: Path) -> None:
@@ -285,6 +284,6 @@ async def test_a_checkpoint_that_cannot_be_renamed_stops_the_start(
     def prepare(compute: ScriptedCompute) -> None:
         monkeypatch.setattr(Path, "rename", refuses)
 
-    with pytest.raises(CheckpointError, match=r"could not be renamed .*: move it away"):
+    with pytest.raises(CheckpointError, match=r"could not be renamed .*: move it to another folder"):
         async with running(tmp_path / "d", prepare=prepare):
             pass

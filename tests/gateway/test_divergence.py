@@ -1,9 +1,8 @@
-"""What a policy that diverges leaves behind.
+"""A policy that diverges.
 
-Pinned here:
-1. a metric that is no finite number is recorded nowhere, and a client reads the status as ever;
-2. weights that are not finite are told in the log and the status, also after a restart, and never saved over the last
-   good checkpoint.
+1. A metric without a finite value is not recorded, and clients can still read the status.
+2. Weights that are not finite are reported in the log and the status, also after a restart. They are never saved over
+   the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ async def test_a_policy_that_diverged_says_so_and_keeps_the_last_good_checkpoint
         run.compute.metrics = {"weights/finite": 0.0}
         await run.batch()
         assert "the policy has diverged" in run.gateway.status().waiting_for and "has diverged" in caplog.text
-        for written in (run.gateway.checkpoint, run.gateway.export):
+        for written in (run.gateway.versions.save, run.gateway.versions.export):
             with pytest.raises(Conflict, match="has diverged"):
                 await written()
     assert not (tmp_path / "d" / "exports").exists()

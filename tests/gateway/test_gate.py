@@ -1,4 +1,4 @@
-"""The gate: who gets in, who is held, who is refused, and what leaving early leaves behind."""
+"""The gate: calls that pass, wait or are refused, and calls that leave early."""
 
 from __future__ import annotations
 

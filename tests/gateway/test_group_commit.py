@@ -1,14 +1,14 @@
-"""Grouped commits. Pinned here:
+"""Group commit.
 
-1. what several tasks wrote in one turn of the loop is committed once, and on disk before any of them is told;
-2. one that fails undoes its own change only;
-3. nobody is told, and no event sent, before the disk has it, though the loop goes on; what is written meanwhile waits
-   for the next time, and whoever repeats a request waits, too;
-4. when the disk refuses the commit, or takes the whole group with one write, all are told `Later` and nothing of it
-   happened, in memory either;
-5. an answer whose agent leaves before the disk has it did not reach it;
-6. when the disk fails a sync, nobody is told, nothing is recorded any more, and a new server carries on;
-7. so it is when a commit fails with anything else: nobody waits for ever, and nobody is told that it is on disk.
+1. The changes of several tasks in one turn of the loop are committed once, and are on disk before any task continues.
+2. A change that fails undoes itself only.
+3. No task continues, and no event is sent, before the changes are on disk. The loop goes on. Changes made during the
+   wait form the next group, and repeated requests wait, too.
+4. If the disk refuses the commit, or one write fails the group, all waiters get `Later` and nothing happened, in
+   memory either.
+5. An answer whose agent leaves before the changes are on disk was not delivered.
+6. If the disk fails a sync, no waiter succeeds and nothing more is recorded. A new server continues.
+7. The same holds if a commit fails with any other error: no waiter hangs or succeeds.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ async def test_many_changes_are_one_commit_and_on_disk_before_anybody_is_told(tm
 async def test_what_was_not_committed_is_not_on_disk(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         run.gateway.swarm.begin(BeginRequest(task_id="t", mode="eval"))
-        assert run.gateway.swarm.has_uncommitted and on_disk(tmp_path / "d") == 0
+        assert run.gateway.swarm.store.journal.has_uncommitted and on_disk(tmp_path / "d") == 0
         await asyncio.sleep(0.01)
-        assert not run.gateway.swarm.has_uncommitted and on_disk(tmp_path / "d") == 1
+        assert not run.gateway.swarm.store.journal.has_uncommitted and on_disk(tmp_path / "d") == 1
 
 
 async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None:
@@ -68,13 +68,13 @@ async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None
         await run.gateway.finish(first, FinishRequest(reward=1))
 
         async def fails() -> None:
-            with swarm.transaction():
+            with swarm.store.transaction():
                 swarm.begin(BeginRequest(task_id="undone", mode="eval"))
                 swarm.finish(first, FinishRequest(reward=2))
 
         results = await asyncio.gather(begin(run, "b"), fails(), begin(run, "c"), return_exceptions=True)
         assert isinstance(results[1], Conflict)
-        assert [e.task_id for e in swarm.recent_episodes(10)] == ["c", "b", "a"]
+        assert [e.task_id for e in swarm.queries.recent_episodes(10)] == ["c", "b", "a"]
         assert on_disk(tmp_path / "d") == 3
 
 
@@ -85,7 +85,7 @@ def breaking(run: Running, where: str, error: Exception) -> None:
         raise error
 
     if where == "the code":
-        run.gateway.swarm.commit = fails  # type: ignore[method-assign]
+        run.gateway.swarm.store.commit = fails  # type: ignore[method-assign]
     elif where == "the thread":
         run.gateway._journal._log.wait = fails  # type: ignore[method-assign, union-attr]
     else:
@@ -116,7 +116,7 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, wher
         for result in results:
             assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
             assert "until the server is started again" in result.message
-        assert run.gateway.swarm.disk_refusal and not run.gateway.swarm.has_uncommitted
+        assert run.gateway.swarm.store.journal.refusal and not run.gateway.swarm.store.journal.has_uncommitted
     async with running(tmp_path / "d") as run:
         await run.gateway.finish(kept, FinishRequest(reward=1))
 
@@ -137,7 +137,7 @@ class SlowDisk:
 
 
 async def turns(number: int = 20) -> None:
-    """Give the loop and the thread time to do whatever they would."""
+    """Give the loop and the thread time."""
     for _ in range(number):
         await asyncio.sleep(0.001)
 
@@ -145,7 +145,9 @@ async def turns(number: int = 20) -> None:
 async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         seen: list[str] = []
-        run.gateway.swarm.on_event = lambda event: event.kind == "episode" and seen.append(event.body["episode_id"])
+        run.gateway.swarm.store.on_event = lambda event: (
+            event.kind == "episode" and seen.append(event.body["episode_id"])
+        )
         await turns()  # What the start wrote is done with.
         disk, request = SlowDisk(run), BeginRequest(task_id="a", mode="eval")
         first = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
@@ -177,14 +179,14 @@ async def test_an_agent_that_leaves_while_the_disk_is_waited_for_heard_nothing(t
         await asyncio.gather(asking, return_exceptions=True)
         disk.lets.release(100)
         [call] = run.gateway.swarm.tree(episode.id, "").calls
-        assert run.gateway.swarm.orphans(episode.id) == {call.id: "undelivered"}
+        assert run.gateway.swarm.queries.orphans(episode.id) == {call.id: "undelivered"}
 
 
 async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(tmp_path / "d") as run:
         swarm, seen = run.gateway.swarm, []
         kept = await begin(run, "kept")
-        swarm.on_event = lambda event: seen.append(event)
+        swarm.store.on_event = lambda event: seen.append(event)
 
         def fails(file: int) -> None:
             raise OSError(5, "Input/output error")
@@ -201,7 +203,7 @@ async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, mon
         )
         for result in results:
             assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
-        assert not swarm.has_uncommitted and not seen
+        assert not swarm.store.journal.has_uncommitted and not seen
     async with running(tmp_path / "d") as run:
         assert run.gateway.swarm.episode(kept).status == "live"
         await run.gateway.finish(kept, FinishRequest(reward=1))
@@ -212,7 +214,7 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
     async with running(tmp_path / "d") as run:
         kept = await begin(run, "kept")
         db, seen = run.gateway._journal._db, []
-        run.gateway.swarm.on_event = lambda event: seen.append(event)
+        run.gateway.swarm.store.on_event = lambda event: seen.append(event)
         if write == "commit":
             real = run.gateway._journal._db
 
@@ -232,13 +234,13 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
 
             async def too_large() -> None:
                 db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
-                run.gateway.swarm.emit("state", {"much": "x" * 1_000_000})
+                run.gateway.swarm.store.emit("state", {"much": "x" * 1_000_000})
 
             results = await asyncio.gather(begin(run, "t0"), too_large(), begin(run, "t1"), return_exceptions=True)
             db.execute("PRAGMA max_page_count = 1000000")
         told = [r for r in results if isinstance(r, str)]
         assert all(isinstance(r, str | Later) for r in results) and any(isinstance(r, Later) for r in results)
-        ids = [episode.id for episode in run.gateway.swarm.recent_episodes(10)]
+        ids = [episode.id for episode in run.gateway.swarm.queries.recent_episodes(10)]
         assert sorted(ids) == sorted([kept, *told]), "who was told is there, and nobody else"
-        assert on_disk(tmp_path / "d") == len(ids) == run.gateway.swarm.status_counts()["live"]
+        assert on_disk(tmp_path / "d") == len(ids) == run.gateway.swarm.queries.status_counts()["live"]
         assert len([e for e in seen if e.kind == "episode"]) == len(told)

@@ -1,4 +1,4 @@
-"""The job settings: what was put in force stays there, over a restart, too, and what was refused never was."""
+"""The job settings: accepted settings stay in force over a restart, and refused ones never apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lease runs out when nothing was heard of its episode, and never because the server was busy.
+"""A lease ends without activity of its episode, and never because the server was busy.
 
 While an agent reads its answer the lease runs, from the last chunk that it took.
 """
@@ -45,9 +45,9 @@ async def test_leases_go_on_ending_after_a_failure_of_the_look_at_them(
 
         swarm.next_deadline = failing  # type: ignore[method-assign]
         run.clock.advance(11)
-        await run.until(lambda: swarm.recent_episodes(1, status="expired") != [])
-        assert swarm.recent_episodes(1)[0].id == episode.id
-    assert caplog.text.count("leases could not be looked at") == 1
+        await run.until(lambda: swarm.queries.recent_episodes(1, status="expired") != [])
+        assert swarm.queries.recent_episodes(1)[0].id == episode.id
+    assert caplog.text.count("leases could not be checked") == 1
 
 
 async def test_no_lease_expires_while_nobody_is_heard(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_a_held_call_keeps_its_lease(tmp_path: Path) -> None:
 
 
 class Reader:
-    """An agent that takes its answer chunk by chunk, when told to, and notes when it is hung up on."""
+    """An agent that takes its answer chunk by chunk and records a closed connection."""
 
     def __init__(self, run: Running, episode_id: str) -> None:
         self.hung_up = False
@@ -103,7 +103,7 @@ async def reading(run: Running) -> tuple[str, Reader]:
 
 
 def lost(run: Running, episode_id: str) -> list[str]:
-    return list(run.gateway.swarm.orphans(episode_id).values())
+    return list(run.gateway.swarm.queries.orphans(episode_id).values())
 
 
 async def test_a_slow_reader_lives_and_a_stalled_one_does_not(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""The engine brings up the policy that the data dir was begun with, or none.
+"""The engine starts with the policy that the data dir was created with, or not at all.
 
-Pins:
-1. other base weights end the start, or the run when a worker is replaced: nothing is loaded, learned or tried again;
-2. a checkpoint made under other settings does so, too, though an older one or a replay might serve;
-3. where no checkpoint can be read and the journal does not reach back, the reason is said first;
-4. the type that was found at the first start is kept.
+1. Other base weights end the start, or the run if a worker is replaced: nothing is loaded, learned or tried again.
+2. A checkpoint of other settings does so, too, even if an older one or a replay would serve.
+3. If no checkpoint can be read and the journal does not reach back, the message begins with that.
+4. The dtype that was found at the first start is kept.
 """
 
 from __future__ import annotations

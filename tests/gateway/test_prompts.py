@@ -1,4 +1,4 @@
-"""What cannot fit is refused before it is tokenised: nothing else goes on while a long text is."""
+"""A prompt that cannot fit is refused before it is tokenised, because tokenising a long text blocks everything else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path: Path, asked: str) -> 
 
 
 def test_a_text_that_hardly_fits_is_counted_first(tmp_path: Path) -> None:
-    """Bytes alone do not tell: the longest token is long, those of the text are not."""
+    """Bytes alone do not decide: the longest token is long, those of the text are not."""
     renderer = Counting(replace(make_model_info(tmp_path / "model"), context_length=3000))
     renderer._vocabulary.longest_piece = 100  # As of a vocabulary with rows of blanks in it.
     words = "hello 42 " * 4000

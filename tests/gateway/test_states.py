@@ -1,8 +1,7 @@
 """The table of the engine's states.
 
-Pinned here:
-1. every state can be reached and left; nothing follows that the table does not name;
-2. a stop while an errand is carried out does not begin another batch.
+1. Every state can be reached and left. No transition exists outside the table.
+2. After a stop during a maintenance task no batch begins.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import get_args
 import pytest
 
 from agentjet.errors import Later
+from agentjet.gateway.engine import DEMANDS, NEXT, Demand, IllegalInState, check_demand, check_transition
 from agentjet.gateway.observability import StepTimer
-from agentjet.gateway.states import DEMANDS, NEXT, Demand, IllegalInState, check, demand
 from agentjet.protocol import BeginRequest
 from agentjet.types import EngineState
 from tests.fakes import Clock, running
@@ -33,16 +32,16 @@ def test_the_table_is_whole() -> None:
 def test_only_what_the_table_names_follows(state: EngineState) -> None:
     for following in STATES:
         if following in NEXT[state]:
-            check(state, following)
+            check_transition(state, following)
         else:
             with pytest.raises(AssertionError, match=f"{state} to {following}"):
-                check(state, following)
+                check_transition(state, following)
 
 
 def test_a_refusal_says_what_is_legal() -> None:
-    demand("checkpoint", "sampling")
+    check_demand("checkpoint", "sampling")
     with pytest.raises(IllegalInState, match="legal now: start") as refused:
-        demand("export", "offline")
+        check_demand("export", "offline")
     assert (refused.value.status, refused.value.state, refused.value.legal) == (409, "offline", ("start",))
 
 
@@ -51,30 +50,30 @@ async def test_a_stop_during_an_errand_begins_no_batch(tmp_path: Path, caplog: p
     async with running(tmp_path / "d", job={"batch_size": 1}) as run:
         under_way, go_on = asyncio.Event(), asyncio.Event()
 
-        async def errand() -> str:
+        async def task() -> str:
             under_way.set()
             await go_on.wait()
             return "done"
 
-        saving = asyncio.create_task(run.gateway.engine.between_batches("export", errand))
+        saving = asyncio.create_task(run.gateway.engine.between_batches("export", task))
         await under_way.wait()
-        last = run.gateway.swarm.events()[-1].seq
-        run.gateway.swarm.ready = lambda: True  # type: ignore[method-assign]
+        last = run.gateway.swarm.queries.events()[-1].seq
+        run.gateway.swarm.batches.ready = lambda: True  # type: ignore[method-assign]
         stopping = asyncio.create_task(run.gateway.stop_engine())
         await run.until(lambda: run.gateway.engine.state == "draining")
         go_on.set()
         assert await saving == "done"
         await stopping
-        entered = [event.body["state"] for event in run.gateway.swarm.events(last) if event.kind == "state"]
+        entered = [event.body["state"] for event in run.gateway.swarm.queries.events(last) if event.kind == "state"]
         assert entered == ["draining", "offline"] and "the worker failed" not in caplog.text
         with pytest.raises(IllegalInState):
-            await run.gateway.checkpoint()
+            await run.gateway.versions.save()
 
 
 @pytest.mark.parametrize("wanted", ["checkpoint", "export"])
 def test_what_would_wait_for_the_model_is_refused_while_it_loads(wanted: Demand) -> None:
     with pytest.raises(IllegalInState, match=f"{wanted} is not possible while the engine is loading; legal now: stop"):
-        demand(wanted, "loading")
+        check_demand(wanted, "loading")
 
 
 @pytest.mark.anyio
@@ -85,7 +84,7 @@ async def test_an_errand_whose_turn_never_comes_is_refused(tmp_path: Path) -> No
         episode = await run.gateway.begin(BeginRequest(task_id="t", mode="eval"))
         asking = asyncio.create_task(run.say(episode.id))
         await run.until(lambda: len(run.compute.asked) == 1)
-        saving = asyncio.create_task(run.gateway.checkpoint())
+        saving = asyncio.create_task(run.gateway.versions.save())
         await asyncio.sleep(0.01)
         stopping = asyncio.create_task(run.gateway.stop_engine())
         await run.until(lambda: run.gateway.engine.state == "draining")
@@ -104,18 +103,18 @@ async def test_an_errand_whose_caller_was_cancelled_hurts_nobody(tmp_path: Path)
         for ends in ("well", "badly"):
             begun = asyncio.Event()
 
-            async def errand(ends: str = ends, begun: asyncio.Event = begun) -> None:
+            async def task(ends: str = ends, begun: asyncio.Event = begun) -> None:
                 begun.set()
                 await may_end.wait()
                 if ends == "badly":
                     raise ValueError("of nobody's concern")
 
-            caller = asyncio.create_task(engine.between_batches("checkpoint", errand))
+            caller = asyncio.create_task(engine.between_batches("checkpoint", task))
             await begun.wait()
             caller.cancel()
             await asyncio.wait([caller])
             may_end.set()
-            await run.gateway.export()
+            await run.gateway.versions.export()
             may_end.clear()
         assert (run.compute.starts, engine.state) == (1, "sampling"), "no worker was blamed"
 
@@ -124,9 +123,9 @@ async def test_an_errand_whose_caller_was_cancelled_hurts_nobody(tmp_path: Path)
 async def test_an_errand_does_not_set_back_the_clock_of_the_batch(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         now = Clock()
-        run.gateway.engine._timer = StepTimer(lambda: 0.0, monotonic=now)
+        run.gateway.engine.training.timer = StepTimer(lambda: 0.0, monotonic=now)
         now.advance(5)
-        await run.gateway.export()
+        await run.gateway.versions.export()
         now.advance(3)
         await run.batch()
         assert run.gateway.swarm.last_step["time/wait"] == 8

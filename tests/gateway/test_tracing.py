@@ -1,11 +1,10 @@
 """OpenTelemetry spans.
 
-Pinned here:
-1. a call's span names its episode, its call and the policy version that sampled it; a step's span is linked to
-   exactly the calls of its batch;
-2. a cancelled call has a span, and is linked to nothing;
-3. what is remembered is bounded;
-4. without a tracer there are no spans, and the package is not even imported.
+1. A call's span has its episode, its call and the policy version that sampled it. A step's span links to exactly the
+   calls of its batch.
+2. A cancelled call has a span, and no link.
+3. The memory for links is bounded.
+4. Without a tracer no span is made, and the package is not even imported.
 """
 
 from __future__ import annotations

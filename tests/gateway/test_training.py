@@ -1,15 +1,13 @@
-"""The training loop: batches are learned in order, calls are held meanwhile, and what dies is brought back to the
-same weights.
+"""The training loop: batches are learned in order, calls are held, and a new worker gets the same weights.
 
-Pinned here:
-1. a full batch is learned, and the version grows by one;
-2. calls of live episodes are held while the worker learns, `begin` is refused, and waits when asked to;
-3. a held call becomes a 503 after `call_timeout`;
-4. a worker that dies (idle, while learning; under a call: `test_deaths.py`) is replaced and ends up with the same
-   weights;
-5. a restart of the whole gateway on the same data dir ends up with the same weights;
-6. no checkpoint for lack of disk space: the last good one stays, training goes on, an event says so;
-7. the engine gives up on a batch that kills every worker, and says so.
+1. A full batch is learned, and the version grows by one.
+2. Calls of live episodes are held while the worker learns. `begin` is refused, or waits if it asks to.
+3. A held call becomes a 503 after `call_timeout`.
+4. A worker that crashes (idle, while learning; during a call: `test_worker_crashes.py`) is replaced and reaches the
+   same weights.
+5. A restart of the whole gateway on the same data dir reaches the same weights.
+6. Without disk space for a checkpoint the last good one stays, training continues, and an event reports it.
+7. The engine gives up on a batch that kills every worker, and reports it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, WorkerDied
-from agentjet.gateway.states import IllegalInState
+from agentjet.gateway.engine import IllegalInState
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import Batch
 from tests.fakes import ScriptedCompute, running
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def reference_weights(folder: Path, batches: int, **request: Any) -> str:
-    """What an undisturbed run ends up with."""
+    """Returns the weights of an undisturbed run."""
     async with running(folder / "reference") as run:
         for _ in range(batches):
             await run.batch(**request)
@@ -197,7 +195,7 @@ async def test_no_disk_space_for_a_checkpoint(tmp_path: Path) -> None:
         run.compute.fail_save = [CheckpointError("No space left on device")]
         await run.batch()
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
-        failed = [event.body for event in run.gateway.swarm.events() if event.kind == "checkpoint"][-1]
+        failed = [event.body for event in run.gateway.swarm.queries.events() if event.kind == "checkpoint"][-1]
         assert failed == {"ok": False, "policy_version": 2, "error": "No space left on device"}
         await run.batch()
         assert [info.policy_version for info in run.gateway.store.listing()] == [1, 3]
@@ -261,7 +259,7 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         swarm = run.gateway.swarm
         assert (run.compute.weights, swarm.policy_version, swarm.pending) == (weights, 1, None)
         assert {swarm.episode(member).dropped for member in members} == {"poisoned"}
-        [event] = [event for event in swarm.events() if event.kind == "batch"]
+        [event] = [event for event in swarm.queries.events() if event.kind == "batch"]
         assert event.body["reason"] == "out of memory" and event.body["episodes"] == members
         run.compute.deadly.clear()
         await run.batch()
@@ -269,20 +267,20 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         assert run.gateway.status().episodes["trained"] == 8
 
 
-@pytest.mark.parametrize("moment", ["forest", "learned"])
+@pytest.mark.parametrize("moment", ["training_batch", "learned"])
 async def test_a_batch_that_the_gateway_cannot_work_with_is_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     async with running(tmp_path / "d") as run:
         swarm = run.gateway.swarm
-        work = getattr(swarm, moment)
+        work = getattr(swarm.batches, moment)
 
         def cannot(batch: Batch, *more: Any) -> Any:
             if batch.id == 1 and members[0] in batch.episode_ids:
                 raise OverflowError("too much")
             return work(batch, *more)
 
-        monkeypatch.setattr(swarm, moment, cannot)
+        monkeypatch.setattr(swarm.batches, moment, cannot)
         await run.batch()
         members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
         await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
@@ -329,7 +327,7 @@ async def test_stop_and_start(tmp_path: Path) -> None:
                 await ask
             assert (refusal.value.status, refusal.value.code) == (503, "engine_stopped")
         with pytest.raises(IllegalInState):
-            await run.gateway.checkpoint()
+            await run.gateway.versions.save()
         await run.gateway.start_engine()
         await run.gateway.ready()
         assert run.compute.version == 1
@@ -369,9 +367,9 @@ async def test_the_call_of_an_ended_episode_is_cut_off(tmp_path: Path) -> None:
 async def test_on_demand_checkpoint_and_export(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         await run.batch()
-        info = await run.gateway.checkpoint()
-        assert info == await run.gateway.checkpoint() and info.policy_version == 1
-        exported = await run.gateway.export()
+        info = await run.gateway.versions.save()
+        assert info == await run.gateway.versions.save() and info.policy_version == 1
+        exported = await run.gateway.versions.export()
         assert (Path(exported.path) / "model.txt").read_text() == run.compute.weights
 
 

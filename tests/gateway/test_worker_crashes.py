@@ -1,10 +1,9 @@
-"""What becomes of a call whose worker dies.
+"""A call whose worker crashes.
 
-Pinned here:
-1. it is sampled again, with the same parameters, and recorded once;
-2. not where part of the answer was given out: it fails with a 503;
-3. the second worker that dies under it ends it, and nothing else;
-4. a worker that hung is replaced like one that died, and counted.
+1. It is sampled again, with the same parameters, and recorded once.
+2. If a part of the answer was sent, it fails with a 503.
+3. The second worker that crashes during the call ends it, and nothing else.
+4. A worker that hung is replaced like one that crashed, and counted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Batches that could teach nothing are reported: in the status, in its lines for people, and once in the server's log.
+"""Batches without reward variance are reported: in the status, in its lines for people, and once in the log.
 
-Pinned here:
-1. three batches in a row without any variance are reported, with one prompt, its answers and their rewards;
-2. the log has the report once; the status has it until a batch has variance again;
-3. a restarted server reports the same, from its journal; answers that a checkpoint has released are left out;
-4. rewards by role are rewards: a group in which only these differ has variance.
+1. Three batches in a row without variance are reported, with one prompt, its answers and their rewards.
+2. The log has the report once. The status has it until a batch has variance again.
+3. A restarted server reports the same from its journal. Answers that a checkpoint has released are left out.
+4. Rewards by role count: a group in which only these differ has variance.
 """
 
 from __future__ import annotations

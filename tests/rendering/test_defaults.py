@@ -1,4 +1,4 @@
-"""Pinned here: which template and tool format a model gets, the bundled SmolLM2's among them."""
+"""The chat template and the tool format of a model, including the bundled template for SmolLM2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pinned here: what becomes a tool call, what becomes reasoning; whatever is malformed stays content, whole."""
+"""Tool calls and reasoning in completions. Malformed text stays content, whole."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_several_calls_are_numbered_and_broken_ones_stay() -> None:
     ],
 )
 def test_half_a_surrogate_pair_is_no_name_and_no_argument(tool_format: str, text: str) -> None:
-    """Neither could be sent to the agent. Arguments as they were written keep the escape, and can."""
+    """Neither can be sent to the agent. Arguments in their original text keep the escape, and can."""
     assert parse(text, tool_format) == Message("assistant", text)
     (call,) = parse('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>').tool_calls
     assert call.arguments == '{"a": "\\ud800"}'

@@ -1,9 +1,9 @@
-"""Pinned here:
+"""Rendering of conversations.
 
-1. prompts are those of `transformers.apply_chat_template`, token for token, where no text looks like a control token;
-2. control tokens in client text stay text, wherever they stand, also when text and template would make one together;
-3. sampled bodies are written as sampled; a template that cannot do with open slots gets the plain messages;
-4. what a template ignores or refuses is refused by name.
+1. Prompts equal those of `transformers.apply_chat_template`, token for token, if no text looks like a control token.
+2. Control tokens in client text stay text everywhere, even if text and template together would form one.
+3. Sampled bodies are written as sampled. A template that does not accept slots gets the plain messages.
+4. Anything that a template ignores or refuses is refused by name.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def build(folder: Path) -> Build:
-    """A renderer for one of `tests/templates`, or for Jinja source."""
+    """Returns a renderer for one of `tests/templates`, or for Jinja source."""
 
     @cache
     def build(template: str, **changes: Any) -> Renderer:
         source = template if "{" in template else tiny.template(template)
         tool_format = template_for("m", source)[1]
-        card = ModelInfo(
+        model_info = ModelInfo(
             "tiny", str(folder), source, 2048, (END, 0), "<|endoftext|>", "<|im_end|>", tool_format=tool_format
         )
-        return Renderer(replace(card, **changes))
+        return Renderer(replace(model_info, **changes))
 
     return build
 
@@ -109,7 +109,7 @@ LOOKALIKES = st.sampled_from([*tiny.SPECIAL, *tiny.MARKERS, "<", "|", "im_end|>"
 
 
 def anywhere(text: str) -> Conversation:
-    """A conversation with `text` in every place a client can write to, but one that would not be JSON."""
+    """A conversation with `text` in every place that a client can write, except where it would break JSON."""
     calls = (ToolCall(text, text or "f", '{"a": 1}'),)
     tool = {"type": "function", "function": {"name": text, "description": text, "parameters": {text: [text]}}}
     return Conversation(

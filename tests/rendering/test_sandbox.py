@@ -1,4 +1,4 @@
-"""Pinned here: the short ways of our sandbox see what Jinja's own sees, and open nothing that it keeps shut."""
+"""The fast paths of the sandbox return what Jinja's sandbox returns, and allow nothing more."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-from agentjet.rendering.chat_template import sandbox
+from agentjet.rendering.chat_template import make_sandbox
 
 JINJAS = ImmutableSandboxedEnvironment()
-OURS = sandbox()
+OURS = make_sandbox()
 MESSAGE = {
     "role": "user",
     "items": "a key that is a method, too",
@@ -38,14 +38,14 @@ NAMES = [
 
 
 def loop() -> LoopContext:
-    """In its second of three rounds."""
+    """A loop in the second of three rounds."""
     found = LoopContext([1, 2, 3], JINJAS.undefined)
     next(found), next(found)
     return found
 
 
 def seen(environment: ImmutableSandboxedEnvironment, how: str, about: Any, name: Any) -> tuple[str, str]:
-    """What a lookup gives, as far as a template can tell: a value, a method, something undefined and why, an error."""
+    """Returns the result of a lookup for a template: a value, a method, an undefined and its reason, or an error."""
     try:
         found = getattr(environment, how)(about, name)
         return type(found).__name__, str(found).split(" at 0x")[0]

@@ -1,4 +1,4 @@
-"""A cache that is bounded in characters: clients choose the length of what is kept."""
+"""A cache with a limit in characters, because clients choose the length of its entries."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Sampled turns in templates that write them in their own way (Llama 3's, Mistral's, Llama 2's). Pinned here:
+"""Sampled turns in templates with other layouts (Llama 3, Mistral, Llama 2).
 
-1. prompts are those of `transformers.apply_chat_template`, token for token;
-2. a sampled turn stands right behind the generation prompt and ends as it was sampled, whatever white space the
-   template puts around answers, and whether it takes tool calls for answers or not;
-3. where the template's way cannot be told, the plain messages are written: nothing is ever lost or doubled;
-4. whose reasoning the template keeps is told, which is not the same for every message;
-5. call ids that Mistral's templates would refuse are replaced by such that they take, the same for call and result.
+1. Prompts equal those of `transformers.apply_chat_template`, token for token.
+2. A sampled turn follows the generation prompt directly and ends as it was sampled, with any white space that the
+   template adds, and with or without special treatment of tool calls.
+3. If the layout of the template is unknown, the plain messages are written: nothing is lost or doubled.
+4. The renderer finds the messages whose reasoning the template keeps.
+5. Call ids that Mistral's templates refuse are replaced, equally in call and result.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Build = Callable[..., Renderer]
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """A renderer with the tokenizer of a template of `tests/templates`, and its source or another one."""
+    """Returns a renderer with the tokenizer of one of `tests/templates`, and its source or another one."""
 
     @cache
     def build(name: str, source: str = "") -> Renderer:
-        card = tiny.make_model_info(tmp_path_factory.mktemp(name), name)
-        template, tool_format = template_for("m", source or card.chat_template)
-        return Renderer(replace(card, chat_template=template, tool_format=tool_format))
+        model_info = tiny.make_model_info(tmp_path_factory.mktemp(name), name)
+        template, tool_format = template_for("m", source or model_info.chat_template)
+        return Renderer(replace(model_info, chat_template=template, tool_format=tool_format))
 
     return build
 
@@ -86,8 +86,8 @@ def test_prompts_with_a_dummy_prefix_are_those_of_transformers(template: str, pr
     reference = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
     )
-    card = replace(tiny.make_model_info(tmp_path / "other"), tokenizer_path=str(tmp_path), chat_template=source)
-    renderer = Renderer(replace(card, bos_token="<s>", eos_token="</s>", end_tokens=(2,)))
+    model_info = replace(tiny.make_model_info(tmp_path / "other"), tokenizer_path=str(tmp_path), chat_template=source)
+    renderer = Renderer(replace(model_info, bos_token="<s>", eos_token="</s>", end_tokens=(2,)))
     for messages in ((USER,), (USER, Message("assistant", "hello [x]"), MORE), (Message("user", " hello ▁\n"),)):
         plain = [{"role": m.role, "content": m.content} for m in messages]
         expected = reference.apply_chat_template(plain, chat_template=source, add_generation_prompt=True)["input_ids"]

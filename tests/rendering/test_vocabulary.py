@@ -1,8 +1,8 @@
-"""Pinned here:
+"""Tokens and their bytes.
 
-1. text never becomes a control token; tokens and encoded text map to each other byte for byte, whatever was sampled;
-2. half characters survive, in tokens and in streams;
-3. tokenizers that lose text are refused; characters without tokens are dropped as the tokenizer drops them.
+1. Text never becomes a control token. Tokens and encoded text map to each other byte for byte, for all sampled tokens.
+2. Half characters survive, in tokens and in streams.
+3. Tokenizers that lose text are refused. Characters without tokens are dropped as the tokenizer drops them.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def test_whatever_was_sampled_has_exact_bytes(vocabulary: Vocabulary, tokens: li
     encoded = joined(vocabulary, tokens)
     again = vocabulary.tokenize(encoded)  # other tokens perhaps, but the same bytes
     assert joined(vocabulary, again) == encoded
-    plain = b"".join(vocabulary.raw(token) for token in tokens)
+    plain = b"".join(vocabulary.displayed_bytes(token) for token in tokens)
     special = set(range(len(tiny.SPECIAL)))
     text = FULL.decode([token for token in tokens if token not in special], skip_special_tokens=False)
     assert plain.decode(errors="replace").replace("�", "") == text.replace("�", "")
 
 
 def test_an_escape_and_a_sampled_ff_byte_are_told_apart(vocabulary: Vocabulary) -> None:
-    (ff,) = (id_ for id_ in range(FULL.get_vocab_size()) if vocabulary.raw(id_) == b"\xff")
+    (ff,) = (id_ for id_ in range(FULL.get_vocab_size()) if vocabulary.displayed_bytes(id_) == b"\xff")
     tokens = (ff, 0, ff, ff, 1, ff)
     assert vocabulary.tokenize(joined(vocabulary, tokens)) == tokens
 
@@ -74,7 +74,7 @@ def test_a_stream_gives_the_text_without_splitting_characters(
     stream = TextStream(vocabulary)
     bounds = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     deltas = [stream.push(tokens[a:b]) for a, b in pairwise(bounds)]
-    whole = b"".join(map(vocabulary.raw, tokens)).decode(errors="replace")
+    whole = b"".join(map(vocabulary.displayed_bytes, tokens)).decode(errors="replace")
     assert "".join(deltas) + stream.flush() == whole
 
 
@@ -145,7 +145,7 @@ def test_a_dummy_prefix_is_part_of_encoded_text(tmp_path: Path, prefix: str, tex
     made = tiny.sentencepiece(prefix)
     vocabulary = Vocabulary(save(made, tmp_path))
     texts = [text.replace("<s>", "") for text in texts]
-    encoded = [vocabulary.encode_text(vocabulary.begin(text, first=not at)) for at, text in enumerate(texts)]
+    encoded = [vocabulary.encode_text(vocabulary.add_prefix(text, first=not at)) for at, text in enumerate(texts)]
     tokens = vocabulary.tokenize(escape(2).join(encoded))
     assert tokens == tuple(made.encode("</s>".join(texts), add_special_tokens=False).ids)
     assert joined(vocabulary, tokens) == escape(2).join(encoded)
@@ -172,7 +172,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_put_before_a_text_is_known(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    """Llama's tokenizers begin every text with a control token; others, Qwen's and SmolLM2's, with nothing."""
+    """Llama's tokenizers start every text with a control token; those of Qwen and SmolLM2 do not."""
     begins = tiny.tokenizer()
     begin = FULL.token_to_id("<|endoftext|>")
     begins.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""The real application on a real loopback port, in the test's own event loop, or in a thread."""
+"""The real application on a loopback port, in the test's event loop or in a thread."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Served:
     listener: socket.socket
 
     async def begin(self, **body: Any) -> dict[str, Any]:
-        """A new episode, as the server answers it."""
+        """Starts an episode and returns the server's answer."""
         response = await self.http.post("/swarm/v1/episodes", json={"task_id": "t", **body})
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
     def openai(self, episode: dict[str, Any], **uvicorn_config: Any) -> AsyncOpenAI:
-        """OpenAI's SDK as the agent of an episode would use it."""
+        """Returns OpenAI's SDK with the key of an episode."""
         arguments = {"base_url": episode["base_url"], "api_key": episode["api_key"], "max_retries": 0, **uvicorn_config}
         # Reading the system's certificates, which plain http needs not, would be the slowest part of a test.
         client = AsyncOpenAI(**arguments, http_client=DefaultAsyncHttpxClient(verify=False))
@@ -58,7 +58,7 @@ class Served:
         return client
 
     def anthropic(self, episode: dict[str, Any], **uvicorn_config: Any) -> AsyncAnthropic:
-        """Anthropic's SDK, the same way."""
+        """Returns Anthropic's SDK with the key of an episode."""
         arguments = {"base_url": self.url, "api_key": episode["api_key"], "max_retries": 0, **uvicorn_config}
         client = AsyncAnthropic(**arguments, http_client=AnthropicHttpxClient(verify=False))
         self.agents.push_async_callback(client.close)
@@ -96,7 +96,7 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
 
 @contextmanager
 def in_thread(context: AbstractAsyncContextManager[T]) -> Iterator[tuple[T, LoopThread]]:
-    """What an asynchronous context gives, and the event loop in a thread that it lives in, for synchronous tests."""
+    """Runs an asynchronous context in a thread, for synchronous tests. Yields its value and the event loop."""
     loop = LoopThread()
     try:
         entered = loop.run(context.__aenter__())

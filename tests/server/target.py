@@ -1,6 +1,6 @@
-"""The application as a target for fuzzers: the real one over a scripted worker, asked in its own event loop, without a
-network in between. An exception that nobody expected comes through with its traceback.
-"""
+"""A target for fuzzers: the real application over a scripted worker, called in its event loop without a network.
+
+Unexpected exceptions are raised with their traceback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS: dict[Role, str] = {"viewer": VIEWER, "client": TOKEN, "admin": ADMIN}
 
 
 class Target:
-    """An application, and an episode whose key opens it."""
+    """An application, and an episode with its key."""
 
     def __init__(self, served: Served, loop: LoopThread) -> None:
         self.served = served
@@ -32,7 +32,7 @@ class Target:
         self.seen: Counter[tuple[str, int]] = Counter()
 
     def refresh(self) -> None:
-        """Bring up what an earlier request stopped, and have an episode that lives."""
+        """Restarts the engine if a request stopped it, and starts a new episode if the present one has ended."""
         gateway = self.served.run.gateway
 
         async def wake() -> None:
@@ -46,7 +46,7 @@ class Target:
         self._loop.run(wake())
 
     def send(self, prepared: requests.PreparedRequest, role: Role) -> httpx.Response:
-        """What `role` gets for it."""
+        """Sends a request with the credentials of `role` and returns the response."""
         headers = {name: value for name, value in prepared.headers.items() if name.lower() != "authorization"}
         token = self.episode.get("api_key", "") if role == "agent" else TOKENS.get(role, "")
         if token:
@@ -60,7 +60,7 @@ class Target:
         return self._loop.run(self._http.send(request))
 
     def inference_routes(self) -> list[str]:
-        """The routes that take a conversation, those with a key in the path filled in."""
+        """Returns the routes that take a conversation, with the key filled into paths."""
         paths = self.app.openapi()["paths"]
         found = [path for path, ways in paths.items() if "post" in ways and not path.startswith("/swarm/")]
         return [path.replace("{key}", self.episode["api_key"]) for path in found]

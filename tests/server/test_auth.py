@@ -1,11 +1,10 @@
-"""Tokens and episode keys: what they open, for how long, and how they are kept.
+"""Tokens and episode keys: access, expiry, storage.
 
-Pinned here:
-1. secrets are made once, whole, and for the owner's eyes only;
-2. a key opens its own episode as long as the job lets it live, written exactly as it was given out; a job that is
-   changed changes keys that were given out before;
-3. a viewer reads and changes nothing, a client configures nothing;
-4. a replaced secret counts at once, without a restart; only that of the keys ends keys.
+1. Secrets are created once, written whole, and readable by the owner only.
+2. A key opens its episode while the job lets the episode live, and only as it was issued. A changed job applies to keys
+   issued before.
+3. A viewer changes nothing; a client configures nothing.
+4. A replaced secret counts from the next request on. Only the secret of the keys revokes keys.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ KEY = KEYS.sign("ep000042", 0.0)
 
 
 def test_no_key_with_one_character_changed_opens_anything() -> None:
-    """Every position and every character a key is written with: the last bits of base64 mean nothing to a decoder."""
+    """Every position and every character: a decoder ignores the last bits of base64."""
     for position in range(len(KEY)):
         for character in {*string.ascii_letters, *string.digits, *"-_.=+/"} - {KEY[position]}:
             changed = KEY[:position] + character + KEY[position + 1 :]
@@ -176,14 +175,14 @@ def test_no_text_made_from_a_key_opens_anything(cut: int, paste: str, rest: int)
 
 @pytest.mark.anyio
 async def test_the_data_dir_that_a_server_makes_is_its_owners_alone(tmp_path: Path) -> None:
-    """The journal and the logs in it hold what agents ask and hear."""
+    """The journal and the logs contain conversations of agents."""
     async with serving(tmp_path / "data"):
         assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.anyio
 async def test_what_a_server_writes_is_its_owners_alone_wherever_it_is_put(tmp_path: Path) -> None:
-    """Also in a folder that was there before it, and is open to others."""
+    """Also in an existing folder that others can read."""
     (tmp_path / "data").mkdir(0o755)
     async with serving(tmp_path / "data") as served:
         await served.run.batch()

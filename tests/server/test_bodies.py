@@ -1,12 +1,11 @@
-"""Keys before bodies, and how much of a body there may be.
+"""Request bodies: access is checked before they are read, and their size is limited.
 
-Pinned here:
-1. without a key, or with one for something else, every route answers 401 or 403 and asks for no byte of the body;
-2. a body is counted before it is parsed: too many items, too deep, too many keys are refused with the number;
-3. the first wrong item of a list is the only one that is reported;
-4. large requests are handled in a thread, which asks the event loop for what belongs to it;
-5. headers that are too large, too slow or name two hosts are refused; a body behind its answer, and one connection too
-   many, are cut off.
+1. Without a key, or with a key for something else, every route answers 401 or 403 without reading the body.
+2. A body is counted before it is parsed: too many values, keys or levels are refused with the number.
+3. Only the first wrong item of a list is reported.
+4. Large requests run in a thread, which calls the event loop for its data.
+5. Headers that are too large, too slow or have two hosts are refused. A body after its answer, and a connection above
+   the limit, are closed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-import agentjet.server.limits as json_body
+import agentjet.server.limits as limits_module
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.messages_requests import MessagesBody
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def answer_without_a_body(app: Any, method: str, path: str, token: str = "") -> tuple[int, dict[str, Any]]:
-    """Status and body of the answer to a request whose body must not be asked for."""
+    """Returns status and body of the answer to a request whose body must not be read."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -100,7 +99,7 @@ JSON = st.recursive(
 
 
 def counted(value: Any) -> tuple[int, int]:
-    """Values and containers, by walking."""
+    """Counts values and containers by walking."""
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     below = [counted(item) for item in inner]
     return 1 + sum(v for v, _ in below), isinstance(value, dict | list) + sum(c for _, c in below)
@@ -109,11 +108,11 @@ def counted(value: Any) -> tuple[int, int]:
 @given(value=JSON, ascii_only=st.booleans(), piece=st.integers(1, 8))
 def test_counts_are_those_of_the_value(value: Any, ascii_only: bool, piece: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
-    before, json_body.PIECE = json_body.PIECE, piece
+    before, limits_module.CHUNK_BYTES = limits_module.CHUNK_BYTES, piece
     try:
-        num_values, num_containers = json_body.count(text)
+        num_values, num_containers = limits_module.count_values(text)
     finally:
-        json_body.PIECE = before
+        limits_module.CHUNK_BYTES = before
     values, containers = counted(value)
     assert num_containers == containers and values <= num_values <= values + containers
 
@@ -143,7 +142,7 @@ async def test_too_many_of_anything_is_told_with_the_number(tmp_path: Path, what
 
 def test_text_full_of_commas_is_text() -> None:
     text = json.dumps({"task_id": ",{[" * 1_000_000}).encode()
-    assert json_body.count(text) == (2, 1)
+    assert limits_module.count_values(text) == (2, 1)
 
 
 @pytest.mark.parametrize("model", [ChatBody, MessagesBody])
@@ -185,7 +184,7 @@ async def test_a_large_request_knows_the_past(tmp_path: Path) -> None:
 
 
 async def exchange(served: Served, sent: bytes, more: bytes = b"") -> bytes:
-    """All that the server answers before it closes the connection, `more` being sent to it without end."""
+    """Returns the server's bytes until it closes the connection, while `more` is sent without end."""
     reader, writer = await asyncio.open_connection(*served.listener.getsockname()[:2])
     answer = b""
     try:

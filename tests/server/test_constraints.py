@@ -146,7 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
         "response_format",
-        'response_format: this JSON schema cannot be followed: Unimplemented keys: ["not"]',
+        'response_format: this JSON schema is not supported: Unimplemented keys: ["not"]',
     ),
     ({"tool_choice": "required"}, "tool_choice", "offers no tools"),
     ({"tool_choice": {"type": "function", "function": {"name": "mul"}}, "tools": TOOLS}, "tool_choice", "'mul'"),

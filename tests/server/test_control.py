@@ -1,13 +1,12 @@
-"""The control routes over HTTP: who may do what, what is refused how, and that retries are harmless.
+"""The control routes over HTTP: access, errors, repeated requests.
 
-Pinned here:
-1. the three kinds of callers: client token, admin token, the key of one episode;
-2. errors are problem+json with a stable code, and everything that means "later" has `Retry-After`;
-3. finishing twice, or retrying with an Idempotency-Key, has one effect;
-4. a client that leaves while it waits for room gets no episode;
-5. events stream, and resume after `Last-Event-ID`;
-6. `/openapi.json` declares every route's errors;
-7. requests under a foreign host name are refused: no page in a browser gets in by DNS rebinding.
+1. The three kinds of callers: client token, admin token, the key of an episode.
+2. Errors are problem+json with a stable code. Temporary errors have `Retry-After`.
+3. A second finish, or a retry with an Idempotency-Key, has one effect.
+4. A client that disconnects while it waits for room gets no episode.
+5. Events stream, and resume after `Last-Event-ID`.
+6. `/openapi.json` declares the errors of every route.
+7. Requests with a foreign `Host` are refused, which prevents DNS rebinding.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Every route, with whatever its schema allows and forbids, by everybody.
+"""Fuzzing of every route, with valid and invalid requests, in every role.
 
-Pinned here:
-1. no request, well-formed or not, by whichever role, is answered with an error of the server's own, a status that
-   `/openapi.json` does not name, or a body that is not as it says;
-2. a body that is no JSON, or no request, is a 4xx in the dialect's own shape on every inference route;
-3. no mutation of a key gets past the door.
+1. No request leads to an internal error, to a status that `/openapi.json` does not declare, or to a body that does not
+   match its schema.
+2. A body that is not JSON, or not a valid request, gets a 4xx in the shape of the dialect on every inference route.
+3. No mutation of a key is accepted.
 
-A run makes about 2,000 requests of the first kind; `--hypothesis-profile=thorough` makes 100,000, in about half an
-hour of one core.
+A run makes about 2,000 requests of the first kind. `--hypothesis-profile=thorough` makes 100,000, in about half an hour
+on one core.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def schema_of(target: Target) -> Any:
 
 
 def meant(case: schemathesis.Case, target: Target, draw: st.DataObject) -> None:
-    """Lead some of the cases further in than chance would, and none into a long wait."""
+    """Makes some cases more valid than chance would, and prevents long waits."""
     deep = draw.draw(st.integers(0, 3), label="deep")
     if deep and "episode_id" in case.path_parameters:
         case.path_parameters["episode_id"] = target.episode["episode_id"]
@@ -117,7 +116,7 @@ FIELDS = ["model", "messages", "n", "stop", "stream", "tools", "temperature", "s
 
 
 def spoiled(field: str, value: Any) -> bytes:
-    """A request with one field replaced; what becomes of it may still be well."""
+    """A request with one field replaced, which can still be valid."""
     return json.dumps({**json.loads(WELL), field: value}).encode()
 
 
@@ -151,7 +150,7 @@ def test_bodies_that_are_no_requests(target: Target, body: bytes, content_type: 
 
 
 def _is_well(body: bytes) -> bool:
-    """Whether a spoiled body may be a request all the same."""
+    """True if a changed body can still be a valid request."""
     try:
         return isinstance(json.loads(body), dict)
     except (ValueError, RecursionError):
@@ -189,7 +188,7 @@ def test_no_mutated_key_gets_in(target: Target, data: st.DataObject) -> None:
 
 
 def test_the_checks_notice(target: Target) -> None:
-    """An undocumented status and an undocumented shape are found, so their absence above means something."""
+    """The checks above detect an undocumented status and an undocumented shape."""
     [operation] = [f.ok() for f in schema_of(target).get_all_operations() if f.ok().label == "GET /swarm/v1/status"]
     case = operation.Case()
     request = httpx.Request("GET", "http://127.0.0.1/swarm/v1/status")

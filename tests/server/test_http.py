@@ -1,4 +1,4 @@
-"""The port: an answer in several pieces does not wait for acknowledgements; what is said of where it is bound."""
+"""The socket: an answer in several pieces does not wait for acknowledgements; the address is reported correctly."""
 
 from __future__ import annotations
 

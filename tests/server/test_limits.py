@@ -1,11 +1,10 @@
-"""How much one client may take, and what it is told above that.
+"""Limits of one client, and the errors above them.
 
-Pinned here:
-1. a body above `server.max_body_mb` is 413, in the shape of its route;
-2. live episodes of a client are bounded: 429 with a way out, other clients go on, a repeated begin gets its answer,
-   and an episode that ends makes room, also for who waits;
-3. calls at the same time are bounded by episode and by client: 429 in OpenAI's shape, which its SDK raises by name;
-4. the defaults leave room for a rollout of 256 episodes at once.
+1. A body above `server.max_body_mb` gets a 413 in the shape of its route.
+2. Live episodes of a client are limited. Above the limit: 429 with a way out. Other clients continue, a repeated begin
+   gets its answer, and the end of an episode makes room, also for a waiting request.
+3. Concurrent calls are limited by episode and by client: 429 in OpenAI's shape, for which its SDK has an exception.
+4. The defaults are enough for a rollout of 256 concurrent episodes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What is written to the log.
+"""The server's log.
 
-Pinned here:
-1. a record says which episode or batch it is about, without its author passing that on;
-2. JSON lines are JSON, one a record, traceback included;
-3. keys and tokens are in no line, wherever in a record they stand: message, arguments, traceback, event;
-4. the file is its owner's alone, and so is each that follows it.
+1. A record names its episode or batch without help of the logging code.
+2. A JSON log has one JSON object per record, traceback included.
+3. No line contains a key or a token: not in message, arguments, traceback or event.
+4. The file, and every rotated one, is readable by the owner only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tests.server.serving import TOKEN, Keys, serving
 
 @contextmanager
 def written(log_format: LogFormat) -> Iterator[io.StringIO]:
-    """What the root logger's records become."""
+    """Returns the formatted records of the root logger."""
     stream = io.StringIO()
     handler = configure_handler(logging.StreamHandler(stream), log_format, "%(levelname)s: %(message)s")
     root = logging.getLogger()
@@ -105,7 +104,7 @@ def test_the_rest_is_left_alone(text: str) -> None:
 
 @pytest.mark.anyio
 async def test_no_secret_in_what_a_server_logs_and_tells(tmp_path: Path) -> None:
-    """Through every route that sees one, failing ones too."""
+    """Through every route that receives a secret, including failing ones."""
     with written("text") as stream:
         async with serving(tmp_path / "d") as served:
             begun = await served.begin()

@@ -1,10 +1,8 @@
-"""Requests near the valid shape, and keys near the right one, in every dialect.
+"""Almost valid requests, and almost valid keys, in every dialect.
 
-Pinned here:
-1. a request with something wrong in it is answered with a 4xx in the shape of its dialect, never with an error of the
-   server's own;
-2. the message names the key that is wrong;
-3. a key that was cut, put together from two, or has expired opens nothing, wherever it stands.
+1. An invalid request gets a 4xx in the shape of its dialect, never an internal error.
+2. The message names the wrong key.
+3. A key that is cut, combined from two keys, or expired opens nothing in any position.
 
 Some hundred cases; `--hypothesis-profile=thorough` makes thousands.
 """
@@ -125,7 +123,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 def routes(target: Target) -> list[str]:
-    """Every route that takes a request of an agent, without those that have the key in the path."""
+    """The routes that take a request of an agent, without those with the key in the path."""
     paths = target.app.openapi()["paths"]
     return [path for path, ways in paths.items() if path.startswith("/v1/") and "post" in ways]
 
@@ -136,7 +134,7 @@ def ask(target: Target, path: str, content: bytes, *, key: str = "") -> httpx.Re
 
 
 def refusal(path: str, answer: httpx.Response) -> str:
-    """What a refusal says, after a look at its shape: the message, and the offending key where it has a place."""
+    """Checks the shape of an error. Returns its message, and the wrong key if the shape has a place for it."""
     body = answer.json()
     error = body["error"]
     assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
@@ -154,7 +152,7 @@ def test_every_route_has_a_valid_request(target: Target) -> None:
 
 
 def test_schemas_that_nest_too_deep(target: Target) -> None:
-    """Python's parser takes them; rendering and other people's parsers would not."""
+    """Python's parser accepts them; rendering and other parsers would not."""
     schema = deep(200, "schema")
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for path, more in (
@@ -192,7 +190,7 @@ NAMES = st.sampled_from(["", "x", "type", "temprature", "__class__", "messages.0
 
 @dataclass(frozen=True)
 class Spoiled:
-    """A request in which one thing was changed, below the top-level key `place`."""
+    """A request with one change below the top-level key `place`."""
 
     content: bytes
     place: str
@@ -226,7 +224,7 @@ def spoiled(draw: st.DrawFn, path: str) -> Spoiled:
 
 
 def written(body: Any, ascii_only: bool) -> bytes:
-    """JSON, or nearly: NaN, nesting that Python's own encoder refuses, halves of surrogate pairs as they are."""
+    """Writes almost-JSON: NaN, nesting that Python's encoder refuses, unpaired surrogates."""
     try:
         return json.dumps(body, ensure_ascii=ascii_only).encode(errors="surrogatepass")
     except RecursionError:
@@ -286,7 +284,7 @@ def test_bytes_that_are_no_json(target: Target, path: str, data: st.DataObject) 
 
 @st.composite
 def false_keys(draw: st.DrawFn, mine: str, other: str, expired: str) -> str:
-    """Keys like the right one: cut, with a character changed, signed for another episode, or too old."""
+    """Keys similar to the right one: cut, changed in one character, signed for another episode, or expired."""
     kind = draw(st.sampled_from(["cut", "changed", "joined", "expired", "repeated"]))
     if kind == "cut":
         return mine[: draw(st.integers(1, len(mine) - 1))]
@@ -326,7 +324,7 @@ def test_false_keys(target: Target, where: str) -> None:
 
 
 def test_another_episodes_key_speaks_for_that_episode(target: Target) -> None:
-    """A key says which episode it is for; nothing in a request could say otherwise."""
+    """The key names its episode; nothing in a request can name another."""
     gateway = target.served.run.gateway
     key = target.served.keys.sign("ep999999", target.served.run.clock.now)
     for path in routes(target):

@@ -1,10 +1,9 @@
-"""Task sets, versions of code and pinned evaluation over HTTP, on a running engine.
+"""Task sets, code versions and pinned evaluation over HTTP, on a running engine.
 
-Pinned here:
-1. a set without a weight is refused for good, one that has its share for now, in words and with `Retry-After`;
-2. new weights, and a set's departure, let those in at once who wait for room;
-3. status tells shares and versions; the command shows them;
-4. learning waits for a pinned evaluation and goes on after it.
+1. A task set without a weight is refused; one that has its share gets a message and `Retry-After`.
+2. New weights, and a task set without clients, admit waiting requests of the other sets at once.
+3. The status has shares and versions; the command shows them.
+4. Learning waits for a pinned evaluation and then continues.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ async def status(served: Served) -> StatusResponse:
 
 
 async def play(served: Served, task_set: str, **body: Any) -> None:
-    """A whole group."""
+    """Plays a whole group."""
     begun = [await served.begin(task_set=task_set, client_id=task_set, **body) for _ in range(2)]
     for reward, episode in enumerate(begun):
         await served.run.say(episode["episode_id"])

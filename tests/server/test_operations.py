@@ -1,10 +1,9 @@
-"""What whoever runs the server sees of it.
+"""The server as its operator sees it.
 
-Pinned here:
-1. `/healthz` answers without a token whatever the engine does, `/readyz` says whether it may be sent work;
-2. `/metrics` is Prometheus' format, takes any token of the server, and its numbers are those of the status;
-3. a viewer reads what there is to read, and is refused everything else with a stable code;
-4. what the engine's state does not allow is 409 with the state and what is legal; what waiting helps is 503.
+1. `/healthz` answers without a token in every state of the engine; `/readyz` is 200 if calls are answered.
+2. `/metrics` is in Prometheus' format, accepts every token of the server, and agrees with the status.
+3. A viewer can read everything, and every change is refused with a stable code.
+4. A request that the engine's state does not allow gets a 409 with the state and the legal ones. If waiting helps, 503.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 async def samples(served: Served) -> dict[str, float]:
-    """Every sample of `/metrics` by its name and label value."""
+    """Returns every sample of `/metrics` by its name and label value."""
     response = await served.http.get("/metrics", headers=bearer(VIEWER))
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
     return {
@@ -60,7 +59,7 @@ async def test_alive_and_ready(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """A database whose disk takes nothing."""
+    """A database on a full disk."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -91,7 +90,9 @@ async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
         assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "sampling"})
         assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR"]
         journal._db = database
-        await served.run.until(lambda: not served.run.gateway.swarm.disk_refusal)  # by itself: nothing is asked
+        await served.run.until(
+            lambda: not served.run.gateway.swarm.store.journal.refusal
+        )  # by itself: nothing is asked
         assert (await served.http.get("/readyz")).status_code == 200
         assert (await served.http.get("/swarm/v1/status")).json()["waiting_for"].startswith("clients")
         assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR", "WARNING"]
@@ -117,7 +118,7 @@ async def test_metrics(tmp_path: Path) -> None:
 
 
 def test_labels_hold_no_control_characters() -> None:
-    """Clients name metrics, and people look at them in terminals."""
+    """Clients name metrics, and terminals show them."""
     assert printable("agent/\x1b[2Jspeed é") == "agent/\\x1b[2Jspeed é"
 
 

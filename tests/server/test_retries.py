@@ -1,9 +1,9 @@
-"""What was not heard is not trained. Pinned here, over real sockets with OpenAI's SDK:
+"""Answers that did not arrive are not trained. Over real sockets with OpenAI's SDK:
 
-1. a request sent again as a retry, or under the same Idempotency-Key, supersedes the answer recorded before;
-2. a retry of a request of which nothing was recorded supersedes nothing, not even an equal request's answer;
-3. an answer whose client left before it was sent is undelivered; one that is sent back was delivered after all;
-4. the tree of an episode shows all of it, token by token.
+1. A request that is repeated as a retry, or under the same Idempotency-Key, supersedes the recorded answer.
+2. A retry without a recorded answer supersedes nothing, not even the answer of an equal request.
+3. An answer whose client left before it was sent is undelivered. One that the agent sends back was delivered.
+4. The tree of an episode shows all this, token by token.
 """
 
 from __future__ import annotations

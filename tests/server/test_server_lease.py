@@ -1,9 +1,10 @@
-"""A server for one holder alone.
+"""The lease of a whole server.
 
-1. While there is a lease, only who shows its epoch begins episodes, changes the job, starts and stops; anybody reads.
-2. It is renewed with its epoch, ends by itself, and an admin can end it. Epochs rise, also across restarts: an old one
-   opens nothing.
-3. Runs are served under a lease only; a server of one gateway has no other.
+1. While the server is leased, only requests with its epoch start episodes, change the job, start and stop.
+   Everybody can read.
+2. A lease is renewed with its epoch, expires, and can be ended by an admin. Epochs rise, also across restarts; an old
+   epoch opens nothing.
+3. Runs are switched under a lease only. A server of one gateway has no other run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 
 from agentjet.errors import ConfigError, Conflict
 from agentjet.protocol import LeaseRequest
-from agentjet.server.server_lease import Lease, SingleRun
+from agentjet.server.server_lease import ServerLease, SingleRun
 from tests.fakes import Clock
 from tests.server.serving import ADMIN, TOKEN, VIEWER, Served, serving
 
@@ -69,7 +70,7 @@ def test_a_damaged_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "lease.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"lease\.json is damaged .*: remove it"):
-        Lease(path, Clock())
+        ServerLease(path, Clock())
 
 
 async def test_runs_need_a_lease(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ async def test_a_run_that_was_begun_with_other_settings_is_refused(
 
 async def test_epochs_rise_across_takers_and_restarts(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "lease.json"
-    lease = Lease(path, clock)
+    lease = ServerLease(path, clock)
     lease.take(LeaseRequest(holder="a", seconds=10))
     clock.advance(9)
     lease.take(LeaseRequest(holder="a", seconds=10, epoch=1))
@@ -109,10 +110,10 @@ async def test_epochs_rise_across_takers_and_restarts(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="leased to 'a' for another 1 s"):
         lease.take(LeaseRequest(holder="b"))
     clock.advance(1)
-    with pytest.raises(Conflict, match="epoch 1 is over"):
+    with pytest.raises(Conflict, match="epoch 1 has ended"):
         lease.take(LeaseRequest(holder="a", epoch=1))
     lease.take(LeaseRequest(holder="b", seconds=10))
-    again = Lease(path, clock)
+    again = ServerLease(path, clock)
     assert (again.holder, again.epoch, again.seconds_left) == ("b", 2, 10.0)
     with pytest.raises(Conflict) as refused:
         again.check(1)

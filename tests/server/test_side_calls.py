@@ -1,10 +1,10 @@
-"""Side calls: calls beside the agent's work, by the rules of `job.side_calls`.
+"""Side calls of agents, by the rules of `job.side_calls`.
 
-Pinned here:
-1. a rule gives them a role, or excludes them from training; the first that fits holds; a role the agent names stays;
-2. they are counted, shown, and continue their own conversation, also by the id of an answer;
-3. a batch has none of their tokens, and an episode of side calls alone has nothing to train;
-4. rules without a condition or an effect are refused by name.
+1. A rule gives calls a role or excludes them from training. The first matching rule applies. A role in the
+   request stays.
+2. Side calls are counted and shown, and continue their own conversation, also by the id of an answer.
+3. A batch has none of their tokens. An episode of side calls alone has nothing to train.
+4. Rules without a condition or an effect are refused by name.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def test_side_calls_are_not_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "sentence"),
     [
-        ('{name = "x", train = false}', "a rule without a condition meets every call"),
+        ('{name = "x", train = false}', "a rule without a condition applies to every call"),
         ('{name = "x", tools = "none"}', "the rule has no effect: set role, or train = false"),
         ('{name = "x", tools = "none", trian = false}', "trian"),
         ('{tools = "none", train = false}', "name"),

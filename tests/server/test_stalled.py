@@ -1,9 +1,9 @@
-"""An agent that stopped reading its answer, over real sockets whose buffers are small. Pinned here:
+"""An agent that stops reading its answer, over real sockets with small buffers.
 
-1. it shows no life: its episode ends with its lease, its call with the episode, and its connection is closed;
-2. what it was not handed when its episode ended, or when it left, is not trained, whoever says `finish`;
-3. one that reads slowly lives, and what it has read trains;
-4. a server that stops does not wait for it.
+1. It does not renew its lease: the episode ends with the lease, the call with the episode, the connection is closed.
+2. Chunks that it had not received when its episode ended, or when it left, are not trained after any `finish`.
+3. A slow reader stays alive, and what it has read is trained.
+4. A server that stops does not wait for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHOICES = 2
 
 
 async def stalled(served: Served, episode: dict[str, Any]) -> socket.socket:
-    """A connection that asked for a streamed answer, all of which is recorded, and has read nothing of it."""
+    """A connection with a streamed answer that is fully recorded and not read at all."""
     served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     reader = socket.socket()
     reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -58,7 +58,7 @@ async def stalled(served: Served, episode: dict[str, Any]) -> socket.socket:
 
 
 async def rest_of(reader: socket.socket) -> bytes:
-    """What can be read until the connection ends, however it does."""
+    """Reads until the connection ends in any way."""
     read = b""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(5):

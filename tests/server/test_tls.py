@@ -1,11 +1,10 @@
 """HTTPS, and what is refused without it.
 
-Pinned here:
-1. with a certificate the server speaks HTTPS, and the address it gives its agents is an https one; so it is behind a
-   proxy that ends TLS;
-2. an address that is no loopback one takes a certificate or an explicit word, and the refusal names both;
-3. our client trusts the certificate of `SSL_CERT_FILE`, and asks no proxy about a server on its own machine;
-4. a certificate that is missing, or another key's, is refused before the server begins.
+1. With a certificate the server uses HTTPS, and the base URL of an episode is an https URL; also behind a proxy that
+   terminates TLS.
+2. A non-loopback address needs a certificate or `server.insecure`, and the error names both.
+3. The client trusts the certificate in `SSL_CERT_FILE`, and uses no proxy for a server on its own machine.
+4. A certificate that is missing, or has another key, is refused before the server starts.
 """
 
 from __future__ import annotations

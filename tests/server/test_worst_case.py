@@ -1,16 +1,15 @@
-"""The worst case known in this field: a coding agent's harness on a template that strips thinking.
+"""The worst case known in this field: a coding agent's harness on a template that removes reasoning.
 
-Elsewhere 8 rollouts became 64 rows. The harness calls tools, several at a time, sends JSON back in its own spacing,
-and puts reminders between tool results as user messages, upon which the template strips the thinking of all turns
-before; most harnesses do not even send back what was thought. Pinned here, from HTTP to the forest that the worker gets
-to learn:
+Elsewhere, 8 rollouts became 64 rows. The harness calls several tools at once, sends JSON back with other spacing, and
+puts reminders as user messages between tool results. The template then removes the reasoning of all earlier turns; most
+harnesses do not even send it back. From HTTP to the forest that the worker learns:
 
-1. 8 rollouts are 8 trees and 8 sequences, whatever the template strips; every sampled token is trained in its context;
-2. with `history = "as_sampled"` they are 8 timelines;
-3. with `history = "template"` a tree forks where thinking was stripped, there only, and says so: at the reminders, or
-   at every turn when the harness forgets what was thought.
+1. 8 rollouts are 8 trees and 8 sequences with every template. Every sampled token is trained in its context.
+2. With `history = "as_sampled"`, they are 8 timelines.
+3. With `history = "template"`, a tree forks only where reasoning was removed, and counts it: at the reminders, or at
+   every turn if the harness drops reasoning.
 
-And three more failures of others that live between HTTP and the tree: sibling choices, stop strings, half characters.
+Three more failures of other systems between HTTP and the tree: sibling choices, stop strings, half characters.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from agentjet.config import JobConfig
+from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.timeline import ConversationTree, Forest
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import Op
 from tests.fakes import ScriptedCompute
 from tests.server.conversations import TOOLS, Body
 from tests.server.serving import Served, serving
@@ -40,19 +41,19 @@ REMIND_AT = (3, 6)
 
 
 class Learning:
-    """Catches the forests that a worker is given."""
+    """Records the forests that a worker receives."""
 
     def __init__(self) -> None:
         self.forests: list[Forest] = []
 
     def attach(self, compute: ScriptedCompute) -> None:
-        learn = compute.learn
+        forward_backward = compute.forward_backward
 
-        async def learn_and_tell(batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
-            self.forests.append(forest)
-            return await learn(batch_id, forest, job)
+        async def learn_and_tell(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+            self.forests.append(batch.forest)
+            return await forward_backward(op, batch, loss)
 
-        compute.learn = learn_and_tell  # type: ignore[method-assign]
+        compute.forward_backward = learn_and_tell  # type: ignore[method-assign]
         compute.piece = 64
 
 
@@ -71,7 +72,7 @@ class Harness:
         ]
 
     async def turn(self, number: int) -> None:
-        """One call of the model, its tools run, and what the harness makes of the history."""
+        """One call of the model, its tools, and the history as the harness changes it."""
         if number in REMIND_AT:
             self.history.append({"role": "user", "content": f"<system-reminder>turn {number}</system-reminder>"})
         self.recital.text = self._saying(number)
@@ -98,7 +99,7 @@ class Harness:
 async def rollouts(
     folder: Path, name: str, history: str, *, forgets: bool
 ) -> tuple[list[ConversationTree], Forest, Recital]:
-    """All of them, turn by turn side by side, and the batch they make."""
+    """Runs all rollouts turn by turn, and returns their batch."""
     model = make_model(folder, name)
     recital, learning = Recital(model), Learning()
     async with serving(
@@ -124,7 +125,7 @@ async def rollouts(
 
 
 def check_forest(forest: Forest, trees: list[ConversationTree]) -> None:
-    """Every sampled token is trained once, in its context; nothing else is there."""
+    """Every sampled token is trained once, in its context; nothing else is in the forest."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(forest.tokens.tolist(), forest.parent.tolist(), strict=True):
         paths.append((*paths[parent], token) if parent >= 0 else (token,))

@@ -24,9 +24,9 @@ def advance(world: World, steps: int = 1) -> list[tuple[Batch, Forest]]:
     for _ in range(steps):
         for group in range(world.job.batch_size):
             world.play(f"v{world.swarm.policy_version}g{group}", 0, 1)
-        batch = world.swarm.compose()
-        learned.append((batch, world.swarm.forest(batch)))
-        world.swarm.learned(batch, {"policy/entropy": 0.5})
+        batch = world.swarm.batches.compose()
+        learned.append((batch, world.forest(batch)))
+        world.swarm.batches.learned(batch, {"policy/entropy": 0.5})
     return learned
 
 
@@ -36,13 +36,13 @@ def same(a: Forest, b: Forest) -> bool:
 
 def test_a_batch_is_on_disk_before_it_is_learned(world: World) -> None:
     groups = [world.play("a", 0, 1), world.play("b", 1, 0)]
-    batch = world.swarm.compose()
+    batch = world.swarm.batches.compose()
     assert (batch.id, batch.groups) == (0, tuple((first.id, second.id) for first, second in groups))
-    forest = world.swarm.forest(batch)
+    forest = world.forest(batch)
     world.reopen()
-    assert world.swarm.pending == batch and not world.swarm.ready()
-    assert world.swarm.resume(None) == [batch]
-    assert same(world.swarm.forest(batch), forest)
+    assert world.swarm.pending == batch and not world.swarm.batches.ready()
+    assert world.swarm.batches.resume(None) == [batch]
+    assert same(world.forest(batch), forest)
 
 
 def test_groups_train_in_the_order_they_were_completed(world: World) -> None:
@@ -53,7 +53,7 @@ def test_groups_train_in_the_order_they_were_completed(world: World) -> None:
     world.call(slow, 5)
     world.finish(slow, 1.0)
     [slower] = world.play("slow", 0)
-    assert world.swarm.compose().groups == ((fast[0].id, fast[1].id), (slow.id, slower.id))
+    assert world.swarm.batches.compose().groups == ((fast[0].id, fast[1].id), (slow.id, slower.id))
 
 
 def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -> None:
@@ -64,10 +64,12 @@ def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -
     world.call(bad, 7)
     world.finish(good, 1.0)
     world.finish(bad, 0.0)
-    forest = world.swarm.forest(world.swarm.compose())
+    forest = world.forest(world.swarm.batches.compose())
     assert forest.tokens.tolist() == [1, 2, 7, 8, 3, 9]  # both share 1 2 7
     assert forest.num_row_tokens == 4 + 6 + 3 and forest.num_sequences == 2
-    found = zip(forest.tokens[forest.node].tolist(), forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
+    found = zip(
+        forest.tokens[forest.node].tolist(), forest["advantage"].tolist(), forest["sequence"].tolist(), strict=True
+    )
     assert sorted(found) == [(7, -0.5, 1), (7, 0.5, 0), (8, 0.5, 0), (9, 0.5, 0)]
 
 
@@ -79,11 +81,11 @@ def test_the_sets_that_tokens_were_chosen_among_reach_the_forest_after_a_restart
     world.call(bound, 9, 7, 8, support=pack_sets([EVERYTHING, few, alone]))
     world.finish(free, 0.0)
     world.finish(bound, 1.0)
-    batch = world.swarm.compose()
+    batch = world.swarm.batches.compose()
     world.reopen()
-    forest = world.swarm.forest(batch)
-    chosen_among = [forest.sets[number] if number >= 0 else EVERYTHING for number in forest.support]
-    sampled = dict(zip(zip(forest.sequence, forest.tokens[forest.node], strict=True), chosen_among, strict=True))
+    forest = world.forest(batch)
+    chosen_among = [forest.sets[number] if number >= 0 else EVERYTHING for number in forest["support"]]
+    sampled = dict(zip(zip(forest["sequence"], forest.tokens[forest.node], strict=True), chosen_among, strict=True))
     assert sampled == {(0, 7): EVERYTHING, (0, 8): EVERYTHING, (1, 9): EVERYTHING, (1, 7): few, (1, 8): alone}
 
 
@@ -94,8 +96,10 @@ def test_roles_are_compared_by_their_own_reward(make_world: Make) -> None:
         world.call(episode, 7, role="planner")
         world.call(episode, 8, role="critic")
         world.finish(episode, reward, by_role={"critic": critic})
-    forest = world.swarm.forest(world.swarm.compose())
-    found = zip(forest.tokens[forest.node].tolist(), forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
+    forest = world.forest(world.swarm.batches.compose())
+    found = zip(
+        forest.tokens[forest.node].tolist(), forest["advantage"].tolist(), forest["sequence"].tolist(), strict=True
+    )
     assert sorted(found) == [(7, -0.5, 2), (7, 0.5, 0), (8, -0.25, 1), (8, 0.25, 3)]
 
 
@@ -111,9 +115,9 @@ def advantages_by_role(world: World) -> dict[str, list[float]]:
         for number, role in enumerate(by_role):
             world.call(episode, {"solver": 11, "verifier": 12, "once": 13}[role], role=role, suffix=(1, number))
         world.finish(episode, sum(by_role.values()) / len(by_role), by_role=by_role)
-    forest = world.swarm.forest(world.swarm.compose())
+    forest = world.forest(world.swarm.batches.compose())
     told: dict[str, list[float]] = {"solver": [], "verifier": [], "once": []}
-    for node, advantage in zip(forest.node, forest.advantage, strict=True):
+    for node, advantage in zip(forest.node, forest["advantage"], strict=True):
         told[{11: "solver", 12: "verifier", 13: "once"}[int(forest.tokens[node])]].append(float(advantage))
     return told
 
@@ -128,7 +132,7 @@ def test_roles_are_compared_over_the_episodes_in_which_they_spoke(make_world: Ma
 
 
 def test_roles_are_compared_over_all_episodes_by_default(make_world: Make) -> None:
-    """Over all that name a reward for the role: where the verifier did not speak nobody gave it one."""
+    """Over all that name a reward for the role: an episode in which the verifier did not speak has none."""
     world = make_world(batch_size=1, group_size=4, algorithm={"advantage": "dr_grpo"})
     mean = (0.9 + 0.1 + 0.1) / 3
     told = advantages_by_role(world)
@@ -145,11 +149,11 @@ def test_an_episode_that_names_no_reward_of_a_role_is_not_compared_with_those_th
         episode = world.begin()
         world.call(episode, 7, role="critic", suffix=(1, number))
         world.finish(episode, 100.0, by_role=critic)
-    batch = world.swarm.compose()
-    forest = world.swarm.forest(batch)
-    assert sorted(forest.advantage.tolist()) == [-0.5, 0.0, 0.5]
+    batch = world.swarm.batches.compose()
+    forest = world.forest(batch)
+    assert sorted(forest["advantage"].tolist()) == [-0.5, 0.0, 0.5]
     assert f"1 roles have no reward of their own, such as 'critic' of {episode.id}" in caplog.text
-    assert world.swarm.learned(batch, {})["reward/roles_left_out"] == 1
+    assert world.swarm.batches.learned(batch, {})["reward/roles_left_out"] == 1
 
 
 def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make) -> None:
@@ -163,9 +167,9 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
     world.abort(lost)
     world.abort(unneeded, "not needed: the client's run has its steps")
     world.finish(b, 0.0, metrics={"tools": 4.0})
-    batch = world.swarm.compose()
-    world.swarm.forest(batch)
-    metrics = world.swarm.learned(batch, {"optim/lr": 1e-5})
+    batch = world.swarm.batches.compose()
+    world.forest(batch)
+    metrics = world.swarm.batches.learned(batch, {"optim/lr": 1e-5})
     assert world.swarm.policy_version == 1 and world.swarm.last_step == metrics
     assert metrics == {
         "reward/mean": 0.5,
@@ -195,7 +199,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
         "optim/lr": 1e-5,
     }
     assert world.swarm.episode(a.id).trained_in == 0
-    assert world.swarm.events()[-1].body == {"policy_version": 1, "metrics": metrics}
+    assert world.swarm.queries.events()[-1].body == {"policy_version": 1, "metrics": metrics}
 
 
 def test_equal_groups_and_answers_that_were_cut_off_are_counted(make_world: Make) -> None:
@@ -205,39 +209,39 @@ def test_equal_groups_and_answers_that_were_cut_off_are_counted(make_world: Make
             episode = world.begin(group)
             world.call(episode, 7, finish_reason="length" if reward == 0.0 else "stop")
             world.finish(episode, reward)
-    batch = world.swarm.compose()
-    world.swarm.forest(batch)
-    metrics = world.swarm.learned(batch, {})
+    batch = world.swarm.batches.compose()
+    world.forest(batch)
+    metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["groups/zero_variance"], metrics["completion/truncated"]) == (0.5, 0.25)
 
 
 def test_each_finished_episode_is_in_at_most_one_batch(world: World) -> None:
     batches = [batch for batch, _ in advance(world, steps=3)]
     trained = [episode_id for batch in batches for episode_id in batch.episode_ids]
-    assert len(trained) == len(set(trained)) == 12 == world.swarm.status_counts()["trained"]
+    assert len(trained) == len(set(trained)) == 12 == world.swarm.queries.status_counts()["trained"]
     assert [batch.id for batch in batches] == [0, 1, 2]
 
 
 def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:
     learned = advance(world, steps=3)
     world.reopen()
-    before = (world.swarm.status_counts(), world.swarm.events(), world.swarm.last_step)
-    replayed = world.swarm.resume(CheckpointStamp(1, "d"))
+    before = (world.swarm.queries.status_counts(), world.swarm.queries.events(), world.swarm.last_step)
+    replayed = world.swarm.batches.resume(CheckpointStamp(1, "d"))
     assert replayed == [batch for batch, _ in learned[1:]]
     for batch, (_, forest) in zip(replayed, learned[1:], strict=True):
-        assert same(world.swarm.forest(batch), forest)
-        assert world.swarm.learned(batch, {"policy/entropy": 9.9})["policy/entropy"] == 0.5
-    assert (world.swarm.status_counts(), world.swarm.events(), world.swarm.last_step) == before
+        assert same(world.forest(batch), forest)
+        assert world.swarm.batches.learned(batch, {"policy/entropy": 9.9})["policy/entropy"] == 0.5
+    assert (world.swarm.queries.status_counts(), world.swarm.queries.events(), world.swarm.last_step) == before
     assert world.swarm.policy_version == 3
 
 
 def test_a_batch_keeps_the_settings_it_was_composed_with(make_world: Make) -> None:
     world = make_world(batch_size=1)
     world.play("a", 0, 1)
-    batch = world.swarm.compose()
+    batch = world.swarm.batches.compose()
     world.job = world.job.model_copy(update={"batch_size": 5})
     world.reopen()
-    assert world.swarm.resume(None)[0].job == batch.job != world.swarm.job
+    assert world.swarm.batches.resume(None)[0].job == batch.job != world.swarm.job
 
 
 def test_a_durable_checkpoint_lets_tokens_go_but_no_facts(world: World) -> None:
@@ -248,26 +252,26 @@ def test_a_durable_checkpoint_lets_tokens_go_but_no_facts(world: World) -> None:
     world.abort(lost)
     world.finish(evaluated, 1.0)
     kept = world.swarm.episode(first.episode_ids[0])
-    world.swarm.checkpointed(2)
+    world.swarm.batches.checkpointed(2)
     assert world.journal.calls(kept.id) == world.journal.calls(lost.id) == world.journal.calls(evaluated.id) == []
     assert len(world.journal.calls(live.id)) == 1
     assert world.swarm.episode(kept.id) == kept and kept.num_tokens == 2
-    assert [batch.id for batch in world.swarm.batches_from(2)] == [2]
-    assert world.swarm.forest(world.swarm.batches_from(2)[0]).num_targets == 8
-    for too_early in (lambda: world.swarm.batches_from(1), lambda: world.swarm.forest(first)):
+    assert [batch.id for batch in world.swarm.batches.from_version(2)] == [2]
+    assert world.forest(world.swarm.batches.from_version(2)[0]).num_targets == 8
+    for too_early in (lambda: world.swarm.batches.from_version(1), lambda: world.forest(first)):
         with pytest.raises(CheckpointError, match="checkpoint of version 2"):
             too_early()
 
 
 def test_checkpoints_only_move_forward(world: World) -> None:
     advance(world, steps=2)
-    world.swarm.checkpointed(2)
-    world.swarm.checkpointed(1)
+    world.swarm.batches.checkpointed(2)
+    world.swarm.batches.checkpointed(1)
     assert world.journal.durable_version() == 2
 
 
 def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
-    assert world.swarm.resume(CheckpointStamp(7, "d")) == []
+    assert world.swarm.batches.resume(CheckpointStamp(7, "d")) == []
     assert world.swarm.policy_version == 7 == world.reopen().policy_version
     assert advance(world)[0][0].id == 7
 
@@ -275,7 +279,7 @@ def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
 def test_a_checkpoint_beyond_the_journal_is_refused(world: World) -> None:
     advance(world)
     with pytest.raises(ConfigError, match=r"version 5 is newer than the journal, which ends at 1"):
-        world.swarm.check_checkpoint(CheckpointStamp(5, "d"))
+        world.swarm.batches.check_checkpoint(CheckpointStamp(5, "d"))
 
 
 def test_tokens_logprobs_and_messages_survive_exactly(world: World) -> None:
@@ -298,15 +302,15 @@ def test_what_nobody_heard_is_counted_and_not_trained(make_world: Make) -> None:
     silent = world.call(bad, 9)
     world.call(bad, 5)
     world.swarm.undelivered(bad.id, [silent.id])
-    assert world.swarm.orphans(good.id) == {lost.id: "retry"}
+    assert world.swarm.queries.orphans(good.id) == {lost.id: "retry"}
     world.reopen()
     world.finish(good, 1.0)
     world.finish(bad, 0.0)
     world.swarm.undelivered(good.id, [lost.id])  # too late to change what is trained
-    batch = world.swarm.compose()
-    forest = world.swarm.forest(batch)
+    batch = world.swarm.batches.compose()
+    forest = world.forest(batch)
     assert sorted(forest.tokens[forest.node].tolist()) == [5, 8]
-    metrics = world.swarm.learned(batch, {})
+    metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["forest/orphans"], metrics["forest/orphan_tokens"], metrics["forest/forks_retry"]) == (2, 2, 1)
     assert metrics["episode/timelines"] == 1.0 and metrics["forest/drift"] == 0
 
@@ -317,7 +321,7 @@ def test_a_batch_that_nobody_heard_is_learned_as_nothing(make_world: Make) -> No
         episode = world.begin()
         world.swarm.undelivered(episode.id, [world.call(episode, 7).id])
         world.finish(episode, reward)
-    forest = world.swarm.forest(world.swarm.compose())
+    forest = world.forest(world.swarm.batches.compose())
     assert (forest.num_nodes, forest.num_targets, forest.num_sequences) == (0, 0, 0)
 
 
@@ -328,7 +332,7 @@ def test_tokens_that_are_not_as_they_were_sampled_are_left_out(make_world: Make)
         world.call(episode, 7, context=context_digest([1, 2, 7]))
         world.finish(episode, reward)
     world.journal._db.execute("UPDATE calls SET suffix = ? WHERE episode_id = ?", (pack_ints([1, 3]), episodes[0].id))
-    batch = world.swarm.compose()
-    forest = world.swarm.forest(batch)
+    batch = world.swarm.batches.compose()
+    forest = world.forest(batch)
     assert forest.tokens.tolist() == [1, 2, 7]
-    assert world.swarm.learned(batch, {})["forest/drift"] == 1
+    assert world.swarm.batches.learned(batch, {})["forest/drift"] == 1

@@ -2,7 +2,7 @@
 
 1. a group holds one version, unless `job.mix_code_versions`; a change of code ends the short groups of the old one;
 2. what became of each version is counted, of the newest 20, the same after a restart;
-3. a version's rewards in a batch are a metric of its own; its first use is an event.
+3. each version's rewards in a batch are a metric; its first use is an event.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ def test_a_group_holds_one_task_set(world: World) -> None:
 
 
 def test_a_change_of_code_ends_the_short_groups_of_the_old(make_world: Make) -> None:
-    """No batch waits for a refill that nobody would send; what is at work is left to end."""
+    """No batch waits for an episode that no client will begin; what is at work is left to end."""
     world = make_world(group_size=3, batch_size=9)
     enough = world.play("a", 0, 1, code_version="v1")
     [alone] = world.play("b", 1, code_version="v1")
     running = world.begin("c", code_version="v1")
     others = world.play("a", 1, client_id="other", code_version="v1")
     world.begin("a", code_version="v2")
-    assert world.swarm.groups_complete == 0  # v1 is still at work
+    assert world.swarm.queries.num_groups("complete") == 0  # v1 is still at work
     world.call(running, 7)
     world.finish(running, 1.0)
     world.begin("a", code_version="v2")
     assert [world.swarm.episode(e.id).dropped for e in (alone, running)] == ["too_few", "too_few"]
-    assert {(g.state, g.reason) for g in world.swarm.groups if enough[0].id in g.members} == {("complete", "short")}
-    assert {g.state for g in world.swarm.groups if others[0].id in g.members} == {"open"}
+    assert {(g.state, g.reason) for g in world.swarm.queries.groups if enough[0].id in g.members} == {
+        ("complete", "short")
+    }
+    assert {g.state for g in world.swarm.queries.groups if others[0].id in g.members} == {"open"}
     assert world.now == 1000.0, "nobody waited"
 
 
@@ -60,7 +62,7 @@ def test_a_change_of_code_makes_room_in_a_full_batch(make_world: Make) -> None:
     with pytest.raises(Later):
         world.begin("b", code_version="v1")
     assert world.begin("a", code_version="v2").status == "live"
-    assert world.swarm.status_counts()["dropped"] == 2
+    assert world.swarm.queries.status_counts()["dropped"] == 2
 
 
 def test_two_versions_side_by_side_leave_each_other_alone(make_world: Make) -> None:
@@ -68,7 +70,7 @@ def test_two_versions_side_by_side_leave_each_other_alone(make_world: Make) -> N
     world.play("a", 0, 1, code_version="v1")
     world.begin("a", code_version="v1")
     world.begin("b", code_version="v2")
-    assert [(group.state, len(group.members)) for group in world.swarm.groups] == [("open", 3), ("open", 1)]
+    assert [(group.state, len(group.members)) for group in world.swarm.queries.groups] == [("open", 3), ("open", 1)]
 
 
 def test_what_became_of_each_version_is_counted(make_world: Make) -> None:
@@ -80,27 +82,27 @@ def test_what_became_of_each_version_is_counted(make_world: Make) -> None:
     world.finish(world.begin("d", mode="eval", code_version="v1"), 1.0)
     world.begin("e")
     for _ in range(2):
-        tallies = world.swarm.code_versions()
+        tallies = world.swarm.queries.code_versions()
         assert list(tallies) == ["v2", "v1"]
         assert (tallies["v1"].episodes, tallies["v1"].finished, tallies["v1"].aborted) == (4, 2, 1)
         assert (tallies["v1"].reward_mean, tallies["v2"].reward_mean) == (0.5, 0.25)
         world.reopen()
     world.now += LEASE
     world.swarm.reap()
-    assert world.swarm.code_versions()["v1"].aborted == 2
+    assert world.swarm.queries.code_versions()["v1"].aborted == 2
 
 
 def test_the_newest_versions_are_kept(make_world: Make) -> None:
     world = make_world(batch_size=100)
     for number in range(KEPT + 2):
         world.play(f"g{number}", 1, code_version=f"v{number}")
-    kept = world.swarm.code_versions()
+    kept = world.swarm.queries.code_versions()
     assert list(kept) == [f"v{number}" for number in range(2, KEPT + 2)]
     world.begin("again", code_version="v0")
-    tally = world.swarm.code_versions()["v0"]
+    tally = world.swarm.queries.code_versions()["v0"]
     assert (tally.episodes, tally.finished, tally.reward_mean) == (2, 1, 1.0)
-    assert len(world.swarm.code_versions()) == KEPT
-    before = list(world.swarm.code_versions().items())
+    assert len(world.swarm.queries.code_versions()) == KEPT
+    before = list(world.swarm.queries.code_versions().items())
     assert list(world.reopen().code_versions().items()) == before
 
 
@@ -108,9 +110,9 @@ def test_a_versions_rewards_are_metrics_and_its_first_use_an_event(make_world: M
     world = make_world(batch_size=2)
     world.play("a", 0, 1, code_version="v1")
     world.play("a", 1, 1, code_version="v2")
-    batch = world.swarm.compose()
-    world.swarm.forest(batch)
-    metrics = world.swarm.learned(batch, {})
+    batch = world.swarm.batches.compose()
+    world.forest(batch)
+    metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["code/v1/reward_mean"], metrics["code/v2/reward_mean"]) == (0.5, 1.0)
-    told = [event.body for event in world.swarm.events() if event.kind == "code_version"]
+    told = [event.body for event in world.swarm.queries.events() if event.kind == "code_version"]
     assert told == [{"code_version": version, "client_id": "anonymous"} for version in ("v1", "v2")]

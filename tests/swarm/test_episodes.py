@@ -4,7 +4,7 @@
 2. a key used for another request is refused;
 3. a lease ends an episode that shows no life, `max_episode_seconds` one that shows too much;
 4. what ended unscored can never be scored;
-5. an id is of one episode only, whatever run it is of; journals of edition 1 keep theirs.
+5. an id belongs to one episode only, in any run; journals of edition 1 keep theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def test_a_retried_begin_gives_the_same_episode(world: World) -> None:
     first = world.begin(key="k1")
     assert world.begin(key="k1") == first
     assert world.begin(key="k2").id != first.id
-    assert world.swarm.status_counts()["live"] == 2
+    assert world.swarm.queries.status_counts()["live"] == 2
     assert world.kinds().count("episode") == 2
 
 
@@ -41,7 +41,7 @@ def test_a_key_is_not_for_two_requests(world: World) -> None:
     with pytest.raises(Conflict, match="'k' was used before") as refused:
         world.begin(key="k", task_id="another")
     assert refused.value.code == "idempotency_key_reused"
-    assert world.swarm.status_counts()["live"] == 1
+    assert world.swarm.queries.status_counts()["live"] == 1
 
 
 def test_two_clients_may_use_the_same_key(world: World) -> None:
@@ -54,7 +54,7 @@ def test_finishing_twice_gives_the_same_answer(world: World) -> None:
     assert first.status == "finished" and first.reward == 0.5
     assert world.finish(episode, 0.5, key="k", metrics={"steps": 3.0}) == first
     assert world.finish(episode, 0.5, metrics={"steps": 3.0}) == first
-    assert world.swarm.status_counts()["finished"] == 1
+    assert world.swarm.queries.status_counts()["finished"] == 1
 
 
 def test_a_second_reward_is_refused_not_ignored(world: World) -> None:
@@ -143,7 +143,7 @@ def test_a_late_finish_is_refused_even_when_nobody_reaped(make_world: Callable[.
     substitute = world.begin()
     world.call(substitute, 5)
     world.finish(substitute, 1.0)
-    assert world.swarm.compose().episode_ids == (other.id, substitute.id)
+    assert world.swarm.batches.compose().episode_ids == (other.id, substitute.id)
 
 
 def test_the_lease_stands_still_while_the_server_samples(world: World) -> None:
@@ -197,7 +197,7 @@ def test_episodes_of_edition_1_go_on(world: World) -> None:
     assert world.finish(old, 1.0).status == "finished"
     second = world.play("g", 0.0)[0]
     assert (old.seq, second.seq, episode.seq) == (1, 2, 1)
-    assert world.swarm.groups[0].members == ("ep000001", second.id)
+    assert world.swarm.queries.groups[0].members == ("ep000001", second.id)
 
 
 def test_unknown_episodes_are_not_found(world: World) -> None:
@@ -209,18 +209,18 @@ def test_clients_are_shown_with_when_they_were_last_seen(world: World) -> None:
     a = world.begin(client_id="a")
     world.now += 5
     world.begin(client_id="b")
-    assert world.swarm.clients() == {"a": 1000.0, "b": 1005.0}
+    assert world.swarm.queries.clients() == {"a": 1000.0, "b": 1005.0}
     world.now += 5
     world.swarm.heartbeat(a.id)
-    assert list(world.swarm.clients().items()) == [("b", 1005.0), ("a", 1010.0)]
+    assert list(world.swarm.queries.clients().items()) == [("b", 1005.0), ("a", 1010.0)]
 
 
 def test_events_go_out_after_they_are_on_disk_and_in_order(world: World) -> None:
     heard: list[int] = []
-    world.swarm.on_event = lambda event: heard.append(event.seq)
-    with world.swarm.transaction():
+    world.swarm.store.on_event = lambda event: heard.append(event.seq)
+    with world.swarm.store.transaction():
         episode = world.begin()
         world.finish(episode, 1.0)
         assert heard == []
-    assert heard == [event.seq for event in world.swarm.events()] == [1, 2]
-    assert [event.seq for event in world.swarm.events(after=1)] == [2]
+    assert heard == [event.seq for event in world.swarm.queries.events()] == [1, 2]
+    assert [event.seq for event in world.swarm.queries.events(after=1)] == [2]

@@ -2,7 +2,7 @@
 
 1. only what the batch needs is admitted: batch_size groups, group_size live or finished members each;
 2. a lost member frees its place, a group left empty frees its own;
-3. a short group closes when nobody refills it: it trains at min_group_size, else it is dropped with a reason;
+3. a short group closes after its wait for members: it trains at min_group_size, else it is dropped with a reason;
 4. zero-variance groups are dropped up to the cap; eval episodes are never counted.
 """
 
@@ -29,17 +29,17 @@ def test_only_what_the_batch_needs_is_admitted(world: World) -> None:
     admitted = [world.begin(group) for group in ("a", "a", "b", "b")]
     assert refused(world, "a") == "group_full"
     assert refused(world, "c") == "batch_full"
-    assert world.swarm.status_counts()["live"] == len(admitted) == 4
-    assert (world.swarm.groups_open, world.swarm.groups_complete) == (2, 0)
+    assert world.swarm.queries.status_counts()["live"] == len(admitted) == 4
+    assert (world.swarm.queries.num_groups("open"), world.swarm.queries.num_groups("complete")) == (2, 0)
 
 
 def test_a_refused_begin_leaves_no_trace(world: World) -> None:
     world.play("a", 0, 1)
     world.play("b", 0, 1)
-    before = (world.swarm.events(), world.swarm.status_counts(), world.swarm.groups)
+    before = (world.swarm.queries.events(), world.swarm.queries.status_counts(), world.swarm.queries.groups)
     assert refused(world, "c", key="k") == "batch_full"
-    assert (world.swarm.events(), world.swarm.status_counts(), world.swarm.groups) == before
-    world.swarm.learned(world.swarm.compose(), {})
+    assert (world.swarm.queries.events(), world.swarm.queries.status_counts(), world.swarm.queries.groups) == before
+    world.swarm.batches.learned(world.swarm.batches.compose(), {})
     assert world.begin("c", key="k").status == "live"
 
 
@@ -59,7 +59,7 @@ def test_a_lost_member_frees_its_place(world: World) -> None:
     world.abort(lost)
     substitute = world.begin("a")
     assert refused(world, "a") == "group_full"
-    assert world.swarm.groups[0].members == (first.id, substitute.id)
+    assert world.swarm.queries.groups[0].members == (first.id, substitute.id)
 
 
 def test_an_expired_member_frees_its_place(world: World) -> None:
@@ -74,14 +74,14 @@ def test_an_expired_member_frees_its_place(world: World) -> None:
 def test_a_group_left_by_everybody_frees_its_place_in_the_batch(world: World) -> None:
     for group in ("a", "b"):
         world.abort(world.begin(group))
-    assert world.swarm.groups == ()
+    assert world.swarm.queries.groups == ()
     world.begin("c")
 
 
 def test_a_complete_group_lets_a_new_one_of_its_name_begin(world: World) -> None:
     world.play("a", 0, 1)
     again = world.begin("a")
-    assert [group.id for group in world.swarm.groups] == [1, again.group_id] == [1, 2]
+    assert [group.id for group in world.swarm.queries.groups] == [1, again.group_id] == [1, 2]
 
 
 def test_a_short_group_closes_and_trains(make_world: Make) -> None:
@@ -93,11 +93,11 @@ def test_a_short_group_closes_and_trains(make_world: Make) -> None:
     assert world.swarm.next_deadline() == world.now + LEASE
     world.now += LEASE - 1
     world.swarm.reap()
-    assert not world.swarm.ready()
+    assert not world.swarm.batches.ready()
     world.now += 1
     world.swarm.reap()
-    assert world.swarm.ready() and world.swarm.groups[0].reason == "short"
-    assert world.swarm.compose().episode_ids == tuple(episode.id for episode in kept)
+    assert world.swarm.batches.ready() and world.swarm.queries.groups[0].reason == "short"
+    assert world.swarm.batches.compose().episode_ids == tuple(episode.id for episode in kept)
 
 
 def test_a_refill_in_time_keeps_a_short_group_open(make_world: Make) -> None:
@@ -108,7 +108,7 @@ def test_a_refill_in_time_keeps_a_short_group_open(make_world: Make) -> None:
     world.now += LEASE - 1
     world.call(members[2], 5)
     world.finish(members[2], 0.5)
-    assert world.swarm.compose().groups == (tuple(member.id for member in members),)
+    assert world.swarm.batches.compose().groups == (tuple(member.id for member in members),)
 
 
 def test_an_expired_lease_delays_a_batch_no_longer_than_itself(make_world: Make) -> None:
@@ -117,7 +117,7 @@ def test_an_expired_lease_delays_a_batch_no_longer_than_itself(make_world: Make)
     world.play("a", 0, 1)
     world.now += LEASE
     world.swarm.reap()
-    assert world.swarm.ready()
+    assert world.swarm.batches.ready()
 
 
 def test_a_short_group_below_the_minimum_is_dropped_and_counted(make_world: Make) -> None:
@@ -126,15 +126,15 @@ def test_a_short_group_below_the_minimum_is_dropped_and_counted(make_world: Make
     world.now += LEASE
     world.swarm.reap()
     assert world.swarm.episode(alone.id).dropped == "too_few"
-    assert world.swarm.status_counts() == {
+    assert world.swarm.queries.status_counts() == {
         "live": 0, "prepared": 0, "finished": 1, "aborted": 0, "expired": 0, "trained": 0, "waiting": 0, "dropped": 1,
     }  # fmt: skip
-    assert world.swarm.events()[-1].body["reason"] == "too_few"
+    assert world.swarm.queries.events()[-1].body["reason"] == "too_few"
     world.play("b", 0, 1, 1)
     world.play("c", 0, 1, 1)
-    batch = world.swarm.compose()
-    world.swarm.forest(batch)
-    metrics = world.swarm.learned(batch, {})
+    batch = world.swarm.batches.compose()
+    world.forest(batch)
+    metrics = world.swarm.batches.learned(batch, {})
     assert metrics["groups/dropped"] == metrics["groups/dropped_too_few"] == 1.0
 
 
@@ -142,7 +142,7 @@ def test_groups_that_never_spoke_are_dropped(world: World) -> None:
     members = [world.begin("a"), world.begin("a")]
     for episode in members:
         world.finish(episode, 1.0)
-    assert world.swarm.groups == ()
+    assert world.swarm.queries.groups == ()
     assert world.swarm.episode(members[0].id).dropped == "no_tokens"
 
 
@@ -153,16 +153,16 @@ def test_zero_variance_groups_are_dropped_up_to_the_cap(make_world: Make) -> Non
         assert [world.swarm.episode(episode.id).dropped for episode in episodes] == ["zero_variance"] * 2
     world.play("c", 1, 1)
     world.play("d", 0, 1)
-    assert [group.name for group in world.swarm.groups] == ["c", "d"]
-    batch = world.swarm.compose()
-    assert world.swarm.learned(batch, {})["groups/dropped_zero_variance"] == 2.0
+    assert [group.name for group in world.swarm.queries.groups] == ["c", "d"]
+    batch = world.swarm.batches.compose()
+    assert world.swarm.batches.learned(batch, {})["groups/dropped_zero_variance"] == 2.0
     world.play("e", 1, 1)
-    assert world.swarm.groups == ()  # the next batch has its own allowance
+    assert world.swarm.queries.groups == ()  # the next batch has its own allowance
 
 
 def test_zero_variance_groups_are_kept_by_default(world: World) -> None:
     world.play("a", 1, 1)
-    assert world.swarm.groups_complete == 1
+    assert world.swarm.queries.num_groups("complete") == 1
 
 
 def test_rewards_that_differ_for_a_role_are_no_zero_variance(make_world: Make) -> None:
@@ -171,7 +171,7 @@ def test_rewards_that_differ_for_a_role_are_no_zero_variance(make_world: Make) -
         episode = world.begin("a")
         world.call(episode, 5, role="critic")
         world.finish(episode, 1.0, by_role={"critic": critic})
-    assert world.swarm.groups_complete == 1
+    assert world.swarm.queries.num_groups("complete") == 1
 
 
 def test_rewards_that_differ_for_nothing_comparable_are_zero_variance(make_world: Make) -> None:
@@ -190,56 +190,56 @@ def test_eval_episodes_are_never_counted_grouped_or_trained(make_world: Make) ->
         assert episode.group_id is None
         world.call(episode, 5)
         world.finish(episode, 1.0)
-    assert world.swarm.groups == () and not world.swarm.ready()
+    assert world.swarm.queries.groups == () and not world.swarm.batches.ready()
     world.play("a", 0, 1)
-    world.swarm.compose()
+    world.swarm.batches.compose()
     assert world.begin("a", mode="eval").status == "live"
-    assert world.swarm.status_counts()["waiting"] == 2
+    assert world.swarm.queries.status_counts()["waiting"] == 2
 
 
 def test_nothing_is_admitted_while_a_batch_is_learned(make_world: Make) -> None:
     world = make_world(batch_size=1)
     world.play("a", 0, 1)
-    batch = world.swarm.compose()
+    batch = world.swarm.batches.compose()
     assert refused(world, "b") == "not_sampling"
-    world.swarm.learned(batch, {})
+    world.swarm.batches.learned(batch, {})
     assert world.begin("b").policy_version == 1
 
 
 def test_nothing_is_admitted_after_the_last_step(make_world: Make) -> None:
     world = make_world(batch_size=1, max_steps=1)
     world.play("a", 0, 1)
-    world.swarm.learned(world.swarm.compose(), {})
+    world.swarm.batches.learned(world.swarm.batches.compose(), {})
     assert refused(world, "b") == "not_sampling"
-    assert "job.max_steps = 1" in world.swarm.waiting_for()
+    assert "job.max_steps = 1" in world.swarm.queries.waiting_for()
     assert world.begin("b", mode="eval").status == "live"
 
 
 def test_it_says_what_it_waits_for(world: World) -> None:
-    assert world.swarm.waiting_for() == "clients, to begin training episodes"
+    assert world.swarm.queries.waiting_for() == "clients, to begin training episodes"
     world.play("a", 0, 1)
     none_at_work = "clients, to begin training episodes: 1 of 2 groups are complete, 0 open, 0 episodes live"
-    assert world.swarm.waiting_for() == none_at_work
+    assert world.swarm.queries.waiting_for() == none_at_work
     world.begin("b")
-    assert world.swarm.waiting_for() == "rewards: 1 of 2 groups are complete, 1 open, 1 episodes live"
+    assert world.swarm.queries.waiting_for() == "rewards: 1 of 2 groups are complete, 1 open, 1 episodes live"
 
 
 def test_it_says_whose_refill_it_waits_for_and_how_long(make_world: Make) -> None:
     world = make_world(group_size=3)
     world.play("a", 0, 1, client_id="me")
     world.now += 10
-    said = world.swarm.waiting_for()
+    said = world.swarm.queries.waiting_for()
     assert said.startswith("a refill of group 'a' of client 'me', which has 2 of 3 episodes and closes in 90 s: ")
     assert "0 of 2 groups are complete" in said
     world.play("b", 1, client_id="you")
     world.now += 1
     assert "group 'a' of client 'me' (and of 1 more), which has 2 of 3 episodes and closes in 89 s" in (
-        world.swarm.waiting_for()
+        world.swarm.queries.waiting_for()
     )
     world.begin("b", client_id="you")
-    assert world.swarm.waiting_for().startswith("rewards and a refill of group 'a' of client 'me', which")
+    assert world.swarm.queries.waiting_for().startswith("rewards and a refill of group 'a' of client 'me', which")
     world.begin("a", client_id="me")
-    assert world.swarm.waiting_for().startswith("rewards: 0 of 2 groups are complete, 2 open, 2 episodes live")
+    assert world.swarm.queries.waiting_for().startswith("rewards: 0 of 2 groups are complete, 2 open, 2 episodes live")
 
 
 def test_a_restart_grants_the_wait_for_a_refill_once_more_and_no_further(make_world: Make) -> None:
@@ -251,11 +251,11 @@ def test_a_restart_grants_the_wait_for_a_refill_once_more_and_no_further(make_wo
     for _ in range(5):
         world.now += LEASE / 4
         world.reopen().reap()
-        assert not world.swarm.ready()
+        assert not world.swarm.batches.ready()
         assert (world.swarm.next_deadline() or 0) <= touched + 2 * LEASE
     world.now = touched + 2 * LEASE
     world.reopen().reap()
-    assert world.swarm.ready() and world.swarm.groups[0].reason == "short"
+    assert world.swarm.batches.ready() and world.swarm.queries.groups[0].reason == "short"
 
 
 def test_the_cached_deadline_is_never_later_than_the_true_one(make_world: Make) -> None:

@@ -29,8 +29,8 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> None:
     world = World(tmp_path, batch_size=1)
     world.play("learned", 0, 1)
-    batch = world.swarm.compose()
-    world.swarm.learned(batch, {})
+    batch = world.swarm.batches.compose()
+    world.swarm.batches.learned(batch, {})
     episode = world.begin(task_set="algebra")
     call = world.call(episode, 7)
     world.close()
@@ -60,11 +60,11 @@ def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> Non
     world.open()
     assert world.journal.origin == {"model.name": "small"}
     assert world.journal.undigested_until() == 1
-    assert world.swarm.batches_from(0) == [batch]
-    assert world.swarm.groups[0].task_set == episode.task_set == "algebra"
+    assert world.swarm.batches.from_version(0) == [batch]
+    assert world.swarm.queries.groups[0].task_set == episode.task_set == "algebra"
     assert world.swarm.tree(episode.id, "").calls == (call,)
     world.call(episode, 8, parent=call, kept=3)
-    assert world.swarm.orphans(episode.id) == {}
+    assert world.swarm.queries.orphans(episode.id) == {}
     world.reopen()
     assert len(world.swarm.tree(episode.id, "").calls) == 2
     world.close()
@@ -113,17 +113,27 @@ def fill_disk(world: World) -> None:
 def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
     live, finished = world.begin(), world.begin()
     world.call(live, 5)
-    before = (world.swarm.status_counts(), world.swarm.events(), world.swarm.groups, world.swarm.episode(live.id))
+    before = (
+        world.swarm.queries.status_counts(),
+        world.swarm.queries.events(),
+        world.swarm.queries.groups,
+        world.swarm.episode(live.id),
+    )
     heard: list[str] = []
-    world.swarm.on_event = lambda event: heard.append(event.kind)
+    world.swarm.store.on_event = lambda event: heard.append(event.kind)
     fill_disk(world)
-    with pytest.raises(Later) as refused, world.swarm.transaction():
+    with pytest.raises(Later) as refused, world.swarm.store.transaction():
         world.finish(finished, 1.0)
         world.call(live, *range(20_000))
     assert (refused.value.status, refused.value.code) == (503, "journal_unavailable")
     assert "full" in refused.value.message
     assert heard == []
-    now = (world.swarm.status_counts(), world.swarm.events(), world.swarm.groups, world.swarm.episode(live.id))
+    now = (
+        world.swarm.queries.status_counts(),
+        world.swarm.queries.events(),
+        world.swarm.queries.groups,
+        world.swarm.episode(live.id),
+    )
     assert now == before
     assert len(world.swarm.tree(live.id, "").calls) == 1
     world.journal._db.execute("PRAGMA max_page_count = 1000000")
@@ -149,10 +159,10 @@ def test_a_data_dir_that_cannot_be_written_to_is_a_config_error(
 
 
 def test_an_error_inside_a_transaction_undoes_all_of_it(world: World) -> None:
-    with pytest.raises(ZeroDivisionError), world.swarm.transaction():
+    with pytest.raises(ZeroDivisionError), world.swarm.store.transaction():
         world.begin()
         raise ZeroDivisionError
-    assert world.swarm.status_counts()["live"] == 0 == len(world.swarm.events())
+    assert world.swarm.queries.status_counts()["live"] == 0 == len(world.swarm.queries.events())
     assert world.begin().seq == 1
 
 
@@ -160,7 +170,7 @@ def test_old_keys_are_forgotten_with_the_tokens(world: World) -> None:
     world.begin("a", key="old")
     world.now += 90_000
     world.begin("b", key="new")
-    world.swarm.checkpointed(1)
+    world.swarm.batches.checkpointed(1)
     scope = "begin/anonymous"
     assert world.journal.recall(scope, "old") is None
     assert world.journal.recall(scope, "new") is not None

@@ -2,8 +2,8 @@
 
 1. shares follow the weights although one set is ten times slower, with small batches, spares, staleness and dropped
    groups; without weights they do not (so that the first could fail);
-2. a set that left, or finishes nothing, holds nobody up; one that joins takes its place without costing others theirs;
-3. a set without a weight, and one that has its share, are refused in words;
+2. a set that left, or finishes nothing, delays no other; one that joins takes its place without costing others theirs;
+3. a set without a weight, and one that has its share, are refused with a reason;
 4. killing the server changes nothing, weights can be changed while training runs, and what is shown is so.
 """
 
@@ -47,13 +47,13 @@ class Fleet:
         goal, end = len(self.batches) + batches, self.world.now + most_seconds
         known = len(self.batches)
         while len(self.batches) < goal:
-            assert self.world.now < end, self.world.swarm.waiting_for()
+            assert self.world.now < end, self.world.swarm.queries.waiting_for()
             self.tick()
         return self.batches[known:]
 
     def tick(self) -> None:
         self.work()
-        if self.world.swarm.ready():
+        if self.world.swarm.batches.ready():
             self.learn()
 
     def work(self) -> None:
@@ -83,11 +83,11 @@ class Fleet:
             self.world.finish(episode, float(episode.seq % 3))
 
     def learn(self) -> None:
-        batch = self.world.swarm.compose()
+        batch = self.world.swarm.batches.compose()
         self.batches.append([self.world.swarm.episode(group[0]).task_set for group in batch.groups])
         if self.restarts:
             self.world.reopen()
-        self.world.swarm.learned(batch, {})
+        self.world.swarm.batches.learned(batch, {})
         if self.restarts:
             self.world.reopen()
 
@@ -134,7 +134,7 @@ def test_three_sets_and_small_batches(make_world: Make) -> None:
 
 
 def test_a_killed_server_changes_nothing(make_world: Make) -> None:
-    """What is carried over is in the journal, and so is who took part."""
+    """The journal has the carry, and the sets that took part."""
     weights = {"fast": 2.0, "slow": 1.0}
     calm, killed = (
         Fleet(make_world(batch_size=2, task_weights=weights), SLOW, restarts=restarts).run(20)
@@ -147,13 +147,13 @@ def test_a_batch_that_is_set_aside_takes_nothing_with_it(make_world: Make) -> No
     world = make_world(batch_size=1, task_weights={"a": 2.0, "b": 1.0})
     fleet = Fleet(world, {"a": 1, "b": 1})
     fleet.run(1)
-    owed = dict(world.swarm._ledger.carry)
-    while not world.swarm.ready():
+    owed = dict(world.swarm.store.carry)
+    while not world.swarm.batches.ready():
         fleet.work()
-    batch = world.swarm.compose()
-    assert world.swarm._ledger.carry == batch.carry != owed
-    world.swarm.set_aside(batch, "it kills workers")
-    assert world.swarm._ledger.carry == owed == world.reopen()._ledger.carry
+    batch = world.swarm.batches.compose()
+    assert world.swarm.store.carry == batch.carry != owed
+    world.swarm.batches.quarantine(batch, "it kills workers")
+    assert world.swarm.store.carry == owed == world.reopen()._ledger.carry
 
 
 def test_a_set_that_left_holds_nobody_up_and_is_owed_nothing(make_world: Make) -> None:
@@ -163,9 +163,9 @@ def test_a_set_that_left_holds_nobody_up_and_is_owed_nothing(make_world: Make) -
     while not any(episode.status == "live" for _, episode in fleet.working["slow"]):
         fleet.tick()
     fleet.leave("slow")
-    assert world.swarm.waiting_for().startswith("rewards of task set 'slow' (")
+    assert world.swarm.queries.waiting_for().startswith("rewards of task set 'slow' (")
     assert shares(fleet.run(3, most_seconds=2 * LEASE + 20)[1:]) == {"fast": 1.0}
-    told = [event.body for event in world.swarm.events() if event.kind == "task_set"]
+    told = [event.body for event in world.swarm.queries.events() if event.kind == "task_set"]
     assert told[-1] == {"task_set": "slow", "state": "left"}
     fleet.join("slow", 10)
     fleet.run(1)
@@ -173,7 +173,7 @@ def test_a_set_that_left_holds_nobody_up_and_is_owed_nothing(make_world: Make) -
 
 
 def test_its_departure_is_a_deadline(make_world: Make) -> None:
-    """Somebody must look then: with nothing else going on, nobody would."""
+    """Somebody must look then: without other activity nothing would."""
     world = make_world(batch_size=2, task_weights={"a": 1.0, "b": 1.0})
     world.abort(world.begin("b0", task_set="b"))
     world.play("a0", 0, 1, task_set="a")
@@ -187,7 +187,7 @@ def test_its_departure_is_a_deadline(make_world: Make) -> None:
     world.now += 1
     world.swarm.reap()
     world.play("a1", 0, 1, task_set="a")
-    assert world.swarm.ready()
+    assert world.swarm.batches.ready()
 
 
 def test_a_set_that_joins_costs_nobody_an_episode(make_world: Make) -> None:
@@ -199,11 +199,11 @@ def test_a_set_that_joins_costs_nobody_an_episode(make_world: Make) -> None:
     fleet.join("b", 3)
     fleet.run(2)
     assert shares(fleet.run(8)) == pytest.approx({"a": 0.5, "b": 0.5}, abs=0.04)
-    assert world.swarm.status_counts()["dropped"] == 0
+    assert world.swarm.queries.status_counts()["dropped"] == 0
 
 
 def test_a_set_that_finishes_nothing_is_passed_over_in_time(make_world: Make) -> None:
-    """Its agents fail, one after the other, and it begins anew each time: one batch waits that long, not for ever."""
+    """Its agents fail, one after the other, and it begins again each time: one batch waits that long, not for ever."""
     world = make_world(batch_size=2, task_weights={"good": 1.0, "broken": 1.0})
     fleet = Fleet(world, {"good": 1})
     stuck = world.begin("b", task_set="broken", client_id="broken")
@@ -217,7 +217,7 @@ def test_a_set_that_finishes_nothing_is_passed_over_in_time(make_world: Make) ->
         fleet.tick()
         assert world.now < began + MAX_SECONDS + 2 * LEASE
     assert fleet.batches == [["good", "good"]]
-    assert [event.body["state"] for event in world.swarm.events(limit=10**6) if event.kind == "task_set"].count(
+    assert [event.body["state"] for event in world.swarm.queries.events(limit=10**6) if event.kind == "task_set"].count(
         "stalled"
     ) == 1
     world.play("b", 0, 1, task_set="broken", client_id="broken")  # it has another chance with the next batch
@@ -246,7 +246,9 @@ def test_a_set_that_has_its_share_is_refused_in_words(make_world: Make) -> None:
     world.abort(only)
     with pytest.raises(Later, match=r"'a' has its 3 of 4 groups, by job.task_weights; the rest is for 'b' \(0 of 1\)"):
         world.begin("a3", task_set="a")
-    assert world.begin("a0", task_set="a").group_id == world.swarm.groups[0].id  # a group's own members may come
+    assert (
+        world.begin("a0", task_set="a").group_id == world.swarm.queries.groups[0].id
+    )  # a group's own members may come
 
 
 def test_weights_can_change_while_training_runs(make_world: Make) -> None:
@@ -259,30 +261,30 @@ def test_weights_can_change_while_training_runs(make_world: Make) -> None:
     assert shares(fleet.run(20)) == pytest.approx({"fast": 0.75, "slow": 0.25}, abs=0.02)
     world.swarm.replace_job(world.job.model_copy(update={"task_weights": {}}))
     fleet.run(5)
-    assert world.swarm.status_counts()["dropped"] == 0
+    assert world.swarm.queries.status_counts()["dropped"] == 0
 
 
 def test_what_is_shown_of_task_sets(make_world: Make) -> None:
     world = make_world(batch_size=3, task_weights={"a": 2.0, "b": 1.0, "never": 1.0})
-    assert world.swarm.task_sets()["never"].share == 0
+    assert world.swarm.queries.task_sets()["never"].share == 0
     world.play("a0", 0, 1, task_set="a")
     world.play("a1", 1, 1, task_set="a")
     first = world.begin("b0", task_set="b")
-    assert world.swarm.waiting_for() == (
+    assert world.swarm.queries.waiting_for() == (
         "rewards of task set 'b' (0 of 1 groups): 2 of 3 groups are complete, 1 open, 1 episodes live"
     )
-    one = world.swarm.task_sets()["b"]
+    one = world.swarm.queries.task_sets()["b"]
     assert (one.weight, one.groups_open, one.groups_complete, one.reward_mean) == (1.0, 1, 0, None)
     for episode in (first, world.begin("b0", task_set="b")):
         world.call(episode, 7)
         world.finish(episode, 0.25)
-    batch = world.swarm.compose()
-    world.swarm.forest(batch)
-    metrics = world.swarm.learned(batch, {})
+    batch = world.swarm.batches.compose()
+    world.forest(batch)
+    metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["batch/share/a"], metrics["batch/share/b"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     assert (metrics["reward/a/mean"], metrics["reward/b/mean"]) == (0.75, 0.25)
     for _ in range(2):
-        shown = world.swarm.task_sets()
+        shown = world.swarm.queries.task_sets()
         assert (shown["a"].share, shown["a"].reward_mean) == (pytest.approx(2 / 3), 0.75)
         assert list(shown) == ["a", "b", "never"]
         world.reopen()
@@ -290,4 +292,4 @@ def test_what_is_shown_of_task_sets(make_world: Make) -> None:
 
 def test_without_names_there_is_nothing_to_show(world: World) -> None:
     world.play("a", 0, 1)
-    assert world.swarm.task_sets() == {}
+    assert world.swarm.queries.task_sets() == {}

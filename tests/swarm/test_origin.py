@@ -1,9 +1,9 @@
-"""What a policy version means does not change over a restart.
+"""A policy version means the same weights after a restart.
 
 Pins:
 1. a setting that would make other weights of the same batches is refused by name, with both values; others are not;
 2. so are other base weights, once the worker is up;
-3. what changes weights by rounding only is said, once;
+3. a change of weights by rounding only is logged, once;
 4. a mistyped setting counts only once something was recorded; a data dir that has no record yet takes one.
 """
 

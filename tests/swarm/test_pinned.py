@@ -1,7 +1,7 @@
 """Pins evaluation at one policy version:
 
 1. it begins at the present version only, and the refusal names that;
-2. learning waits while pinned episodes live, says so, and no longer than they may live;
+2. learning waits while pinned episodes are live, reports it, and no longer than they may live;
 3. one evaluation after the other does not hold learning up for ever; nothing of it is trained.
 """
 
@@ -20,7 +20,7 @@ Make = Callable[..., World]
 
 
 def full(make_world: Make) -> World:
-    """A world whose batch is complete but for its last group."""
+    """A world whose batch lacks one group."""
     world = make_world(batch_size=2)
     world.play("a", 0, 1)
     return world
@@ -43,8 +43,8 @@ def test_learning_waits_for_pinned_episodes(make_world: Make, end: str) -> None:
     pinned = world.begin("a", mode="eval", at_version=0)
     world.begin("a", mode="eval")
     world.play("b", 0, 1)
-    assert not world.swarm.ready()
-    assert world.swarm.waiting_for() == "1 evaluation episodes pinned to policy version 0"
+    assert not world.swarm.batches.ready()
+    assert world.swarm.queries.waiting_for() == "1 evaluation episodes pinned to policy version 0"
     assert not world.reopen().ready()  # it is in the journal
     if end == "expire":
         world.now += LEASE
@@ -53,17 +53,17 @@ def test_learning_waits_for_pinned_episodes(make_world: Make, end: str) -> None:
         world.abort(pinned)
     else:
         getattr(world, end)(pinned, 1.0)
-    assert pinned.id not in world.swarm.compose().episode_ids
+    assert pinned.id not in world.swarm.batches.compose().episode_ids
 
 
 def test_no_pinned_episode_begins_while_the_policy_learns(make_world: Make) -> None:
     world = full(make_world)
     world.play("b", 0, 1)
-    batch = world.swarm.compose()
+    batch = world.swarm.batches.compose()
     with pytest.raises(Later) as refused:
         world.begin(mode="eval", at_version=0)
     assert refused.value.code == "not_sampling"
-    world.swarm.learned(batch, {})
+    world.swarm.batches.learned(batch, {})
     with pytest.raises(Conflict, match="at policy version 1, not at 0"):
         world.begin(mode="eval", at_version=0)
     assert world.begin(mode="eval", at_version=1).policy_version == 1
@@ -78,8 +78,8 @@ def test_evaluation_without_end_does_not_stop_learning(make_world: Make) -> None
             world.begin(mode="eval", at_version=0)
             world.now += LEASE - 1
             world.swarm.reap()
-            assert not world.swarm.ready()
+            assert not world.swarm.batches.ready()
     assert refused.value.code == "not_sampling" and world.now < complete + MAX_SECONDS + LEASE
     world.now += LEASE
     world.swarm.reap()
-    assert world.swarm.ready()
+    assert world.swarm.batches.ready()

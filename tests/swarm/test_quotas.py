@@ -1,6 +1,6 @@
 """Pins the arithmetic of mixing, for any weights:
 
-1. what is dealt over many batches is as the weights say, to within a few groups whatever the length;
+1. over many batches the groups are dealt by weight, to within a few groups at any length;
 2. a longer deal begins with the shorter one, and limits, places taken and sets that are away are respected;
 3. what is carried over sums to nothing and is bounded.
 """
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentjet.swarm.quotas import MAX_CARRY, carried, deal, needs, quotas
+from agentjet.swarm.mixture import MAX_CARRY, carried, deal, needs, quotas
 
 SETS = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.05, 20), min_size=1)
 

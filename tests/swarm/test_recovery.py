@@ -1,4 +1,4 @@
-"""Pins recovery: whatever happened, a reopened journal gives the state that was in memory, and the books balance."""
+"""Pins recovery: after any history, a reopened journal gives the state that was in memory, and the books balance."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class History:
 
     def decide(self, pick: int) -> None:
         """Finish what was promised: it must be granted."""
-        prepared = self.world.swarm.recent_episodes(50, status="prepared")
+        prepared = self.world.swarm.queries.recent_episodes(50, status="prepared")
         if prepared:
             episode = prepared[pick % len(prepared)]
             assert episode.reward is not None
@@ -169,19 +169,19 @@ class History:
         assert deadline is None or deadline > self.world.now
 
     def compose(self) -> None:
-        if self.world.swarm.ready():
-            batch = self.world.swarm.compose()
+        if self.world.swarm.batches.ready():
+            batch = self.world.swarm.batches.compose()
             self.trained += batch.episode_ids
-            assert self.world.swarm.forest(batch).num_targets > 0
+            assert self.world.forest(batch).num_targets > 0
 
     def learn(self) -> None:
         batch = self.world.swarm.pending
         if batch is not None:
-            self.world.swarm.forest(batch)
-            self.world.swarm.learned(batch, {"policy/entropy": 0.25})
+            self.world.forest(batch)
+            self.world.swarm.batches.learned(batch, {"policy/entropy": 0.25})
 
     def checkpoint(self, back: int) -> None:
-        self.world.swarm.checkpointed(max(0, self.world.swarm.policy_version - back))
+        self.world.swarm.batches.checkpointed(max(0, self.world.swarm.policy_version - back))
 
     def restart(self) -> None:
         before = self.state()
@@ -194,15 +194,15 @@ class History:
         swarm = self.world.swarm
         return {
             "episodes": [swarm.episode(episode.id) for episode in self.begun],
-            "groups": swarm.groups,
+            "groups": swarm.queries.groups,
             "pending": swarm.pending,
             "version": swarm.policy_version,
-            "counts": swarm.status_counts(),
+            "counts": swarm.queries.status_counts(),
             "last_step": swarm.last_step,
-            "carry": swarm._ledger.carry,
-            "code_versions": list(swarm.code_versions().items()),
-            "task_sets": swarm.task_sets(),
-            "events": swarm.events(),
+            "carry": swarm.store.carry,
+            "code_versions": list(swarm.queries.code_versions().items()),
+            "task_sets": swarm.queries.task_sets(),
+            "events": swarm.queries.events(),
             "trees": {key: swarm.tree(*key).calls for key in self.calls},
         }
 
@@ -210,14 +210,14 @@ class History:
         """The bytes of every batch that may still be learned or replayed."""
         swarm = self.world.swarm
         try:
-            batches = swarm.batches_from(max(self.world.journal.durable_version(), swarm.policy_version - 2))
+            batches = swarm.batches.from_version(max(self.world.journal.durable_version(), swarm.policy_version - 2))
         except CheckpointError:
             raise AssertionError("batches above the durable version can always be replayed") from None
-        return [(batch, swarm.forest(batch).to_wire()) for batch in batches]
+        return [(batch, swarm.batches.training_batch(batch).to_wire()) for batch in batches]
 
     def check_books(self) -> None:
         swarm, job = self.world.swarm, self.world.job
-        counts = swarm.status_counts()
+        counts = swarm.queries.status_counts()
         episodes = {episode.id: swarm.episode(episode.id) for episode in self.begun}.values()
         for status in ("live", "prepared", "finished", "aborted", "expired"):
             assert counts[status] == sum(episode.status == status for episode in episodes)
@@ -225,5 +225,5 @@ class History:
         assert counts["trained"] + counts["waiting"] + counts["dropped"] == scored
         assert counts["dropped"] == sum(bool(episode.dropped) for episode in episodes)
         assert len(self.trained) == len(set(self.trained))
-        assert len(swarm.groups) <= job.batch_size
-        assert all(len(group.members) <= job.group_size for group in swarm.groups)
+        assert len(swarm.queries.groups) <= job.batch_size
+        assert all(len(group.members) <= job.group_size for group in swarm.queries.groups)

@@ -20,9 +20,9 @@ Make = Callable[..., World]
 
 
 def learn(world: World) -> Batch:
-    batch = world.swarm.compose()
-    world.swarm.forest(batch)
-    world.swarm.learned(batch, {})
+    batch = world.swarm.batches.compose()
+    world.forest(batch)
+    world.swarm.batches.learned(batch, {})
     return batch
 
 
@@ -64,13 +64,13 @@ def test_a_spare_group_ends_with_the_batch_on_policy(make_world: Make) -> None:
     learn(world)
     assert world.swarm.episode(slow[0].id).dropped == "surplus"
     assert world.swarm.episode(slow[1].id).status == "aborted"
-    assert world.swarm.groups == () and world.swarm.status_counts()["dropped"] == 1
+    assert world.swarm.queries.groups == () and world.swarm.queries.status_counts()["dropped"] == 1
 
 
 def test_on_policy_nothing_begins_while_a_batch_is_learned(make_world: Make) -> None:
     world = make_world(batch_size=1)
     world.play("a", 0, 1)
-    world.swarm.compose()
+    world.swarm.batches.compose()
     with pytest.raises(Later, match="learning"):
         world.begin("b")
 
@@ -81,11 +81,11 @@ def test_as_many_batches_wait_as_may_grow_old(make_world: Make) -> None:
         world.play(name, 0, 1)
     with pytest.raises(Later, match="batch has its"):
         world.begin("d")
-    batch = world.swarm.compose()
+    batch = world.swarm.batches.compose()
     with pytest.raises(Later, match="batch has its"):  # b and c wait for two batches, d would wait for a third
         world.begin("d")
-    world.swarm.forest(batch)
-    world.swarm.learned(batch, {})
+    world.forest(batch)
+    world.swarm.batches.learned(batch, {})
     world.begin("d")
     staleness = []
     for _ in range(2):

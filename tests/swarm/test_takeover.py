@@ -33,14 +33,14 @@ def test_a_successor_has_the_places_of_a_killed_client_at_once(world: World) -> 
     assert [end.status for end in ends] == ["finished", "aborted", "aborted", "aborted"]
     assert {end.reason.partition(":")[0] for end in ends[1:]} == {"replaced"}
     assert {end.reward for end in ends[1:]} == {None} and ends[0].dropped == "too_few"
-    assert [group.members for group in world.swarm.groups] == [(successor.id,)]
-    assert world.swarm.status_counts()["live"] == 1
+    assert [group.members for group in world.swarm.queries.groups] == [(successor.id,)]
+    assert world.swarm.queries.status_counts()["live"] == 1
     world.call(successor, 7)
     world.finish(successor, 1.0)
     world.play("c", 0.0, **named("new"))
     world.play("d", 0.0, 1.0, **named("new"))
-    batch = world.swarm.compose()
-    assert world.swarm.learned(batch, {})["episodes/replaced"] == 3
+    batch = world.swarm.batches.compose()
+    assert world.swarm.batches.learned(batch, {})["episodes/replaced"] == 3
 
 
 def test_what_is_not_left_behind_stays(make_world: Callable[..., World]) -> None:
@@ -69,7 +69,7 @@ def test_a_repeated_request_has_one_effect(world: World) -> None:
     assert world.begin("a", key="l", **named("new")) == second
     assert world.begin("a", key="k", **named("killed")).id == first.id, "an answer that was lost before the takeover"
     assert world.begin("a", key="k", **named("new")).id == first.id
-    assert world.swarm.status_counts() == world.swarm.status_counts() | {"live": 1, "aborted": 1}
+    assert world.swarm.queries.status_counts() == world.swarm.queries.status_counts() | {"live": 1, "aborted": 1}
 
 
 def test_a_replaced_process_is_refused(world: World) -> None:

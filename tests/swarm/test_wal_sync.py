@@ -16,7 +16,7 @@ from agentjet.swarm.journal_file import CHECKPOINT_EVERY, WalSync
 
 def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
-    journal.commit_together()
+    journal.defer_commits()
     before = journal.path.stat().st_size
     for _ in range(CHECKPOINT_EVERY):
         with journal.transaction():
@@ -33,7 +33,7 @@ def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
 def test_the_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentjet.swarm.journal_file.LONGEST_LOG", 50)
     journal = Journal.open(tmp_path / "journal.sqlite")
-    journal.commit_together()
+    journal.defer_commits()
     for _ in range(200):
         with journal.transaction():
             journal.add_event("state", 0.0, {"text": "x" * 4000})
@@ -46,7 +46,7 @@ def test_the_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_disk_without_room_for_the_move_fails_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
-    journal.commit_together()
+    journal.defer_commits()
     sync = WalSync(journal.path)
 
     class Full:
@@ -65,7 +65,7 @@ def test_a_disk_without_room_for_the_move_fails_nobody(tmp_path: Path, caplog: p
 
 def test_a_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
-    journal.commit_together()
+    journal.defer_commits()
     sync = WalSync(journal.path)
 
     def fails(file: int) -> None:

@@ -1,8 +1,7 @@
 """Random agents, and the episodes they leave behind.
 
-A `Session` is one agent role of one episode, glued together as the gateway does it (`gateway.prompting.prepare_prompt`,
-`gateway.answer.CompletionParser`), with every claim about its tree checked on the way. An `Agent` does to its
-conversations
+A `Session` is one agent role of one episode, put together as the gateway does it (`gateway.prompts`,
+`gateway.completion_parser`), with every claim about its tree checked on the way. An `Agent` does to its conversations
 what agents do. A `Swarm` holds the episodes of a batch and remembers of every sampled token what it was sampled behind.
 """
 
@@ -67,7 +66,7 @@ class Session:
     tree: ConversationTree = field(default_factory=ConversationTree)
     prompts: list[Prompt] = field(default_factory=list)
 
-    def prepare_prompt(self, conversation: Conversation) -> Prompt:
+    def prepare(self, conversation: Conversation) -> Prompt:
         """The prompt of a request, checked."""
         prompt = prepare_prompt(self.model.renderer, self.tree, conversation, self.history)  # type: ignore[arg-type]
         self._check(prompt)
@@ -125,7 +124,7 @@ class Session:
 
     def ask(self, conversation: Conversation, completion: Sequence[int], **how: object) -> Call:
         """A request and its answer."""
-        return self.answer(conversation, self.prepare_prompt(conversation), completion, **how)  # type: ignore[arg-type]
+        return self.answer(conversation, self.prepare(conversation), completion, **how)  # type: ignore[arg-type]
 
     def _check(self, prompt: Prompt) -> None:
         assert prompt.suffix, "a suffix is never empty"
@@ -184,7 +183,7 @@ class Agent:
         asked: list[tuple[Conversation, Prompt]] = []
         for conversation, continued in requests:
             try:
-                asked.append((conversation, self.session.prepare_prompt(conversation)))
+                asked.append((conversation, self.session.prepare(conversation)))
             except InvalidRequest:
                 self.session.record.refused += 1
             else:
@@ -205,7 +204,7 @@ class Agent:
         if self.draw(st.booleans()):
             self.session.record.undelivered.add(call.id)
         if self.draw(st.booleans()):
-            again = self._sampled(conversation, self.session.prepare_prompt(conversation), retry_of=call.id)
+            again = self._sampled(conversation, self.session.prepare(conversation), retry_of=call.id)
             late = self._one_in(3)  # the first answer came after all
             self.past.append((conversation, call if late else again))
 

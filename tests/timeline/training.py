@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from agentjet.config import JobConfig
-from agentjet.swarm.batches import build
+from agentjet.swarm.batch_forest import build
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.records import Batch, Episode
 from agentjet.timeline import Forest
@@ -17,7 +17,7 @@ from tests.timeline.agents import Record, meaning
 
 
 class RecordedJournal:
-    """What `swarm.batches.build` reads of a journal."""
+    """What `swarm.batch_forest.build` reads of a journal."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -36,7 +36,8 @@ def build_batch(record: Record, episode_ids: Collection[str]) -> tuple[Forest, d
         id: Episode(id, i, "c", "t", "", "g", 1, "train", 0, 0.0, status="finished", reward=float(i))
         for i, id in enumerate(episode_ids)
     }
-    return build(cast(Journal, RecordedJournal(record)), batch, episodes)
+    training, metrics = build(cast(Journal, RecordedJournal(record)), batch, episodes)
+    return training.forest, metrics
 
 
 def train(record: Record, episode_ids: Collection[str]) -> tuple[Forest, dict[str, float]]:

@@ -15,9 +15,8 @@ from agentjet.config import JobConfig
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.gateway.checkpoints import CheckpointStore, flush
 from agentjet.gateway.observability import MetricsFile
-from agentjet.swarm import Journal, SwarmState, batch_queue
-from agentjet.swarm import batch_queue as rules
-from agentjet.swarm.batch_queue import Rollback
+from agentjet.swarm import Journal, SwarmState
+from agentjet.swarm.batches import Rollback, check_rollback, check_stamp, check_state_origin
 from agentjet.types import CheckpointStamp
 
 SEAL_KEYS = frozenset({"format", "files", "digest"})
@@ -41,13 +40,13 @@ def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
             raise ConfigError(f"{str(data_dir)!r} has no job settings: its server was never started by this AgentJet")
         MetricsFile(data_dir / METRICS).check_journal(journal.policy_version())
         target = find_checkpoint(store, version)
-        rules.check_rollback(journal, target)
+        check_rollback(journal, target)
         state = _verified(store, journal, target)
         swarm = SwarmState(journal, held.given)
         new = swarm.policy_version + 1
         with _copied(store.path(target), store.path(new)) as copy:
             stamp = CheckpointStamp(new, _sealed(copy, {**state, "policy_version": new, "metrics": {}}))
-            return swarm.roll_back(target, stamp), held.job
+            return swarm.batches.roll_back(target, stamp), held.job
     finally:
         journal.close()
 
@@ -117,8 +116,8 @@ def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[st
     state = verified_state(store.path(version))
     if state["policy_version"] != version:
         raise CheckpointError(f"checkpoint {store.path(version)} is damaged: it has version {state['policy_version']}")
-    batch_queue.check_stamp(journal, CheckpointStamp(version, state.get("digest", "")))
-    batch_queue.check_state_origin(journal, state)
+    check_stamp(journal, CheckpointStamp(version, state.get("digest", "")))
+    check_state_origin(journal, state)
     return {key: value for key, value in state.items() if key not in SEAL_KEYS}
 
 

@@ -122,7 +122,7 @@ async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
 
 
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
-    card = gateway.engine.card
+    card = gateway.engine.model
     assert card is not None
     _say(
         f"Ready: {card.num_parameters / 1e6:.0f}M parameters on {card.device} in {card.dtype}, "

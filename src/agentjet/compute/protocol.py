@@ -19,7 +19,7 @@ checkpoint and apply the later operations again, in order.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Op, OperationKind, PolicyId, Sampled, SamplingParams, TokenScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +190,25 @@ class Compute(Sampler, Learner, Protocol):
         ...
 
 
-async def learn(learner: Learner, op: Op, batch: TrainingBatch, job: JobConfig) -> tuple[dict[str, float], Op]:
+BeforeOperation = Callable[[Op, OperationKind], Awaitable[None]]
+
+
+async def learn(
+    learner: Learner, op: Op, batch: TrainingBatch, job: JobConfig, *, before: BeforeOperation | None = None
+) -> tuple[dict[str, float], Op]:
     """Train a policy on a batch, from operation `op` on; returns metrics and the next operation.
 
-    Each optimiser step is a `forward_backward` and an `optim_step`. The new weights are not published yet.
+    Each optimiser step is a `forward_backward` and an `optim_step`. `before` is awaited before each of them, to record
+    it. The new weights are not published yet. A repetition with the same arguments changes nothing.
     """
     steps: list[StepMetrics] = []
     num_steps = 1
     while len(steps) < num_steps:
+        if before is not None:
+            await before(op, "forward_backward")
         outputs = await learner.forward_backward(op, batch, LossSpec.of(job, len(steps)))
+        if before is not None:
+            await before(op.next(), "optim_step")
         steps.append((outputs.metrics, await learner.optim_step(op.next(), job.optimizer)))
         num_steps = outputs.num_steps
         op = op.next().next()

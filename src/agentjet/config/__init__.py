@@ -1,4 +1,4 @@
-"""Settings: pydantic schemas, TOML files and `--set a.b=c`. The only reader of the server's environment."""
+"""Settings: the schema, its loader and its reference. The only package of the server that reads the environment."""
 
 from agentjet.config.loader import load_config, parse_config, parse_job, server_token
 from agentjet.config.reference import changed_settings, setting_names, settings_table

@@ -1,4 +1,4 @@
-"""Every setting with its type, default and meaning, read from the schema's own docstrings."""
+"""The settings reference: names, types, defaults and descriptions, read from the schema."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def rows_of(annotation: Any) -> type[Section] | None:
-    """The section that each item of a list of tables is; None for any other setting."""
+def item_section(annotation: Any) -> type[Section] | None:
+    """Returns the section of the items if the setting is a list of tables, else None."""
     item = get_args(annotation)[0] if get_origin(annotation) is tuple else None
     return item if is_section(item) else None
 
 
 def sections(schema: type[Section] = ServeConfig, prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """The sections by dotted name, outer ones first."""
+    """Yields every section with its dotted name, outer sections first."""
     for name, field in schema.model_fields.items():
         if is_section(field.annotation):
             yield prefix + name, field.annotation
             yield from sections(field.annotation, f"{prefix}{name}.")
-        elif rows := rows_of(field.annotation):
-            yield prefix + name, rows
+        elif item := item_section(field.annotation):
+            yield prefix + name, item
 
 
 def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """The settings that stand in a section itself."""
+    """Returns the settings of a section, without its inner sections."""
     return ((name, field) for name, field in section.model_fields.items() if not is_section(field.annotation))
 
 
 def setting_names() -> list[str]:
-    """Every setting by its dotted name, in the order of the schema. Those of the items of a list have none."""
+    """Returns the dotted name of every setting in the order of the schema. Settings of list items have no such name."""
     return [
         f"{prefix}.{name}"
         for prefix, section in sections()
@@ -52,11 +52,11 @@ def setting_names() -> list[str]:
 
 
 def changed_settings(before: JobConfig, after: JobConfig) -> list[str]:
-    """The job settings that differ, each with both values. Defaults that depend on other settings are written out."""
+    """Returns one message for each job setting that differs. Defaults that depend on other settings are written out."""
     values = [dict(_leaves(job.with_defaults().model_dump(mode="json"), "job.")) for job in (before, after)]
     names = dict.fromkeys([*values[0], *values[1]])
-    told = [(name, *(_stated(one, name) for one in values)) for name in names]
-    return [f"{name} was {old} and is {new}" for name, old, new in told if old != new]
+    both = [(name, *(_toml(one[name]) if name in one else "not set" for one in values)) for name in names]
+    return [f"{name} was {old} and is {new}" for name, old, new in both if old != new]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -67,12 +67,8 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield prefix + name, value
 
 
-def _stated(values: Mapping[str, Any], name: str) -> str:
-    return _toml(values[name]) if name in values else "not set"
-
-
 def settings_table() -> str:
-    """Markdown: one table a section."""
+    """Returns `docs/settings.md` without its title: one Markdown table for each section."""
     parts = []
     for prefix, section in sections():
         head = f"[[{prefix}]]" if section is SideCallRule else f"[{prefix}]"
@@ -88,7 +84,7 @@ def settings_table() -> str:
 def _type(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
-    if rows_of(field.annotation):
+    if item_section(field.annotation):
         return "list of tables"
     if get_origin(field.annotation) is tuple:
         return f"list of {', '.join(f'`{choice}`' for choice in get_args(get_args(field.annotation)[0]))}"

@@ -1,4 +1,7 @@
-"""Every setting there is, with its meaning. Unknown keys are refused; cross-checks run at load."""
+"""The schema of every setting. Unknown keys are refused; settings that depend on each other are checked at load.
+
+The docstring of a field is its description in `docs/settings.md`, which `make docs` generates.
+"""
 
 from __future__ import annotations
 
@@ -12,87 +15,95 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 
-def _fits(number: int) -> int:
-    """Raises `ValueError` for what neither the journal nor the wire to the worker holds."""
+def _check_int64(number: int) -> int:
     if not -(2**63) <= number < 2**63:
         raise ValueError("a whole number has 64 bits at most")
     return number
 
 
-Int64 = Annotated[int, AfterValidator(_fits)]
+Int64 = Annotated[int, AfterValidator(_check_int64)]
+"""An integer that fits the journal and the messages to the worker."""
 TaskSetName = Annotated[str, Field(min_length=1, max_length=256)]
 Weight = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, field docstrings become descriptions."""
+    """Base of every section: immutable, refuses unknown keys, takes field descriptions from docstrings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: object, field: ValidationInfo) -> object:
+        assert field.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[field.field_name].annotation is not bool:
+            raise ValueError("true and false are not values of this setting")
+        return value
+
 
 class LoraConfig(Section):
-    """Low-rank adapters. `rank = 0` trains all weights. A data dir keeps those it was begun with."""
+    """LoRA adapters. With `rank = 0`, all weights are trained. These settings cannot change within a data dir."""
 
     rank: Int64 = Field(0, ge=0, le=1024)
-    """Rank of the adapters; 0 trains every weight of the model."""
+    """Rank of the adapters. 0: no adapters, all weights are trained."""
     alpha: Int64 = Field(32, ge=1)
-    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    """Scale of the adapters: the product of their two matrices is multiplied by alpha / rank."""
     target_modules: str = "all-linear"
-    """Which modules get an adapter: `all-linear`, or a comma-separated list of module names."""
+    """Modules that get an adapter: `all-linear`, or a comma-separated list of module names."""
 
 
 class ModelConfig(Section):
-    """Which model is trained, and on what. A data dir keeps the `name` and the `dtype` it was begun with."""
+    """The base model and its device. `name` and `dtype` cannot change within a data dir."""
 
     name: str = "smollm2-135m"
-    """A Hugging Face id, a local folder, or the bundled name `smollm2-135m`."""
+    """A Hugging Face id, a local folder, or the bundled model `smollm2-135m`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the weights live; `auto` takes CUDA when there is one."""
+    """Device of the weights. `auto`: CUDA if available, else the CPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the weights; `auto` times bfloat16 on the device and falls back to float32, once in a data dir. Masters
-    are always float32.
+    """Type of the weights. `auto`: bfloat16 if it is fast on the device, else float32; measured once for each data
+    dir. The optimiser's copy of the weights is always float32.
     """
     context_length: Int64 = Field(0, ge=0)
-    """Longest prompt + completion in tokens; 0 takes the model's own."""
+    """Maximum length of a prompt and its completion together, in tokens. 0: the maximum of the model."""
     threads: Int64 = Field(0, ge=0)
-    """CPU threads of the worker; 0 takes all cores. Part of what makes a replay bit-equal."""
+    """CPU threads of the worker. 0: all cores. Replays are bit-equal only with the same number of threads."""
     lora: LoraConfig = LoraConfig()
 
 
 class SamplerConfig(Section):
-    """How much is sampled at once."""
+    """Limits on concurrent sampling."""
 
     max_concurrent: Int64 = Field(64, ge=1, le=4096)
-    """Completions sampled at the same time; more wait in line."""
+    """Completions sampled at the same time. Further calls wait in a queue."""
     cache_tokens: Int64 = Field(65536, ge=256)
-    """Tokens whose keys and values are kept, over all sequences, in blocks of 128. CUDA reserves their memory at the
-    start, a CPU as it is used.
+    """Size of the KV cache over all conversations, in tokens; allocated in blocks of 128. On CUDA the memory is
+    reserved at the start, on a CPU when it is first used.
     """
 
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """The AdamW optimiser and its learning-rate schedule."""
 
     lr: float = Field(2e-5, gt=0)
     """Peak learning rate."""
     warmup_steps: Int64 = Field(0, ge=0)
-    """Batches over which the rate rises linearly from 0."""
+    """Number of batches over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the rate does after the warm-up; `linear` and `cosine` reach `min_lr_ratio` at `total_steps`."""
+    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` at `total_steps`."""
     total_steps: Int64 = Field(0, ge=0)
-    """Batches the schedule spans; needed for `linear` and `cosine`."""
+    """Length of the schedule in batches, warm-up included. Required for `linear` and `cosine`."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """The rate at the end of the schedule, as a share of the peak."""
+    """Learning rate at the end of the schedule, as a fraction of the peak."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay (AdamW)."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = Field(0.99, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = Field(1e-8, gt=0)
     """Adam's epsilon."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Gradients are scaled to at most this norm; 0 switches clipping off."""
+    """Gradients are scaled down to at most this norm. 0: no clipping."""
 
     @model_validator(mode="after")
     def _schedule_has_an_end(self) -> Self:
@@ -108,7 +119,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 class LossDefaults(NamedTuple):
-    """The clip bounds and the aggregation that a loss was published with."""
+    """Clip bounds and aggregation from the publication of a loss."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -117,80 +128,79 @@ class LossDefaults(NamedTuple):
 
 LOSS_DEFAULTS = {
     "clip": LossDefaults(),
-    "gspo": LossDefaults(3e-4, 4e-4, "sequence_mean"),  # arXiv 2507.18071, section 5.1: a mean ratio stays near 1
+    "gspo": LossDefaults(3e-4, 4e-4, "sequence_mean"),  # arXiv 2507.18071, section 5.1
     "cispo": LossDefaults(),
 }
-"""By `job.algorithm.loss`."""
+"""Keys are the values of `job.algorithm.loss`."""
 
 
 class AlgorithmConfig(Section):
-    """GRPO and its options; formulas in `recipes/`."""
+    """Advantages, loss and off-policy correction. The formulas are in `src/agentjet/recipes/`."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """`grpo` divides by the group's standard deviation, `dr_grpo` does not, `rloo` leaves the episode itself out of
-    the mean.
+    """Advantage of an episode: its reward minus the mean of its group. `grpo` divides by the group's standard
+    deviation, `dr_grpo` does not, `rloo` excludes the episode itself from the mean.
     """
     loss: Literal["clip", "gspo", "cispo"] = "clip"
-    """The policy loss: PPO's clipped ratio, GSPO's sequence ratio, or CISPO."""
+    """Policy loss: PPO's clipped token ratio, GSPO's clipped sequence ratio, or CISPO's clipped weight."""
     clip_low: float = Field(0.0, ge=0)
-    """Lower clip: ratios below 1 - clip_low stop mattering for negative advantages. 0 takes the loss's own: 0.2, for
-    `gspo` 3e-4.
+    """Lower clip bound: with a negative advantage, ratios below 1 - clip_low have no gradient. 0: the default of the
+    loss, which is 0.2, for `gspo` 3e-4.
     """
     clip_high: float = Field(0.0, ge=0)
-    """Upper clip: ratios above 1 + clip_high stop mattering for positive advantages. 0 takes the loss's own: 0.2, for
-    `gspo` 4e-4.
+    """Upper clip bound: with a positive advantage, ratios above 1 + clip_high have no gradient. 0: the default of the
+    loss, which is 0.2, for `gspo` 4e-4.
     """
     dual_clip: float = Field(0.0, ge=0)
-    """Cap of the ratio for negative advantages (PPO dual clip, above 1); 0 switches it off."""
+    """Maximum ratio for negative advantages (dual-clip PPO); use a value above 1. 0: no maximum."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 penalty against the reference (the weights at version 0); 0 needs no reference."""
+    """Weight of the KL penalty (k3 estimator) against the reference, the weights of version 0. 0: no penalty."""
     aggregation: Literal["auto", "token_mean", "sequence_mean", "constant"] = "auto"
-    """How token losses become one number: mean over the batch's tokens, mean over sequences of their token means, or
-    sum / constant. `auto` takes the loss's own: `token_mean`, for `gspo` `sequence_mean`.
+    """Reduction of the token losses: mean over the batch's tokens, mean over sequences of their token means, or
+    sum / `constant`. `auto`: the default of the loss, which is `token_mean`, for `gspo` `sequence_mean`.
     """
     constant: float = Field(0.0, ge=0)
-    """Divisor of `aggregation = "constant"` (Dr. GRPO), times the number of sequences, so that batch size does not
-    matter.
+    """For `aggregation = "constant"` (Dr. GRPO): divisor of the summed loss, besides the number of sequences.
     """
     correction: Literal["none", "tis", "icepop", "mis"] = "none"
-    """What is done about tokens sampled by older weights: nothing, truncated importance weights, or weights with
-    outliers at 0 that count in the denominators (`icepop`) or do not (`mis`).
+    """Correction for tokens sampled by older weights. `tis`: truncated importance weights. `icepop`, `mis`: importance
+    weights with outliers set to 0; `icepop` counts outliers in the denominators, `mis` does not.
     """
     correction_low: float = Field(0.5, ge=0)
-    """Ratios below are outliers, for `icepop` and `mis`."""
+    """Ratios below this bound are outliers (`icepop`, `mis`)."""
     correction_high: float = Field(2.0, gt=0)
-    """Ratios above are cut down to it (`tis`), or are outliers."""
+    """Ratios above this bound are reduced to it (`tis`) or are outliers (`icepop`, `mis`)."""
     epochs: Int64 = Field(1, ge=1)
-    """Passes over a batch."""
+    """Passes over each batch."""
     mini_batches: Int64 = Field(1, ge=1)
-    """Optimiser steps a pass."""
+    """Optimiser steps in each pass."""
     by_role: bool = False
-    """Compare each agent role only over the episodes of the group in which it spoke (Dr. MAS), instead of over all."""
+    """Compute the advantages of each role only over the episodes in which the role has calls (Dr. MAS)."""
     drop_zero_variance: bool = False
-    """Dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
+    """Dynamic sampling: drop groups whose rewards are all equal, and sample others instead."""
     max_dropped_groups: Int64 = Field(0, ge=0)
-    """Most groups dropped for one batch, after which they are kept; 0 means ten times `batch_size`."""
+    """Maximum number of groups dropped for one batch; further ones are kept. 0: ten times `batch_size`."""
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """The lower and the upper clip in force."""
+        """The lower and the upper clip bound, with the defaults of the loss."""
         own = LOSS_DEFAULTS[self.loss]
         return self.clip_low or own.clip_low, self.clip_high or own.clip_high
 
     @property
     def loss_aggregation(self) -> Aggregation:
-        """The aggregation in force."""
+        """The aggregation, with the default of the loss."""
         return LOSS_DEFAULTS[self.loss].aggregation if self.aggregation == "auto" else self.aggregation
 
     def with_defaults(self) -> Self:
-        """The same settings with the loss's own values written out."""
+        """A copy in which the defaults of the loss are written out."""
         low, high = self.clip_bounds
         return self.model_copy(update={"clip_low": low, "clip_high": high, "aggregation": self.loss_aggregation})
 
     @model_validator(mode="after")
     def _constant_is_given(self) -> Self:
         if self.aggregation == "constant" and self.constant <= 0:
-            raise ValueError("aggregation = 'constant' needs constant > 0: the longest completion is the usual choice")
+            raise ValueError("aggregation = 'constant' needs constant > 0, usually the maximum completion length")
         return self
 
     @model_validator(mode="after")
@@ -198,7 +208,7 @@ class AlgorithmConfig(Section):
         if not self.correction_low < 1 < self.correction_high:
             raise ValueError(
                 f"correction_low = {self.correction_low} and correction_high = {self.correction_high} must lie on "
-                "either side of 1: equal weights have the ratio 1"
+                "either side of 1, the ratio of unchanged weights"
             )
         return self
 
@@ -207,36 +217,36 @@ Overridable = Literal["temperature", "top_p", "top_k", "max_tokens", "seed"]
 
 
 class SamplingConfig(Section):
-    """How training episodes are sampled where agents ask for something else."""
+    """Sampling settings that agents cannot change in training episodes."""
 
     override: tuple[Overridable, ...] = ()
-    """Settings of requests that are ignored in training episodes, and counted on the episode: `temperature` and
-    `max_tokens` become the job's, `top_p` and `top_k` truncate nothing, a `seed` is drawn for each call.
+    """Request parameters that training episodes ignore; the episode counts them. `temperature` and `max_tokens` take
+    the values of the job. `top_p` and `top_k` do not truncate. Each call gets its own `seed`.
     """
 
 
 class SideCallRule(Section):
-    """A rule for calls beside the agent's work: titles, summaries, sub-agents. A call follows the first rule that it
-    meets all conditions of. `*` in a pattern stands for any text, `?` for one character.
+    """A rule for side calls of an agent, such as titles, summaries and sub-agents. The first rule whose conditions
+    are all met applies to a call. In a pattern, `*` matches any text and `?` one character.
     """
 
     name: str = Field(min_length=1, max_length=64)
-    """Name of the rule: episodes count the calls that followed it."""
+    """Name of the rule. Episodes count the calls of each rule."""
     system: str = Field("", max_length=2000)
-    """Condition: pattern of the whole system prompt, such as `You are a title generator*`; empty: any."""
+    """Condition: pattern for the whole system prompt, such as `You are a title generator*`. Empty: any prompt."""
     model: str = Field("", max_length=256)
-    """Condition: pattern of the model's name in the request, such as `*haiku*`; empty: any."""
+    """Condition: pattern for the model name in the request, such as `*haiku*`. Empty: any name."""
     tools: Literal["any", "none", "some"] = "any"
-    """Condition: whether the call offers tools."""
+    """Condition: the call offers tools (`some`), offers no tools (`none`), or either (`any`)."""
     role: str = Field("", max_length=128)
-    """Agent role of such calls, unless the request names one; empty: as the request says."""
+    """Role of these calls if the request does not name one. Empty: the role stays as requested."""
     train: bool = True
-    """Whether such calls are trained with the episode's reward."""
+    """Train these calls with the reward of the episode."""
 
     @model_validator(mode="after")
     def _rule_does_something(self) -> Self:
         if not (self.system or self.model or self.tools != "any"):
-            raise ValueError("a rule without a condition meets every call: set system, model or tools")
+            raise ValueError("a rule without a condition applies to every call: set system, model or tools")
         if self.train and not self.role:
             raise ValueError("the rule has no effect: set role, or train = false")
         if (self.system + self.model).count("*") > 16:
@@ -245,62 +255,64 @@ class SideCallRule(Section):
 
 
 class JobConfig(Section):
-    """What is trained how: the part of the settings that a client may read and an admin may replace."""
+    """The training job: batches, sampling, leases and checkpoints. Clients can read these settings; an admin can
+    change them while the server runs.
+    """
 
     batch_size: Int64 = Field(8, ge=1)
-    """Groups in a batch."""
+    """Number of groups in a batch."""
     group_size: Int64 = Field(8, ge=1)
-    """Episodes in a group."""
+    """Number of episodes in a group."""
     min_group_size: Int64 = Field(2, ge=1)
-    """A group that lost members and is not refilled trains when at least this many finished; else it is dropped and
-    counted.
+    """Minimum size of an incomplete group. A group that lost episodes and is not refilled is trained from this size on;
+    a smaller one is dropped and counted.
     """
     spare_groups: Int64 = Field(0, ge=0)
-    """Groups begun beyond `batch_size`: a batch closes early, without its slowest groups. On-policy those end as
-    surplus, with `max_staleness` they go into the next batch.
+    """Extra groups started for each batch, so that a batch does not wait for its slowest groups. With
+    `max_staleness = 0` the unused groups end as `surplus`, else they go into the next batch.
     """
     spare_episodes: Int64 = Field(0, ge=0)
-    """Episodes begun beyond `group_size` in each group: once enough have finished, the slowest end as surplus."""
+    """Extra episodes started in each group. When `group_size` of them have finished, the others end as `surplus`."""
     max_staleness: Int64 = Field(0, ge=0)
-    """How many versions old a token may be when it is learned. 0 is on-policy; above, episodes begin and live on across
-    batches, although nothing is sampled during one, and `algorithm.correction` makes up for it.
+    """Maximum age of a trained token in policy versions. 0: on-policy. Above 0, episodes continue across batches, and
+    `algorithm.correction` can correct for the difference; sampling still pauses while a batch is learned.
     """
     task_weights: dict[TaskSetName, Weight] = {}
-    """Parts of every batch by task set, such as `{math = 2, code = 1}`; `"*"` is the weight of each set not named,
-    without which such sets are refused. Empty: first come, first served.
+    """Mixture of task sets in every batch, such as `{math = 2, code = 1}`. `"*"` is the weight of each task set that is
+    not named; without it, such task sets are refused. Empty: first come, first served.
     """
     mix_code_versions: bool = False
-    """Let a group hold episodes of several versions of the agent's code."""
+    """Allow episodes of different agent code versions in one group."""
     max_steps: Int64 = Field(0, ge=0)
-    """Stop training at this policy version; 0 goes on for ever."""
+    """Policy version at which training stops. 0: no limit."""
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
-    """Sampling temperature where the agent names none."""
+    """Sampling temperature of calls that do not set one."""
     max_tokens: Int64 = Field(256, ge=1)
-    """Longest completion where the agent names none."""
+    """Maximum completion length, in tokens, of calls that do not set one."""
     history: Literal["template", "as_sampled"] = "template"
-    """Earlier assistant turns: as the chat template rewrites them, or exactly as they were sampled."""
+    """Earlier assistant turns in a prompt: as the chat template rewrites them, or exactly as they were sampled."""
     lease_seconds: float = Field(120.0, gt=0)
-    """An episode that shows no life for this long is reclaimed."""
+    """Lease of an episode. Without a call or a heartbeat for this long, the episode ends unscored."""
     max_episode_seconds: float = Field(1800.0, gt=0)
-    """An episode older than this is reclaimed however busy it is."""
+    """Maximum age of an episode. An older one ends unscored even if it is active."""
     micro_batch_tokens: Int64 = Field(8192, ge=16)
-    """Most forest tokens in one forward pass of the learner."""
+    """Maximum number of forest tokens in one forward pass of the learner."""
     checkpoint_every: Int64 = Field(20, ge=0)
-    """Batches between checkpoints; 0 saves at the end only."""
+    """Number of batches between checkpoints. 0: checkpoints only when training or the server stops."""
     keep_checkpoints: Int64 = Field(2, ge=1)
-    """Newest checkpoints kept. Those with a tag are kept besides."""
+    """Number of newest checkpoints to keep. Checkpoints with a tag are kept in addition."""
     keep_best: bool = True
-    """Keep the checkpoint of the best recorded evaluation under the tag `best`, and save it if there is none yet."""
+    """Tag the checkpoint with the best recorded evaluation as `best`; save one if that version has none."""
     seed: Int64 = 0
-    """Seed of everything random on the server."""
+    """Seed of all random numbers on the server."""
     side_calls: tuple[SideCallRule, ...] = Field((), max_length=16)
-    """Rules for calls beside the agent's work: a role of their own, or no training. The first that fits holds."""
+    """Rules for side calls of agents: a separate role, or no training. The first matching rule applies."""
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def with_defaults(self) -> Self:
-        """The same settings with defaults that depend on other settings written out."""
+        """A copy in which defaults that depend on other settings are written out."""
         return self.model_copy(update={"algorithm": self.algorithm.with_defaults()})
 
     @model_validator(mode="after")
@@ -308,7 +320,7 @@ class JobConfig(Section):
         if self.group_size < 2:
             raise ValueError(
                 f"group_size = {self.group_size}: {self.algorithm.advantage} compares the episodes of a group, "
-                "so a group of one teaches nothing; set group_size to 2 or more"
+                "so a group of one has no training signal; set group_size to 2 or more"
             )
         if self.min_group_size > self.group_size:
             raise ValueError(f"min_group_size = {self.min_group_size} is above group_size = {self.group_size}")
@@ -316,64 +328,63 @@ class JobConfig(Section):
 
 
 class ServerConfig(Section):
-    """Where the server listens and keeps its files."""
+    """Address, files and limits of the server."""
 
     tls_cert: str = ""
-    """File with the certificate chain (PEM) to serve HTTPS with; needs `tls_key`."""
+    """File with the certificate chain (PEM) for HTTPS. Needs `tls_key`."""
     tls_key: str = ""
-    """File with the certificate's private key (PEM, without a passphrase)."""
+    """File with the private key of the certificate (PEM, without a passphrase)."""
     insecure: bool = False
-    """Serve plain HTTP on an address that is no loopback one, where everybody on the way can read the tokens."""
+    """Allow plain HTTP on non-loopback addresses. Anyone on the network path can then read the tokens."""
     host: str = "127.0.0.1"
-    """Address to bind; one that is no loopback address needs `tls_cert` and `tls_key`, or `insecure`."""
+    """Address to bind. A non-loopback address needs `tls_cert` and `tls_key`, or `insecure`."""
     port: Int64 = Field(8400, ge=0, le=65535)
-    """Port to bind; 0 takes a free one."""
+    """Port to bind. 0: any free port."""
     data_dir: Path = Path("agentjet-data")
-    """Folder of the journal, the checkpoints, the tokens and the logs."""
+    """Folder for the journal, checkpoints, tokens and logs."""
     allowed_hosts: str = ""
-    """Names besides `host`, `localhost` and the loopback addresses that requests may have in their `Host` header (that
-    of a tunnel or a proxy), comma-separated, without ports; requests for any other are refused.
+    """Further names allowed in the `Host` header of requests, such as that of a tunnel or a proxy: comma-separated,
+    without ports. `host`, `localhost` and loopback addresses are always allowed; other requests are refused.
     """
     model_aliases: str = ""
-    """Names besides its own and `policy` that the model answers to, comma-separated, with `*` for anything: those that
-    agents have written down, such as `gpt-4o*, claude-*`; requests for any other are refused.
+    """Further model names accepted in requests, for agents with a fixed model name: comma-separated, `*` matches any
+    text, such as `gpt-4o*, claude-*`. The model's own name and `policy` are always accepted; others are refused.
     """
     call_timeout: float = Field(600.0, gt=0)
-    """Seconds a call is held while the worker learns or restarts, before 503."""
+    """Seconds that a call waits while the worker learns or restarts; then the answer is 503."""
     worker_timeout: float = Field(120.0, gt=0)
-    """Seconds after which a worker that has something to do, sends nothing, uses no CPU time and waits for no disk is
-    killed and replaced. A worker that computes is never killed, however long it takes.
+    """Seconds without progress after which the worker is killed and replaced. A worker makes progress while it sends
+    messages, uses CPU time or waits for a disk; a worker that computes is never killed.
     """
     max_body_mb: Int64 = Field(8, ge=1, le=4096)
-    """Largest request body, in MiB; above, 413."""
+    """Maximum size of a request body in MiB. Larger bodies are refused with 413."""
     keep_exports: Int64 = Field(8, ge=1)
-    """Newest folders kept under `exports/` in the data dir; a new export removes older ones."""
+    """Number of newest exports to keep in `exports/` of the data dir. A new export removes older ones."""
     max_connections: Int64 = Field(4096, ge=16)
-    """Connections at the same time; above, new ones are closed at once. The process's limit of open files may allow
-    fewer.
+    """Maximum number of open connections; further ones are closed immediately. The limit on open files of the process
+    can lower it.
     """
     episode_may_finish: bool = True
-    """Let an episode's own key finish it with a reward. With `false` that takes the client token, which agents do not
+    """Allow an episode to be finished with its own key. `false`: a reward needs the client token, which agents do not
     have.
     """
     max_episodes_per_client: Int64 = Field(1024, ge=1)
-    """Live episodes of one `client_id`; above, 429."""
+    """Maximum number of live episodes of one `client_id`; above it, 429."""
     max_calls_per_episode: Int64 = Field(256, ge=1)
-    """Calls of one episode at the same time, held ones included; above, 429."""
+    """Maximum number of concurrent calls of one episode, waiting calls included; above it, 429."""
     max_calls_per_client: Int64 = Field(4096, ge=1)
-    """Calls of all episodes of one `client_id` at the same time; above, 429."""
+    """Maximum number of concurrent calls of one `client_id` over all its episodes; above it, 429."""
     log_format: Literal["text", "json"] = "text"
-    """How `logs/server.log` is written: lines for people, or one JSON object a line."""
+    """Format of `logs/server.log`: text lines, or one JSON object per line."""
     trace_endpoint: str = ""
-    """Where OpenTelemetry spans of calls and steps are sent (OTLP over HTTP, such as
-    `http://127.0.0.1:4318/v1/traces`); empty: nowhere. Needs the extra `otel`.
+    """URL that receives OpenTelemetry spans of calls and steps (OTLP over HTTP), such as
+    `http://127.0.0.1:4318/v1/traces`. Empty: no tracing. Needs the extra `otel`.
     """
 
     @field_validator("host")
     @classmethod
     def _host_is_safe(cls, host: str, known: ValidationInfo) -> str:
-        is_private = host == "localhost" or _is_loopback(host)
-        if not (is_private or known.data.get("tls_cert") or known.data.get("insecure")):
+        if not (is_loopback(host) or known.data.get("tls_cert") or known.data.get("insecure")):
             raise ValueError(
                 "non-loopback addresses require TLS: set server.tls_cert and server.tls_key, or "
                 "server.insecure = true (--insecure) for plain text, or use 127.0.0.1 and a tunnel"
@@ -384,26 +395,26 @@ class ServerConfig(Section):
     @classmethod
     def _endpoint_is_a_url(cls, endpoint: str) -> str:
         if endpoint and not re.match(r"https?://[^/]", endpoint):
-            raise ValueError("this is no address: give one such as 'http://127.0.0.1:4318/v1/traces'")
+            raise ValueError("not a URL: use one such as 'http://127.0.0.1:4318/v1/traces'")
         return endpoint
 
     @field_validator("allowed_hosts")
     @classmethod
     def _hosts_are_names(cls, hosts: str) -> str:
         if wrong := [name for name in hosts.split(",") if not re.fullmatch(r"\s*([\w.-]*|\[[\da-fA-F:]+\])\s*", name)]:
-            raise ValueError(f"{wrong[0]!r} is no host's name: give it without scheme and port, such as 'box.example'")
+            raise ValueError(f"{wrong[0]!r} is not a host name: give it without scheme and port, such as 'box.example'")
         return hosts
 
     @model_validator(mode="after")
     def _certificate_has_a_key(self) -> Self:
         if bool(self.tls_cert) != bool(self.tls_key):
             given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise ValueError(f"{given} = {getattr(self, given)!r} needs {missing}, too")
+            raise ValueError(f"{given} = {getattr(self, given)!r} needs {missing} as well")
         return self
 
 
 class ServeConfig(Section):
-    """Root of the settings file of `agentjet serve`."""
+    """The settings file of `agentjet serve`."""
 
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -420,8 +431,8 @@ class ServeConfig(Section):
         return self
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"

@@ -1,14 +1,14 @@
-"""The path of a call: conversation to tokens, through the gate, to the sampler and back, into the journal, to the
-agent.
+"""`CallPath`: one model call from its request to its delivered answer.
 
-* A call is recorded, in memory and on disk, before its last chunk is given out. One that is closed earlier (its
-  client left) is sampled no further and leaves no trace: an answer that nobody heard is not trained on.
-* Sampling runs in a task of its own: a slow reader delays neither the sampler nor a batch. The lease stands still while
-  the server is at work, and runs while the agent reads: each chunk that it takes is a sign of life.
-* What was recorded and did not arrive trains nothing: see `deliveries`. A request sent again as a retry says of which
-  answer that is true: see `retries`.
-* A worker that dies under a call is not noticed by the agent, unless part of the answer was given out already. A call
-  under which `MAX_CRASHES` workers died is given up: it may be what killed them.
+Prompt, gate, sampler, journal, chunks: `ActiveCall` is the state of one call on that path.
+
+* A call is in memory and on disk before its last chunk is yielded. If the client leaves earlier, sampling stops and
+  nothing is recorded: an answer that did not arrive is not trained.
+* Sampling runs in its own task, so a slow reader delays neither the sampler nor a batch. The lease stands still while
+  the server works, and runs while the agent reads. Each chunk that the agent takes renews it.
+* An answer that was not delivered, or that a retry repeats, is an orphan: it trains nothing. See `ActiveCalls`.
+* A worker that crashes during a call is replaced without an error, unless a part of the answer was sent. A call that
+  `MAX_CRASHES` workers crashed on is given up, because it may cause the crashes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from agentjet.compute import Compute
@@ -35,10 +35,11 @@ from agentjet.errors import (
 from agentjet.gateway import observability
 from agentjet.gateway.completion_parser import CompletionParser
 from agentjet.gateway.concurrency import CallLimits, Gate, GroupCommit, offload
-from agentjet.gateway.deliveries import Deliveries, Delivery, Outbox
 from agentjet.gateway.observability import Tracing
-from agentjet.gateway.prompts import Prompt, num_characters, prepare_prompt
+from agentjet.gateway.prompts import num_characters, prepare_prompt
 from agentjet.gateway.requests import (
+    ActiveCall,
+    ActiveCalls,
     CallChunk,
     CallRequest,
     ScoredToken,
@@ -50,45 +51,27 @@ from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, SwarmState
 from agentjet.timeline.identity import context_digest
 from agentjet.timeline.support import pack_sets
-from agentjet.types import Call, Conversation, ModelInfo, SamplingParams
+from agentjet.types import Call, Conversation, ModelInfo, PolicyId
 
-RESAMPLE_DELAY = 0.05
-"""Seconds before a call whose worker died looks at the gate again, which holds it from then on."""
+RESAMPLE_SECONDS = 0.05
+"""Wait before a call whose worker crashed enters the gate again. The gate is held by then."""
 
 MAX_CRASHES = 2
-"""So many workers may die under a call before it is given up."""
+"""Workers that may crash during one call before it is given up."""
 
 
-class Model(Protocol):
-    """What a call must know of the model; there is none before the worker was up once."""
+class LoadedModel(Protocol):
+    """The model of the present worker. `model` and `renderer` are None until a worker was up once."""
 
-    card: ModelInfo | None
+    policy: PolicyId
+    model: ModelInfo | None
     renderer: Renderer | None
     num_workers: int
-    """Started so far."""
-
-
-@dataclass(slots=True)
-class _Order:
-    """A call under way, common to its choices."""
-
-    episode: Episode
-    role: str
-    request: CallRequest
-    params: SamplingParams
-    prompt: Prompt
-    renderer: Renderer
-    tool_format: str
-    deadline: float
-    delivery: Delivery
-    repeats: list[str] | None = None
-    """Calls that this one repeats, for the choices not yet recorded; None until the first is."""
-    workers_lost: set[int] = field(default_factory=set)
-    """Those that died under it, as `Model.num_workers` counts them."""
+    """Number of workers started so far."""
 
 
 class CallPath:
-    """Answers calls. One for a gateway."""
+    """Answers calls. One object per gateway."""
 
     def __init__(
         self,
@@ -96,49 +79,48 @@ class CallPath:
         commits: GroupCommit,
         compute: Compute,
         gate: Gate,
-        model: Model,
+        loaded: LoadedModel,
         call_timeout: float,
         *,
         limits: CallLimits,
         tracing: Tracing,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """A call is held at most `call_timeout` seconds in all; sampling does not count."""
+        """`call_timeout` limits the seconds that a call is held in all. Sampling does not count."""
         self._swarm = swarm
         self._commits = commits
         self._compute = compute
         self._gate = gate
-        self._model = model
+        self._loaded = loaded
         self._call_timeout = call_timeout
         self._clock = clock
         self._limits = limits
         self._tracing = tracing
-        self.deliveries = Deliveries(swarm)
-        """Of the calls that are held, sampled or read."""
+        self.active = ActiveCalls(swarm)
 
     async def run(
         self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
     ) -> AsyncGenerator[CallChunk]:
-        """The chunks of an answer. See `Gateway.call`."""
+        """Yields the chunks of an answer. See `Gateway.call`."""
         observability.episode_id.set(episode_id)
         with (
-            self.deliveries.delivering(episode_id, role, request, hang_up) as delivery,
+            self.active.track(episode_id, role, request, hang_up) as call,
             self._limits.calling(self._swarm.episode(episode_id)),
         ):
             with self._swarm.calling(episode_id) as episode:
-                order = await self._order(episode, delivery)
-            tasks = [asyncio.create_task(self._choice(order, index)) for index in range(request.choices)]
+                await self._prepare(call, episode)
+            tasks = [asyncio.create_task(self._choice(call, index)) for index in range(request.choices)]
             try:
                 ended = 0
                 while ended < request.choices:
-                    item = await delivery.outbox.get()
+                    item = await call.outbox.get()
                     if isinstance(item, BaseException):
                         raise item
                     ended += item.call is not None
-                    delivery.being_read = True
+                    call.being_read = True
                     yield item
-                    delivery.being_read = False
-                    self._swarm.heartbeat(episode_id)  # Raises when the episode ended while this was read.
+                    call.being_read = False
+                    self._swarm.heartbeat(episode_id)  # Raises if the episode ended while this was read.
             finally:
                 if left := [task for task in tasks if not task.done()]:
                     for task in left:
@@ -148,7 +130,7 @@ class CallPath:
     async def run_all(
         self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
     ) -> AsyncGenerator[CallChunk]:
-        """The answers to several conversations, one call each: all are sampled before the first chunk comes."""
+        """Yields the answers to several conversations, one call each. All are sampled before the first chunk."""
         single = replace(request, others=())
         sampling_params(request, self._swarm.job, self._swarm.episode(episode_id))  # Raises in a training episode.
         requests = [single]
@@ -159,7 +141,7 @@ class CallPath:
         async with AsyncExitStack() as stack:
             for stream in streams:
                 await stack.enter_async_context(aclosing(stream))
-            tasks = [asyncio.create_task(_ends(stream, request.choices)) for stream in streams]
+            tasks = [asyncio.create_task(_last_chunks(stream, request.choices)) for stream in streams]
             try:
                 answers = await asyncio.gather(*tasks)
             finally:
@@ -173,212 +155,204 @@ class CallPath:
                 await anext(stream, None)
 
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation, num_bytes: int) -> int:
-        """Length of the prompt that a call with `conversation` would have just now. Nothing is sampled or recorded."""
+        """Returns the prompt length of a call with `conversation`. Nothing is sampled or recorded."""
         with self._swarm.calling(episode_id):
-            _, renderer = await self._known_model()
+            _, renderer = await self._loaded_model()
             tree = self._swarm.tree(episode_id, role)
             size = num_bytes + num_characters(conversation)
             return len(
                 (await offload(size, prepare_prompt, renderer, tree, conversation, self._swarm.job.history)).tokens
             )
 
-    async def _known_model(self) -> tuple[ModelInfo, Renderer]:
-        """Waits for the worker where none was up yet."""
-        if self._model.renderer is None:
+    async def _loaded_model(self) -> tuple[ModelInfo, Renderer]:
+        """Waits for the first worker if none was up yet."""
+        if self._loaded.renderer is None:
             async with self._gate.enter(self._call_timeout):
                 pass
-        card, renderer = self._model.card, self._model.renderer
-        assert card is not None and renderer is not None, "the gate opens for a worker that is up"
-        return card, renderer
+        model, renderer = self._loaded.model, self._loaded.renderer
+        assert model is not None and renderer is not None, "the gate opens for a worker that is up"
+        return model, renderer
 
-    async def _order(self, episode: Episode, delivery: Delivery) -> _Order:
-        """Everything that can be wrong with a request is found here, before it is held for a batch."""
-        job, role = self._swarm.job, delivery.role
-        request = with_overrides(delivery.request, job, episode)
+    async def _prepare(self, call: ActiveCall, episode: Episode) -> None:
+        """Checks the request and prepares its prompt, so that every error shows before the call is held for a batch."""
+        job = self._swarm.job
+        call.episode = episode
+        call.deadline = asyncio.get_running_loop().time() + self._call_timeout
+        call.request = request = with_overrides(call.request, job, episode)
         params = sampling_params(request, job, episode)
-        deadline = asyncio.get_running_loop().time() + self._call_timeout
-        card, renderer = await self._known_model()
+        model, renderer = await self._loaded_model()
+        call.renderer, call.tool_format = renderer, model.tool_format
         if request.template_kwargs and not renderer.ignores(request.conversation, request.template_kwargs):
             raise InvalidRequest(
-                f"chat_template_kwargs: with {dict(request.template_kwargs)!r:.200} this model's template would write "
-                "another prompt: leave it out.",
+                f"chat_template_kwargs: {dict(request.template_kwargs)!r:.200} would change the prompt that this "
+                "model's template writes: leave it out.",
                 code="unsupported_parameter",
                 param="chat_template_kwargs",
             )
-        tree = self._swarm.tree(episode.id, role)
+        tree = self._swarm.tree(episode.id, call.role)
         is_new_role = not tree.calls and episode.num_calls
         size = request.num_bytes + num_characters(request.conversation)
         prompt = await offload(
             size, prepare_prompt, renderer, tree, request.conversation, job.history, fingerprint=request.fingerprint
         )
-        if is_new_role:
-            prompt = replace(prompt, fork="role")
-        room = card.context_length - len(prompt.tokens)
+        call.prompt = replace(prompt, fork="role") if is_new_role else prompt
+        room = model.context_length - len(prompt.tokens)
         if room < 1:
-            raise ContextOverflow(request.asked, len(prompt.tokens), card.context_length)
+            raise ContextOverflow(request.asked, len(prompt.tokens), model.context_length)
         grammar = await offload(size, renderer.grammar, request.conversation, request.constraint)
-        params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
+        call.params = replace(params, max_tokens=min(params.max_tokens, room), grammar=grammar)
         self._swarm.note(episode.id, noted=request.notes)
-        return _Order(episode, role, request, params, prompt, renderer, card.tool_format, deadline, delivery)
 
-    async def _choice(self, order: _Order, index: int) -> None:
-        """One choice, from the gate to the journal; what goes wrong is put into the outbox."""
-        outbox = order.delivery.outbox
+    async def _choice(self, call: ActiveCall, index: int) -> None:
+        """Samples and records one choice. Puts its chunks, or the error, into the outbox."""
         try:
-            with self._swarm.calling(order.episode.id), self._tracing.call(order.episode.id, order.role):
-                await self._sample_until_done(order, index, outbox)
-        except Exception as error:  # Raised again by `run`, in the caller's task.
-            outbox.put_nowait(error)
+            with self._swarm.calling(call.episode_id), self._tracing.call(call.episode_id, call.role):
+                while not await self._try_choice(call, index):
+                    await asyncio.sleep(RESAMPLE_SECONDS)
+        except Exception as error:  # `run` raises it in the caller's task.
+            call.outbox.put_nowait(error)
 
-    async def _sample_until_done(self, order: _Order, index: int, outbox: Outbox) -> None:
-        loop = asyncio.get_running_loop()
+    async def _try_choice(self, call: ActiveCall, index: int) -> bool:
+        """Returns False if the worker crashed before a part of the answer was sent."""
+        sent = False
+        async with self._gate.enter(max(0.0, call.deadline - asyncio.get_running_loop().time())):
+            self._swarm.heartbeat(call.episode_id)  # Raises if the episode ended while its call was held.
+            worker = self._loaded.num_workers
+            call_id = (index == 0 and call.request.id) or uuid.uuid4().hex
+            parser = CompletionParser(
+                call.renderer,
+                call.request.conversation,
+                stop=call.request.stop,
+                tool_format=call.tool_format,
+                id_prefix=f"call_{call_id[:12]}",
+            )
+            try:
+                async for chunk in self._sample(call, index, parser):
+                    call.outbox.put_nowait(chunk)
+                    sent = True
+                scores = await self._score(call, parser)
+            except WorkerDied as error:
+                if sent:
+                    raise Later(
+                        "The worker died in the middle of the answer.",
+                        code="worker_died",
+                        status=503,
+                        retry_after=5.0,
+                    ) from error
+                call.crashed_workers.add(worker)
+                if len(call.crashed_workers) >= MAX_CRASHES:
+                    raise RequestError(
+                        f"{MAX_CRASHES} workers in a row crashed while serving this call; giving up.",
+                        code="call_killed_workers",
+                        status=500,
+                    ) from error
+                return False
+            recorded = await self._record(call, index, call_id, parser)
+            call.outbox.put_nowait(replace(recorded, scores=scores))
+        return True
+
+    async def _sample(self, call: ActiveCall, index: int, parser: CompletionParser) -> AsyncGenerator[CallChunk]:
+        """Samples into `parser`. Yields chunks of stable text if the request streams."""
         params = with_choice_seed(
-            order.params,
-            explicit=order.request.seed,
+            call.params,
+            explicit=call.request.seed,
             job_seed=self._swarm.job.seed,
-            episode_seq=order.episode.seq,
-            ordinal=order.delivery.ordinal,
+            episode_seq=call.episode.seq,
+            ordinal=call.ordinal,
             choice=index,
         )
-        while True:
-            sent = False
-            async with self._gate.enter(max(0.0, order.deadline - loop.time())):
-                self._swarm.heartbeat(order.episode.id)  # Raises when the episode ended while its call was held.
-                worker = self._model.num_workers
-                call_id = (index == 0 and order.request.id) or uuid.uuid4().hex
-                answer = CompletionParser(
-                    order.renderer,
-                    order.request.conversation,
-                    stop=order.request.stop,
-                    tool_format=order.tool_format,
-                    id_prefix=f"call_{call_id[:12]}",
-                )
-                try:
-                    async for chunk in self._sampled(order, index, params, answer):
-                        outbox.put_nowait(chunk)
-                        sent = True
-                    scores = await self._scored(order, answer)
-                except WorkerDied as error:
-                    if sent:
-                        raise Later(
-                            "The worker died in the middle of the answer.",
-                            code="worker_died",
-                            status=503,
-                            retry_after=5.0,
-                        ) from error
-                    order.workers_lost.add(worker)
-                    if len(order.workers_lost) >= MAX_CRASHES:
-                        raise RequestError(
-                            f"{MAX_CRASHES} workers in a row crashed while serving this call; giving up.",
-                            code="call_killed_workers",
-                            status=500,
-                        ) from error
-                else:
-                    recorded = await self._record(order, index, call_id, params, answer)
-                    outbox.put_nowait(replace(recorded, scores=scores))
-                    return
-            await asyncio.sleep(RESAMPLE_DELAY)
-
-    async def _sampled(
-        self, order: _Order, index: int, params: SamplingParams, answer: CompletionParser
-    ) -> AsyncGenerator[CallChunk]:
-        """Sample into `answer`; chunks only when the request streams, and only what is certain."""
-        try:
-            async with aclosing(self._compute.sample(order.prompt.tokens, params)) as pieces:
+        with _request_errors(call.request):
+            async with aclosing(self._compute.sample(self._loaded.policy, call.prompt.tokens, params)) as pieces:
                 async for piece in pieces:
-                    answer.push(piece)
-                    if answer.stopped or piece.finish_reason is not None:
+                    parser.push(piece)
+                    if parser.stopped or piece.finish_reason is not None:
                         return
-                    if order.request.stream:
-                        reasoning, text = answer.certain()
+                    if call.request.stream:
+                        reasoning, text = parser.stable_delta()
                         if reasoning or text:
                             yield CallChunk(
-                                *(index, text, reasoning, answer.new_tokens()),
-                                num_prompt_tokens=len(order.prompt.tokens),
+                                *(index, text, reasoning, parser.new_tokens()),
+                                num_prompt_tokens=len(call.prompt.tokens),
                             )
-        except OutOfCache as error:
-            raise InvalidRequest(
-                f"{error}: shorten the {order.request.asked} or max_tokens, or raise sampler.cache_tokens.",
-                code="context_length_exceeded",
-                param=order.request.asked,
-            ) from error
-        except GrammarError as error:
-            raise InvalidRequest(
-                f"{error}: the answer cannot be held to {order.request.constraint.schema_param} and tools; "
-                "simplify their schemas.",
-                code="unsupported_schema",
-                param=order.request.constraint.schema_param,
-            ) from error
-        except WorkerDied:
-            raise
-        except ComputeError as error:
-            raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
 
-    async def _scored(self, order: _Order, answer: CompletionParser) -> tuple[ScoredToken, ...]:
-        """The scores of prompt and completion, where the request asks for them. Raises as `_sampled`."""
-        num_likeliest, tokens = order.request.num_likeliest, (*order.prompt.tokens, *answer.tokens)
+    async def _score(self, call: ActiveCall, parser: CompletionParser) -> tuple[ScoredToken, ...]:
+        """Returns the scores of prompt and completion if the request asks for them."""
+        num_likeliest, tokens = call.request.num_likeliest, (*call.prompt.tokens, *parser.tokens)
         if num_likeliest is None:
             return ()
-        try:
-            scores = await self._compute.score(tokens, num_likeliest)
-        except WorkerDied:
-            raise
-        except ComputeError as error:
-            raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
-        texts = [order.renderer.token_bytes(token) for token in tokens]
+        with _request_errors(call.request):
+            scores = await self._compute.score(self._loaded.policy, tokens, num_likeliest)
+        texts = [call.renderer.token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
             likeliest = dict([*score.likeliest, (token, score.logprob)]) if num_likeliest else {}
-            named = tuple((order.renderer.token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
+            named = tuple((call.renderer.token_bytes(t).decode(errors="replace"), p) for t, p in likeliest.items())
             shown.append(ScoredToken(utf8.decode(errors="replace"), utf8, score.logprob, named))
         return tuple(shown)
 
-    async def _record(
-        self, order: _Order, index: int, call_id: str, params: SamplingParams, answer: CompletionParser
-    ) -> CallChunk:
-        """Write the call down, then say so. Raises `Conflict` when the episode ended meanwhile."""
-        message, reasoning, text = answer.message()
-        completion = tuple(answer.tokens)
-        retry_of = self._repeated(order)
-        call = Call(
+    async def _record(self, call: ActiveCall, index: int, call_id: str, parser: CompletionParser) -> CallChunk:
+        """Records one choice durably and returns its last chunk. Raises `Conflict` if the episode ended."""
+        message, reasoning, text = parser.message()
+        completion, prompt = tuple(parser.tokens), call.prompt
+        if call.repeats is None:  # Looked up this late because the repeated call may have been recorded since.
+            call.repeats = self.active.repeated_calls(call, self._swarm.tree(call.episode_id, call.role))
+        retry_of = call.repeats.pop() if call.repeats else None
+        record = Call(
             id=call_id,
-            episode_id=order.episode.id,
-            role=order.role,
-            parent=order.prompt.parent,
-            kept=order.prompt.kept,
-            suffix=order.prompt.suffix,
+            episode_id=call.episode_id,
+            role=call.role,
+            parent=prompt.parent,
+            kept=prompt.kept,
+            suffix=prompt.suffix,
             completion=completion,
-            logprobs=tuple(answer.logprobs),
-            versions=tuple(answer.versions),
-            temperature=params.temperature,
-            finish_reason=answer.finish_reason(message),
+            logprobs=tuple(parser.logprobs),
+            versions=tuple(parser.versions),
+            temperature=call.params.temperature,
+            finish_reason=parser.finish_reason(message),
             response=message,
-            prompt_key=order.prompt.key,
+            prompt_key=prompt.key,
             created=self._clock(),
-            ask=order.prompt.ask,
-            fork="retry" if retry_of is not None else order.prompt.fork,
+            ask=prompt.ask,
+            fork="retry" if retry_of is not None else prompt.fork,
             retry_of=retry_of,
-            context=context_digest(order.prompt.tokens, completion),
-            # Nobody recomputes what an eval episode was sampled from.
-            support=pack_sets(answer.support) if order.episode.mode == "train" else b"",
-            untrained=order.request.untrained,
+            context=context_digest(prompt.tokens, completion),
+            # Support sets serve training only.
+            support=pack_sets(parser.support) if call.episode.mode == "train" else b"",
+            untrained=call.request.untrained,
         )
-        self._swarm.record_call(call, order.prompt.pieces, order.renderer.pieces(completion))
-        order.delivery.recorded.append(call.id)
+        self._swarm.record_call(record, prompt.pieces, call.renderer.pieces(completion))
+        call.recorded.append(call_id)
         await self._commits.durable()
-        self._tracing.recorded(call)
+        self._tracing.recorded(record)
         return CallChunk(
-            *(index, text, reasoning, answer.new_tokens(), call, len(order.prompt.tokens)), stop=answer.stopped_by
+            *(index, text, reasoning, parser.new_tokens(), record, len(prompt.tokens)), stop=parser.stopped_by
         )
 
-    def _repeated(self, order: _Order) -> str | None:
-        """The call whose place the next choice takes. Looked up as late as this: the first try may have ended since."""
-        if order.repeats is None:
-            tree = self._swarm.tree(order.episode.id, order.role)
-            order.repeats = self.deliveries.repeated(order.delivery, tree)
-        return order.repeats.pop() if order.repeats else None
+
+@contextmanager
+def _request_errors(request: CallRequest) -> Iterator[None]:
+    """Turns the errors of the backend into `RequestError`. `WorkerDied` passes."""
+    try:
+        yield
+    except WorkerDied:
+        raise
+    except OutOfCache as error:
+        raise InvalidRequest(
+            f"{error}: shorten the {request.asked} or max_tokens, or raise sampler.cache_tokens.",
+            code="context_length_exceeded",
+            param=request.asked,
+        ) from error
+    except GrammarError as error:
+        raise InvalidRequest(
+            f"{error}: no answer can be guaranteed to follow {request.constraint.schema_param} and the tools; simplify "
+            "their schemas.",
+            code="unsupported_schema",
+            param=request.constraint.schema_param,
+        ) from error
+    except ComputeError as error:
+        raise RequestError(f"The worker failed: {error}", code="worker_failed", status=500) from error
 
 
-async def _ends(stream: AsyncGenerator[CallChunk], choices: int) -> list[CallChunk]:
-    """The last chunks of an answer that does not stream, one a choice."""
+async def _last_chunks(stream: AsyncGenerator[CallChunk], choices: int) -> list[CallChunk]:
+    """Returns the last chunk of each choice of an answer that does not stream."""
     return [await anext(stream) for _ in range(choices)]

@@ -1,16 +1,15 @@
-"""The checkpoint folders of a data dir: `checkpoints/step_000123/`, written by the worker, found and rotated here.
+"""Checkpoints of a data dir: the folders `checkpoints/step_000123/`, their tags, exports and scores.
 
-Invariants:
-* a checkpoint takes its name once it is complete on disk and the journal has recorded its digest;
-* a checkpoint counts as good once this server has written or loaded it: only such ones push out older ones;
-* a checkpoint with a tag is never removed; one that only its tag keeps is not for recovery;
-* an unusable one is renamed to `unusable_000123` and kept for the operator.
-
-Names of checkpoints, in `checkpoints/tags.json` of a data dir. A checkpoint with a name is never rotated away.
+The worker writes the folders; `CheckpointStore` finds, names and removes them. Invariants:
+* a checkpoint gets its name once it is complete on disk and the journal has recorded its digest;
+* a checkpoint is good once this server has written or loaded it. Only good ones displace older ones;
+* a checkpoint with a tag is never removed. One that only its tag keeps does not serve recovery;
+* an unusable checkpoint is renamed to `unusable_000123` and kept for the operator.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -21,10 +20,18 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound
-from agentjet.protocol import CheckpointInfo, check_tag
+from agentjet.compute import Compute
+from agentjet.config import ServeConfig
+from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound, RequestError
+from agentjet.gateway.concurrency import GroupCommit
+from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag
+from agentjet.swarm import SwarmState
 from agentjet.types import CheckpointStamp
+
+if TYPE_CHECKING:
+    from agentjet.gateway.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +41,7 @@ UNUSABLE = "unusable_"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStore:
-    """Checkpoints under `data_dir`."""
+    """The checkpoints under `data_dir`."""
 
     data_dir: Path
     _good: set[int] = field(default_factory=set)
@@ -51,8 +58,8 @@ class CheckpointStore:
     def tags(self) -> Tags:
         return Tags(self.folder)
 
-    def check_there(self, policy_version: int) -> None:
-        """Raises `NotFound` when there is no checkpoint of that version."""
+    def check_exists(self, policy_version: int) -> None:
+        """Raises `NotFound` if the version has no checkpoint."""
         found = [info.policy_version for info in self.listing()]
         if policy_version not in found:
             raise NotFound(
@@ -62,7 +69,7 @@ class CheckpointStore:
             )
 
     def listing(self) -> list[CheckpointInfo]:
-        """What there is, oldest first."""
+        """Returns all checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         found = []
@@ -74,28 +81,28 @@ class CheckpointStore:
         return sorted(found, key=lambda info: info.policy_version)
 
     def newest(self) -> int | None:
-        """Policy version of the newest checkpoint."""
+        """Returns the policy version of the newest checkpoint, or None."""
         found = self.listing()
         return found[-1].policy_version if found else None
 
     def good(self, policy_version: int) -> CheckpointInfo | None:
-        """The checkpoint of that version, if this server has written or loaded it."""
+        """Returns the checkpoint of that version if it is good."""
         if policy_version not in self._good:
             return None
         return next((info for info in self.listing() if info.policy_version == policy_version), None)
 
     def covers(self, keep: int) -> int | None:
-        """Policy version from which on nothing older is needed to recover: that of the oldest checkpoint that is not
-        kept by its tag alone.
+        """Returns the policy version of the oldest checkpoint that serves recovery. The journal needs nothing older.
 
-        None until there are two good ones, or `keep` if that is less: one that is damaged must not lose the run.
+        None until there are two good checkpoints, or `keep` if that is less: one damaged checkpoint must not lose the
+        run.
         """
         if len(self._good) < min(keep, 2):
             return None
         return self._oldest_for_recovery(keep) or self.listing()[0].policy_version
 
     def loaded(self, policy_version: int) -> None:
-        """The checkpoint of that version was verified and loaded: it is good."""
+        """Marks the checkpoint of that version as good: it was verified and loaded."""
         self._good.add(policy_version)
 
     async def write(
@@ -106,20 +113,20 @@ class CheckpointStore:
         *,
         keep: int,
     ) -> CheckpointInfo:
-        """Write the checkpoint with `save`, have the journal `record` it, then remove what `keep` good ones push out.
+        """Writes a checkpoint with `save`, journals it with `record`, then removes all but `keep` good ones.
 
-        What stood under its name and is not known to be good is set aside. Raises `CheckpointError`; older ones are
-        then untouched.
+        A folder of the same name that is not known to be good is renamed. Raises `CheckpointError`; the older
+        checkpoints are then untouched.
         """
         path = self.path(policy_version)
         unnamed = path.with_name(f".{path.name}.new")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             stamp = await save(unnamed)
-            assert stamp.policy_version == policy_version, "the worker stands where the journal does"
+            assert stamp.policy_version == policy_version, "worker and journal have the same policy version"
             await record(stamp)
             if path.exists():
-                self.set_aside(policy_version)
+                self.quarantine(policy_version)
             unnamed.rename(path)
             flush(self.folder)
         except OSError as error:
@@ -131,7 +138,7 @@ class CheckpointStore:
         return self.listing()[-1]
 
     def rotate(self, keep: int) -> None:
-        """Remove what is older than the newest `keep` good checkpoints, if there are as many, and has no tag."""
+        """Removes untagged checkpoints older than the newest `keep` good ones, if there are so many."""
         try:
             tagged = set(self.tags.read().values())
         except CheckpointError as error:
@@ -144,15 +151,12 @@ class CheckpointStore:
                 shutil.rmtree(old.path, ignore_errors=True)
 
     def _oldest_for_recovery(self, keep: int) -> int | None:
-        """Policy version of the oldest of the newest `keep` good checkpoints; None if there are fewer."""
+        """Returns the oldest version of the newest `keep` good checkpoints, or None if there are fewer."""
         good = [info.policy_version for info in self.listing() if info.policy_version in self._good]
         return good[-keep] if len(good) >= keep else None
 
-    def set_aside(self, policy_version: int) -> Path:
-        """Rename an unusable checkpoint, which then counts no longer; returns its new path.
-
-        Raises `CheckpointError` if it cannot be renamed.
-        """
+    def quarantine(self, policy_version: int) -> Path:
+        """Renames an unusable checkpoint and returns its new path. Raises `CheckpointError` if that fails."""
         path = self.path(policy_version)
         numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
         targets = (self.folder / f"{UNUSABLE}{policy_version:06d}{number}" for number in numbers)
@@ -161,23 +165,24 @@ class CheckpointStore:
             path.rename(target)
         except OSError as error:
             raise CheckpointError(
-                f"{path} is unusable and could not be renamed ({error.strerror}): move it away"
+                f"{path} is unusable and could not be renamed ({error.strerror}): move it to another folder"
             ) from error
         self._good.discard(policy_version)
         return target
 
     def unusable(self) -> list[Path]:
-        """Checkpoints that were set aside, until the operator removes them."""
+        """Returns the renamed unusable checkpoints that the operator has not removed."""
         return sorted(self.folder.glob(f"{UNUSABLE}*"))
 
     def sweep(self, recorded: Callable[[int], str | None]) -> None:
-        """Remove what an interrupted write left behind, but for a checkpoint whose digest was `recorded`: it gets its
-        name. Only while no worker writes.
+        """Removes the remains of interrupted writes. To be called while no worker writes.
+
+        A complete checkpoint whose digest the journal has (`recorded`) gets its name instead.
         """
         for path in self.folder.glob(".step_*.new"):
             name = NAME.fullmatch(path.name[1:].removesuffix(".new"))
             if name and (digest := recorded(int(name[1]))) and digest == _digest(path):
-                with suppress(OSError):  # Its place is taken.
+                with suppress(OSError):  # The name is taken.
                     path.rename(self.path(int(name[1])))
                     flush(self.folder)
         for path in self.folder.glob(".*step_*"):
@@ -185,7 +190,7 @@ class CheckpointStore:
 
 
 def _digest(folder: Path) -> str | None:
-    """The digest in the checkpoint's state, not verified; loading verifies it."""
+    """Returns the digest that the checkpoint claims. Loading verifies it."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
     except (OSError, ValueError):
@@ -194,7 +199,7 @@ def _digest(folder: Path) -> str | None:
 
 
 def flush(path: Path) -> None:
-    """Have a file on disk, or a folder's list of names."""
+    """Syncs a file, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -203,7 +208,7 @@ def flush(path: Path) -> None:
 
 
 def remove_old_exports(folder: Path, keep: int) -> None:
-    """Remove all exports but the newest `keep`. Folders with another name are the user's."""
+    """Removes all exports but the newest `keep`. Folders with other names belong to the user and stay."""
     versions = {path: NAME.fullmatch(path.name.removesuffix("-adapter")) for path in folder.iterdir() if path.is_dir()}
     exports = {path: int(found[0].removeprefix("step_")) for path, found in versions.items() if found}
     for path in sorted(exports, key=exports.__getitem__)[:-keep]:
@@ -212,17 +217,17 @@ def remove_old_exports(folder: Path, keep: int) -> None:
 
 FILE = "tags.json"
 BEST = "best"
-"""The checkpoint with the best recorded evaluation; the server's own tag, see `job.keep_best`."""
+"""Tag of the checkpoint with the best recorded evaluation, managed by the server. See `job.keep_best`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The names in a folder of checkpoints."""
+    """The file `checkpoints/tags.json`. A checkpoint with a tag is never removed."""
 
     folder: Path
 
     def read(self) -> dict[str, int]:
-        """Policy version by name. Raises `CheckpointError` for a file that cannot be read: nothing is rotated then."""
+        """Returns policy versions by tag. Raises `CheckpointError` if the file cannot be read."""
         path = self.folder / FILE
         try:
             text = path.read_text(encoding="utf-8")
@@ -234,15 +239,15 @@ class Tags:
             return {str(name): int(version) for name, version in json.loads(text).items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f'{path} is damaged ({error}): write the tags again, as {{"name": policy version}}, or remove the file'
+                f'{path} is damaged ({error}): write the tags again as {{"name": policy version}}, or remove the file'
             ) from error
 
     def put(self, name: str, policy_version: int) -> None:
-        """Name a version, or move the name. Raises `CheckpointError` when that cannot be written."""
+        """Sets or moves a tag. Raises `CheckpointError` if the file cannot be written."""
         self._write({**self.read(), name: policy_version})
 
     def remove(self, name: str) -> None:
-        """Raises `NotFound` when there is no such name."""
+        """Removes a tag. Raises `NotFound` if it does not exist."""
         tags = self.read()
         if name not in tags:
             known = ", ".join(sorted(tags)) or "none"
@@ -251,11 +256,11 @@ class Tags:
         self._write(tags)
 
     def check_new(self, name: str, policy_version: int) -> None:
-        """Raises `InvalidRequest` for what cannot be a name, `Conflict` for one that another version has."""
+        """Raises `InvalidRequest` for an invalid tag, `Conflict` for a tag of another version."""
         if name == BEST:
             raise InvalidRequest(
-                f"The tag {BEST!r} is the server's own: it marks the best recorded evaluation (job.keep_best). Choose "
-                "another name.",
+                f"The tag {BEST!r} is reserved: the server marks the best recorded evaluation with it (job.keep_best). "
+                "Choose another name.",
                 code="tag_reserved",
                 status=422,
                 param="name",
@@ -264,7 +269,7 @@ class Tags:
         taken = self.read().get(name, policy_version)
         if taken != policy_version:
             raise Conflict(
-                f"The tag {name!r} is that of policy version {taken}: remove it there first "
+                f"The tag {name!r} belongs to policy version {taken}: remove it first "
                 f"(agentjet checkpoints untag {name}), or choose another name.",
                 code="tag_taken",
             )
@@ -281,3 +286,128 @@ class Tags:
             partial.replace(path)
         except OSError as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
+
+
+class PolicyVersions:
+    """Scores, checkpoints and exports of a run's policy versions."""
+
+    def __init__(
+        self,
+        swarm: SwarmState,
+        commits: GroupCommit,
+        engine: Engine,
+        store: CheckpointStore,
+        compute: Compute,
+        config: ServeConfig,
+    ) -> None:
+        self._swarm = swarm
+        self._commits = commits
+        self._engine = engine
+        self._store = store
+        self._compute = compute
+        self._config = config
+
+    async def record_evaluation(
+        self, request: EvaluationRequest, *, idempotency_key: str | None = None
+    ) -> list[EvaluationView]:
+        """Stores the score of a policy version and returns all evaluations. Raises `InvalidRequest`.
+
+        Keeps the checkpoint of that version if it is the best and `job.keep_best` is set.
+        """
+        self._swarm.record_evaluation(request, idempotency_key=idempotency_key)
+        await self._commits.durable()
+        found = self._swarm.queries.evaluations()
+        best = next(evaluation.policy_version for evaluation in found if evaluation.best)
+        if self._swarm.job.keep_best and best == request.policy_version:
+            await self._keep_best(best)
+        return found
+
+    async def _keep_best(self, version: int) -> None:
+        """Gives the tag `best` to the checkpoint of a version. The present version is saved first.
+
+        A failure is only logged: the score is recorded anyway.
+        """
+
+        async def save() -> None:
+            if self._swarm.policy_version == version:
+                await self._engine.training.checkpoint()
+
+        try:
+            await self._engine.between_batches("checkpoint", save)
+            self._store.check_exists(version)
+            self._store.tags.put(BEST, version)
+            self._store.rotate(self._swarm.job.keep_checkpoints)
+        except (CheckpointError, RequestError) as error:
+            log.error("the checkpoint of policy version %d, the best one, could not be kept: %s", version, error)
+
+    async def checkpoints(self) -> list[CheckpointInfo]:
+        """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
+        scores = {evaluation.policy_version: evaluation.score for evaluation in self._swarm.queries.evaluations()}
+        tags = self._store.tags.read()
+        return [
+            info.model_copy(
+                update={
+                    "tags": sorted(name for name, version in tags.items() if version == info.policy_version),
+                    "score": scores.get(info.policy_version),
+                }
+            )
+            for info in self._store.listing()
+        ]
+
+    async def tag(self, name: str, policy_version: int) -> list[CheckpointInfo]:
+        """Tags a checkpoint, which is then kept, and returns all checkpoints.
+
+        Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`.
+        """
+        self._store.tags.check_new(name, policy_version)
+        self._store.check_exists(policy_version)
+        self._store.tags.put(name, policy_version)
+        return await self.checkpoints()
+
+    async def untag(self, name: str) -> list[CheckpointInfo]:
+        """Removes a tag and returns all checkpoints. Raises `InvalidRequest`, `NotFound`, `CheckpointError`."""
+        if name == BEST and self._swarm.job.keep_best:
+            raise InvalidRequest(
+                f"The tag {BEST!r} is reserved: the server marks the best recorded evaluation with it. Set "
+                "job.keep_best=false first.",
+                code="tag_reserved",
+                status=422,
+                param="name",
+            )
+        self._store.tags.remove(name)
+        return await self.checkpoints()
+
+    async def save(self) -> CheckpointInfo:
+        """Saves the present policy version between two batches.
+
+        Raises `CheckpointError`, `IllegalInState` if the engine is stopped, `Conflict` if the policy has diverged.
+        """
+        return await self._engine.between_batches("checkpoint", self._engine.training.checkpoint)
+
+    async def export(self, *, adapter: bool = False) -> CheckpointInfo:
+        """Writes the present policy version as a Hugging Face folder under `exports/` of the data dir.
+
+        With `adapter`, writes the adapter alone as a PEFT folder. Removes all but the newest `server.keep_exports`.
+        Raises `InvalidRequest` if the policy has no adapter, `Conflict` if it has diverged.
+        """
+        if adapter and not self._config.model.lora.rank:
+            raise InvalidRequest(
+                "adapter = true, but model.lora.rank = 0: all weights are trained, so the policy has no adapter. "
+                "Export the whole model, without --adapter.",
+                code="no_adapter",
+                status=422,
+                param="adapter",
+            )
+
+        async def write() -> CheckpointInfo:
+            self._engine.training.refuse_diverged()
+            version = self._swarm.policy_version
+            name = f"step_{version:06d}{'-adapter' if adapter else ''}"
+            path = self._config.server.data_dir / "exports" / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                await self._compute.export(self._engine.policy, path, adapter=adapter)
+                await asyncio.to_thread(remove_old_exports, path.parent, self._config.server.keep_exports)
+            return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
+
+        return await self._engine.between_batches("export", write)

@@ -1,9 +1,7 @@
-"""A completion as it grows: its text, where a stop string ends it, and how much of it is certain enough to be sent
-already.
+"""`CompletionParser`: turns the sampled tokens of one choice into text, reasoning and tool calls while they arrive.
 
-Invariant: the text sent in pieces, joined, is the content of the message that the whole completion is parsed into;
-the same for its reasoning. So an answer does not depend on whether it was streamed, and a streamed turn that comes
-back is recognised.
+Invariant: the streamed pieces, joined, equal the content and the reasoning of the final message. So an answer does not
+depend on streaming, and a streamed turn is recognised when the agent sends it back.
 """
 
 from __future__ import annotations
@@ -19,22 +17,19 @@ from agentjet.types import Conversation, FinishReason, Message, Sampled
 
 
 class CompletionParser:
-    """One choice of a call.
-
-    `push` what the worker samples until it ends or `stopped` is set, then take the `message`.
-    """
+    """Parses one choice. Call `push` until the completion ends or `stopped` is True, then `message`."""
 
     def __init__(
         self, renderer: Renderer, conversation: Conversation, *, stop: Sequence[str], tool_format: str, id_prefix: str
     ) -> None:
-        """`tool_format` is the model's; it matters when the conversation offers tools."""
+        """`tool_format` is the model's. It is ignored if the conversation has no tools."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.support: list[bytes] = []
-        """The set that each token was chosen among (see `timeline.support`)."""
+        """The support set of each token (see `timeline.support`)."""
         self.stopped_by = ""
-        """The stop string that is complete: what the worker may still send is not wanted."""
+        """The stop string that ended the completion. Later tokens are ignored."""
         self._renderer = renderer
         self._conversation = conversation
         self._stop = tuple(stop)
@@ -43,15 +38,15 @@ class CompletionParser:
         self._stream = renderer.stream()
         self._text = ""
         self._ending = (*MARKERS, *self._stop)
-        """What may change the answer once it is complete, so that its beginning is not certain."""
+        """Strings that change the message once they are complete. A partial one at the end is held back."""
         self._sent_reasoning = 0
         self._sent_content = 0
         self._reasoning_at = 0
-        """Where the reasoning begins in the text, or before that, once some of it was sent."""
+        """Offset of the reasoning in the text. Valid once some of it was sent."""
         self._content_at = 0
-        """Where the content begins, once some of it was sent."""
-        self._nothing_more = False
-        """All that follows may belong to a tool call: the message tells, when it is whole."""
+        """Offset of the content in the text. Valid once some of it was sent."""
+        self._holds_rest = False
+        """True if the rest of the text may belong to a tool call. It is then sent with the final message only."""
         self._shown_tokens = 0
         self._worker_reason: FinishReason | None = None
 
@@ -60,7 +55,7 @@ class CompletionParser:
         return bool(self.stopped_by)
 
     def push(self, sampled: Sampled) -> None:
-        """Take a piece in, up to the token that completes a stop string."""
+        """Adds sampled tokens, up to the one that completes a stop string."""
         self._worker_reason = sampled.finish_reason
         sets = sampled.support or (EVERYTHING,) * len(sampled.tokens)
         for token, logprob, support in zip(sampled.tokens, sampled.logprobs, sets, strict=True):
@@ -71,14 +66,14 @@ class CompletionParser:
             if self._grow(self._stream.push([token])):
                 return
 
-    def certain(self) -> tuple[str, str]:
-        """Reasoning and content that no later token can change, beyond what was returned before.
+    def stable_delta(self) -> tuple[str, str]:
+        """Returns new reasoning and new content that no later token can change.
 
-        The work goes by what is new: what was sent is settled.
+        The work is linear in the new text: text that was sent is not parsed again.
         """
-        if self._nothing_more:
+        if self._holds_rest:
             return "", ""
-        end = len(self._text) - max(_begun(self._text, literal) for literal in self._ending)
+        end = len(self._text) - max(_partial_length(self._text, literal) for literal in self._ending)
         if self._sent_content:
             fresh = self._before_calls(self._text[self._content_at + self._sent_content : end])
             self._sent_content += len(fresh)
@@ -89,35 +84,33 @@ class CompletionParser:
                 fresh = fresh.rstrip("\n")
                 self._sent_reasoning += len(fresh)
                 return fresh, ""
-        return self._begin(self._text[:end])
+        return self._first_delta(self._text[:end])
 
-    def _begin(self, text: str) -> tuple[str, str]:
-        """What is certain while nothing of the content was sent: whether there is reasoning, and where it ends, is
-        found out here.
-        """
+    def _first_delta(self, text: str) -> tuple[str, str]:
+        """Returns the stable text before any content was sent. Finds where reasoning ends and content begins."""
         if not text.strip():
             return "", ""
-        # Without tools: a call that looks whole now may turn out to be text, white space around it and all.
+        # Parsed without tools: later text may show that a complete tool call is plain text.
         message = self._renderer.parse_text(text, replace(self._conversation, tools=()))
         self._content_at = len(text) - len(message.content)
         if not self._sent_reasoning:
             self._reasoning_at = 0 if "</think>" in text else len(text.rstrip("\n")) - len(message.reasoning)
-        return self._unsent(message.reasoning, self._certain_content(message.content))
+        return self._unsent(message.reasoning, self._stable_content(message.content))
 
     def message(self) -> tuple[Message, str, str]:
-        """The assistant message that the completion is, and what of its reasoning and content was not returned yet."""
+        """Returns the final assistant message, and its reasoning and content that were not returned before."""
         if not self.stopped:
             self._grow(self._stream.flush())
         message = self._renderer.parse_text(self._text, self._conversation, id_prefix=self._id_prefix)
         return message, *self._unsent(message.reasoning, message.content)
 
     def finish_reason(self, message: Message) -> FinishReason:
-        """Why the completion ended."""
+        """Returns the reason why the completion ended."""
         reason = "stop" if self.stopped else self._worker_reason or "length"
         return "tool_calls" if message.tool_calls and reason == "stop" else reason
 
     def new_tokens(self) -> tuple[TokenLogprob, ...]:
-        """The tokens that came since this was last asked, for people."""
+        """Returns the tokens since the last call of this method, for display."""
         start, self._shown_tokens = self._shown_tokens, len(self.tokens)
         shown = []
         for token, logprob in zip(self.tokens[start:], self.logprobs[start:], strict=True):
@@ -126,7 +119,7 @@ class CompletionParser:
         return tuple(shown)
 
     def _grow(self, text: str) -> bool:
-        """Append text, cutting it before a stop string; returns whether there was one."""
+        """Appends text and cuts it before the first stop string. Returns True if there is one."""
         if not text:
             return False
         longest = max(map(len, self._stop), default=1)
@@ -138,23 +131,21 @@ class CompletionParser:
             self._text = self._text[:at]
         return self.stopped
 
-    def _certain_content(self, content: str) -> str:
-        """The beginning of the content, unless it may turn out to belong to a tool call."""
+    def _stable_content(self, content: str) -> str:
+        """Returns the stable part of the content's beginning, or '' if a tool call may begin there."""
         if self._tool_format and (
             content[:1].isspace() or (self._tool_format == "llama3" and content.startswith(("{", "[")))
         ):
-            self._nothing_more = True
+            self._holds_rest = True
             return ""
         return self._before_calls(content)
 
     def _before_calls(self, content: str) -> str:
-        """Content before anything that may turn out to be a tool call, which would also strip the white space
-        around it.
-        """
+        """Returns the content before a possible tool call, without the white space that the call would strip."""
         if not self._tool_format:
             return content
         starts = [at for at in map(content.find, MARKERS) if at >= 0]
-        self._nothing_more = bool(starts)
+        self._holds_rest = bool(starts)
         return content[: min(starts, default=len(content))].rstrip()
 
     def _unsent(self, reasoning: str, content: str) -> tuple[str, str]:
@@ -164,8 +155,8 @@ class CompletionParser:
         return fresh
 
 
-def _begun(text: str, literal: str) -> int:
-    """Length of the longest end of `text` that begins `literal` and is not the whole of it."""
+def _partial_length(text: str, literal: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `literal`."""
     at = max(0, len(text) - len(literal) + 1)
     while (at := text.find(literal[0], at)) >= 0:
         if literal.startswith(text[at:]):

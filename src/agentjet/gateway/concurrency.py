@@ -1,26 +1,6 @@
-"""Wake those who wait for something to change: everybody (`Broadcast`), or those whom it may concern
-(`AdmissionWaiters`).
+"""Waiting and limits in one event loop: notifications, the gate before the sampler, group commit, call limits, threads.
 
-Single-threaded (one event loop), no locks, nothing to forget on cancellation.
-
-The gate before the sampler: open while the policy may be sampled, held while it learns, shut when the engine is
-stopped.
-
-One wait for the disk for all that changed meanwhile, in a thread of its own, while the event loop goes on.
-
-What the ready tasks of one turn of the loop wrote is committed together and handed to the disk; what is written until
-that has it follows together, too. Nobody is told of a change before it is on disk, and nobody who only reads it again
-(a request that is repeated) either.
-
-How much of the server one client and one episode may use at a time.
-
-A client is who calls itself so (`client_id`): these limits keep honest programs out of each other's way and a runaway
-one from filling the server. They are no defence against a holder of the client token, who may take other names.
-
-Work that grows with the size of a request, off the event loop where it is large.
-
-Python runs one thread at a time, so a thread helps only as far as its work is many short steps. The sizes of requests
-are limited for the rest: see `server.limits`.
+Everything here belongs to one event loop and needs no locks. A cancelled waiter leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,9 +18,22 @@ from agentjet.config import ServerConfig
 from agentjet.errors import Later
 from agentjet.swarm import Episode, SwarmState
 
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
+
+RETRY_AFTER_HOLD = 5.0
+RETRY_AFTER_CALLS = 1.0
+RETRY_AFTER_EPISODES = 5.0
+TOO_MANY_EPISODES = "too_many_episodes"
+LARGE = 64 * 2**10
+"""Bytes of a request from which its work runs in a thread. Below, the two thread switches cost more."""
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="large-request")
+"""Separate from asyncio's default threads, so that large requests do not delay other work in those."""
+
 
 class Broadcast:
-    """`notify()` wakes all present waiters; each looks for itself whether what it waits for has come."""
+    """`notify()` wakes all present waiters. Each waiter checks its condition again."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
@@ -51,13 +44,13 @@ class Broadcast:
             waiting.set_result(None)
 
     async def wait(self, timeout: float | None = None) -> None:
-        """Until the next `notify`, or `timeout` seconds: then it simply returns, too."""
+        """Returns after the next `notify`, or after `timeout` seconds."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         await asyncio.wait([self._next], timeout=timeout)
 
     async def until(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `predicate()` holds, looking after every `notify`; False when `timeout` seconds passed first."""
+        """Waits until `predicate()` is True, checked after every `notify`. Returns False after `timeout` seconds."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout is None else loop.time() + timeout
         while not predicate():
@@ -69,13 +62,16 @@ class Broadcast:
 
 
 class AdmissionWaiters:
-    """Those who wait for a place in the batch. A wake costs each a look, so only those who may find one are woken."""
+    """Clients that wait for a place in the batch, by key.
+
+    Each wake costs an admission check per waiter, so only the waiters that may be admitted are woken.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, set[asyncio.Future[None]]] = {}
 
     async def wait(self, key: Hashable, timeout: float) -> None:
-        """Until the next `wake` of everybody or of this key, or `timeout` seconds."""
+        """Returns after the next `wake` of this key or of all keys, or after `timeout` seconds."""
         woken = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, set()).add(woken)
         try:
@@ -86,20 +82,17 @@ class AdmissionWaiters:
                 del self._waiting[key]
 
     def wake(self, *keys: Hashable) -> None:
-        """Those who wait with one of these keys; without a key, everybody."""
+        """Wakes the waiters of these keys, or all waiters if `keys` is empty."""
         for key in keys or list(self._waiting):
             for woken in self._waiting.get(key, ()):
                 if not woken.done():
                     woken.set_result(None)
 
 
-RETRY_AFTER_HOLD = 5.0
-
-
 class Gate:
-    """Lets calls in, holds them or refuses them, and counts those inside.
+    """The gate before the sampler. It is open while the policy samples, held while it learns, shut while it is stopped.
 
-    Held calls are not refused: agents' SDKs give up after two retries, and a batch takes longer than that to learn.
+    Held calls wait and are not refused: agents' SDKs give up after two retries, and learning a batch takes longer.
     """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -113,32 +106,35 @@ class Gate:
 
     @property
     def inside(self) -> int:
-        """Calls being sampled now."""
+        """Number of calls that are being sampled."""
         return self._inside
 
     def busy_seconds(self) -> float:
-        """Seconds since the gateway began in which at least one call was inside."""
+        """Seconds since the start in which at least one call was inside."""
         return self._busy_seconds + (self._monotonic() - self._busy_since if self._inside else 0.0)
 
     def open(self) -> None:
-        """Let everybody in."""
+        """Lets all calls in."""
         self._set(True, None)
 
     def hold(self) -> None:
-        """Let nobody in for now; those inside stay."""
+        """Makes new calls wait. Calls inside continue."""
         self._set(False, None)
 
     def shut(self, refusal: Callable[[], Later]) -> None:
-        """Refuse every call, held ones included, with what `refusal` makes."""
+        """Refuses all new and held calls with the error that `refusal` returns."""
         self._set(False, refusal)
 
     async def drained(self) -> None:
-        """Wait until no call is inside. Bounded by the longest completion: sampling never waits for a reader."""
+        """Waits until no call is inside.
+
+        The longest completion bounds the wait, because sampling never waits for a reader.
+        """
         await self._changed.until(lambda: self._inside == 0)
 
     @asynccontextmanager
     async def enter(self, timeout: float) -> AsyncIterator[None]:
-        """Be inside. Raises `Later` (503) when the gate is shut, or still held after `timeout` seconds."""
+        """Context of one call inside. Raises `Later` (503) if the gate is shut, or held for `timeout` seconds."""
         if not await self._changed.until(lambda: self._open or self._refusal is not None, timeout):
             raise Later(
                 f"The call was held for {timeout:g} seconds (server.call_timeout) while the policy was learning "
@@ -165,26 +161,27 @@ class Gate:
         self._changed.notify()
 
 
-log = logging.getLogger(__name__)
-
-
 class GroupCommit:
-    """GroupCommit a swarm's changes, soon after they were made. One for a gateway."""
+    """Commits all changes of one turn of the event loop together and waits for the disk once, in a thread.
+
+    Changes that are made during that wait form the next group. A change is announced only after it is on disk, and
+    repeated requests wait for the disk as well.
+    """
 
     def __init__(self, swarm: SwarmState) -> None:
         self._swarm = swarm
         self._next: asyncio.Future[None] | None = None
-        """Done when what is written now, and not committed, is on disk."""
+        """Resolved once the changes that are not committed yet are on disk."""
         self._under_way: asyncio.Future[None] | None = None
-        """The same of what is committed."""
+        """Resolved once the committed changes are on disk."""
         self._failed: BaseException | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        swarm.commit_together(self._soon)
+        swarm.store.defer_commits(self._soon)
 
     async def durable(self) -> None:
-        """Returns once everything that was changed so far is on disk.
+        """Returns once all changes so far are on disk.
 
-        Raises `Later`: then nothing of it happened, or, where the disk lost its word, nothing of it may be relied on.
+        Raises `Later` if the commit was rolled back, or if fsync failed and durability is unknown.
         """
         if self._failed is not None:
             raise self._failed
@@ -193,9 +190,9 @@ class GroupCommit:
             await asyncio.shield(waiting)
 
     async def close(self) -> None:
-        """Wait for the disk a last time; idempotent."""
+        """Waits until all changes are on disk. Idempotent."""
         while waiting := self._next or self._under_way:
-            with suppress(Exception):  # Whoever waited for it was told.
+            with suppress(Exception):  # `durable` raised it.
                 await asyncio.shield(waiting)
         self._disk.shutdown()
 
@@ -210,17 +207,17 @@ class GroupCommit:
         waiting, self._next = self._next, None
         assert waiting is not None
         try:
-            self._swarm.commit()
+            self._swarm.store.commit()
         except Later as later:
             _refuse(waiting, later)
             return
-        except BaseException as error:  # The boundary: whatever failed, those who wait are refused.
+        except BaseException as error:  # The boundary: after any failure the waiters are refused.
             self._give_up(waiting, error)
             if not isinstance(error, Exception):
                 raise
             return
         self._under_way = waiting
-        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.sync)
+        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.store.journal.sync)
         synced.add_done_callback(self._synced)
 
     def _synced(self, done: asyncio.Future[None]) -> None:
@@ -229,7 +226,7 @@ class GroupCommit:
         try:
             if error is None:
                 waiting.set_result(None)
-                self._swarm.announce()  # Listeners may write: that belongs to the next commit.
+                self._swarm.store.announce()  # Listeners may write; the next commit includes it.
             else:
                 self._give_up(waiting, error)
         finally:
@@ -238,25 +235,24 @@ class GroupCommit:
                 self._commit()
 
     def _give_up(self, waiting: asyncio.Future[None], error: BaseException) -> None:
-        """Refuse those who wait, and everybody from here on: it is not known what of the journal is on disk."""
+        """Refuses present and later waiters: the state of the journal on disk is unknown."""
         is_known = isinstance(error, Later)
-        log.critical("the journal is not on disk: %s", error, exc_info=None if is_known else error)
-        self._failed = error if is_known else self._swarm.refuse_writes(error)
+        log.critical("the journal could not be written to disk: %s", error, exc_info=None if is_known else error)
+        self._failed = error if is_known else self._swarm.store.journal.refuse_writes(error)
         _refuse(waiting, self._failed)
 
 
 def _refuse(waiting: asyncio.Future[None], error: BaseException) -> None:
     waiting.set_exception(error)
-    waiting.exception()  # Nobody need be waiting.
-
-
-RETRY_AFTER_CALLS = 1.0
-TOO_MANY_EPISODES = "too_many_episodes"
-RETRY_AFTER_EPISODES = 5.0
+    waiting.exception()  # Marks it as retrieved: there may be no waiter.
 
 
 class CallLimits:
-    """Counts calls, held ones included, by episode and by client."""
+    """Limits the calls, held ones included, of one episode and of one client.
+
+    A client is identified by its own `client_id`. The limits separate honest programs and stop a runaway one. They do
+    not protect against a holder of the client token, who can use other ids.
+    """
 
     def __init__(self, server: ServerConfig) -> None:
         self._server = server
@@ -265,7 +261,7 @@ class CallLimits:
 
     @contextmanager
     def calling(self, episode: Episode) -> Iterator[None]:
-        """One call of `episode`. Raises `Later` (429) when there are too many already."""
+        """Context of one call of `episode`. Raises `Later` (429) if there are too many."""
         server = self._server
         self._check(self._by_episode[episode.id], server.max_calls_per_episode, "episode", episode.id)
         self._check(self._by_client[episode.client_id], server.max_calls_per_client, "client", episode.client_id)
@@ -284,43 +280,38 @@ class CallLimits:
     def _check(count: int, most: int, kind: str, name: str) -> None:
         if count >= most:
             raise Later(
-                f"{count} calls of {kind} {name} are under way, which is the most that "
-                f"server.max_calls_per_{kind} allows: wait for one to end.",
+                f"{count} calls of {kind} {name} are in progress, the maximum of server.max_calls_per_{kind}: "
+                "wait for one to end.",
                 retry_after=RETRY_AFTER_CALLS,
                 code="too_many_calls",
             )
 
 
 def too_many_episodes(client_id: str, most: int) -> Later:
-    """The answer to a begin of a client that holds `most` live episodes."""
+    """Returns the refusal of a begin of a client that has `most` live episodes."""
     return Later(
-        f"Client {client_id!r} holds {most} live episodes, which is the most that server.max_episodes_per_client "
-        "allows: finish or abort one.",
+        f"Client {client_id!r} has {most} live episodes, the maximum of server.max_episodes_per_client: finish or "
+        "abort one.",
         retry_after=RETRY_AFTER_EPISODES,
         code=TOO_MANY_EPISODES,
     )
 
 
-Result = TypeVar("Result")
-Parameters = ParamSpec("Parameters")
-
-LARGE = 64 * 2**10
-"""Bytes from which on a thread is worth the two switches that it costs."""
-_THREADS = ThreadPoolExecutor(2, thread_name_prefix="large-request")
-"""Apart from asyncio's own threads, because the journal waits for the disk in those."""
-
-
 async def offload(
     num_bytes: int, work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
-    """The result of `work`, which must touch nothing that belongs to the event loop: in a thread from `LARGE` on."""
+    """Returns the result of `work`, run in a thread if `num_bytes` is `LARGE` or more.
+
+    `work` must not touch objects of the event loop. Python runs one thread at a time, so a thread helps only if the
+    work consists of many short steps. `server.limits` bounds the longest step.
+    """
     if num_bytes < LARGE:
         return work(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: work(*args, **kwargs))
 
 
 def from_thread(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """`function` for use inside offloaded work: it is called in the present event loop, to which it belongs."""
+    """Returns a version of `function` for offloaded work: it runs in the present event loop and blocks the caller."""
     loop = asyncio.get_running_loop()
 
     async def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -1,17 +1,4 @@
-"""What a log record is about: the episode and the batch at hand, carried by the task that logs.
-
-Set where they become known, read by whoever formats records. Child tasks inherit what was set before they began.
-
-OpenTelemetry spans: one a sampled call, one a learned step, with links from the step to the calls it trained.
-
-Off until somebody sets `tracer`; without the package nothing here is ever imported. Where a call's span is to be found
-is kept in memory, for the newest `MAX_CALLS` calls: after a restart of the gateway, steps are not linked to the calls
-made before it. A step is linked to every call of its episodes, also to those that turned out not to be trained.
-
-`metrics.jsonl`: one line a learned batch, for people and plots.
-
-The journal holds the same numbers; this file is a copy.
-"""
+"""Logs, traces and metrics: context of log records, OpenTelemetry spans, `metrics.jsonl`, times of a step."""
 
 from __future__ import annotations
 
@@ -23,15 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agentjet.errors import ConfigError
-from agentjet.swarm.batch_queue import WAY_OUT
+from agentjet.errors import ConfigError, Later
+from agentjet.protocol import Event
+from agentjet.swarm import SwarmState
+from agentjet.swarm.batches import WAY_OUT
 from agentjet.types import Call
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Link, SpanContext, Tracer
 
+log = logging.getLogger(__name__)
+
+MAX_CALLS = 65_536
+DIVERGED = (
+    "the policy has diverged: its weights are not finite. Restart from an earlier checkpoint with a lower "
+    "job.optimizer.lr"
+)
 
 episode_id: ContextVar[str] = ContextVar("episode_id", default="")
 batch_id: ContextVar[int | None] = ContextVar("batch_id", default=None)
@@ -39,7 +35,7 @@ batch_id: ContextVar[int | None] = ContextVar("batch_id", default=None)
 
 @contextmanager
 def batch_context(batch: int) -> Iterator[None]:
-    """Records of this task are about `batch` meanwhile."""
+    """Context whose log records carry this `batch_id`. Child tasks inherit it."""
     token = batch_id.set(batch)
     try:
         yield
@@ -48,7 +44,7 @@ def batch_context(batch: int) -> Iterator[None]:
 
 
 class LogContextFilter(logging.Filter):
-    """Lets every record through, with `episode_id` and `batch_id` (empty and None where there is none) put on it.
+    """Adds `episode_id` ('' if unknown) and `batch_id` (None if unknown) to every record. Drops none.
 
     Attach it to handlers: filters of a logger do not see the records of its children.
     """
@@ -60,22 +56,24 @@ class LogContextFilter(logging.Filter):
         return True
 
 
-MAX_CALLS = 65_536
-
-
 class Tracing:
-    """Makes the spans of one gateway."""
+    """OpenTelemetry spans of one gateway: one per sampled call, one per learned batch.
+
+    A batch's span links to the spans of all calls of its episodes, trained or not. The links exist for the newest
+    `max_calls` calls and are lost at a restart. Without a `tracer` no span is made, and OpenTelemetry is not
+    imported.
+    """
 
     def __init__(self, *, max_calls: int = MAX_CALLS) -> None:
         self.tracer: Tracer | None = None
         self._max_calls = max_calls
         self._num_calls = 0
         self._calls: OrderedDict[str, list[tuple[str, SpanContext]]] = OrderedDict()
-        """Episode id to call ids and where their spans are; the episode that called first comes first."""
+        """Call ids and span contexts by episode id, oldest episode first."""
 
     @contextmanager
     def call(self, episode_id: str, role: str) -> Iterator[None]:
-        """The span of one choice of a call, current in this task, from before the gate to the journal."""
+        """Context and span of one choice, from before the gate until it is in the journal."""
         if self.tracer is None:
             yield
             return
@@ -84,7 +82,7 @@ class Tracing:
             yield
 
     def recorded(self, call: Call) -> None:
-        """The call of the current span is in the journal."""
+        """Adds the recorded call to the current span."""
         if self.tracer is None:
             return
         from opentelemetry import trace
@@ -105,7 +103,7 @@ class Tracing:
 
     @contextmanager
     def step(self, batch_id: int, episode_ids: Iterable[str], *, replay: bool) -> Iterator[None]:
-        """The span of learning a batch."""
+        """Context and span of learning a batch."""
         if self.tracer is None:
             yield
             return
@@ -129,28 +127,20 @@ class Tracing:
         ]
 
 
-log = logging.getLogger(__name__)
-
-DIVERGED = (
-    "the policy has diverged: its weights are not finite; begin anew from an earlier checkpoint, with a lower "
-    "job.optimizer.lr"
-)
-
-
 def has_diverged(step: Mapping[str, float]) -> bool:
-    """Whether the batch with these metrics left weights that nothing can be computed with."""
+    """True if the weights after the batch with these metrics are not finite."""
     return step.get("weights/finite") == 0
 
 
 class MetricsFile:
-    """Appends lines; never fails the training it reports on."""
+    """`metrics.jsonl`: one line per learned batch, a copy of the journal's metrics. Write errors are logged only."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
 
     def append(self, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of the batch that led to `policy_version`."""
+        """Appends the metrics of the batch that produced `policy_version`."""
         line = json.dumps({"step": policy_version, "time": round(self._clock(), 3), **metrics})
         try:
             self._path.touch(0o600)
@@ -160,15 +150,15 @@ class MetricsFile:
             log.warning("%s could not be written: %s", self._path, error)
 
     def check_journal(self, policy_version: int) -> None:
-        """Raises `ConfigError` where a batch beyond `policy_version`, the end of the journal, was acknowledged."""
+        """Raises `ConfigError` if the file has a batch after `policy_version`, the end of the journal."""
         if (newest := self._newest()) > policy_version:
             raise ConfigError(
-                f"{self._path} has policy version {newest}, but the journal beside it ends at {policy_version}: it "
-                f"lost its end. {WAY_OUT}"
+                f"{self._path} has policy version {newest}, but the journal in the same folder ends at "
+                f"{policy_version}: the journal is incomplete. {WAY_OUT}"
             )
 
     def _newest(self) -> int:
-        """Policy version of the last whole line; 0 without one."""
+        """Returns the policy version of the last complete line, or 0."""
         try:
             lines = self._path.read_bytes().splitlines()
         except OSError:
@@ -182,25 +172,25 @@ class MetricsFile:
 
 
 class StepTimer:
-    """Where the seconds between two batches went: a call was being sampled, nothing was, or the worker learned."""
+    """Splits the time of a step into sampling, waiting (no call is sampled) and learning."""
 
     def __init__(self, busy_seconds: Callable[[], float], *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._busy_seconds = busy_seconds
         self._monotonic = monotonic
-        self.roll()
+        self.start_sampling()
 
-    def roll(self) -> None:
-        """Sampling for a batch begins now."""
-        self._rolling_since, self._busy_before = self._monotonic(), self._busy_seconds()
+    def start_sampling(self) -> None:
+        """Marks the start of the time in which the batch is sampled."""
+        self._sampling_since, self._busy_before = self._monotonic(), self._busy_seconds()
 
-    def learn(self) -> None:
-        """Learning it begins now."""
+    def start_learning(self) -> None:
+        """Marks the start of the time in which the batch is learned."""
         self._learning_since, self._busy_after = self._monotonic(), self._busy_seconds()
 
     def metrics(self, num_sampled_tokens: int) -> dict[str, float]:
-        """`time/{sample,learn,wait}` in seconds and the batch's tokens over their sum."""
+        """Returns `time/{sample,learn,wait}` in seconds, and the batch's sampled tokens per second of their sum."""
         sample = self._busy_after - self._busy_before
-        wait = max(0.0, self._learning_since - self._rolling_since - sample)
+        wait = max(0.0, self._learning_since - self._sampling_since - sample)
         learn = self._monotonic() - self._learning_since
         total = max(1e-9, sample + wait + learn)
         return {
@@ -209,3 +199,21 @@ class StepTimer:
             "time/learn": learn,
             "perf/tokens_per_second": num_sampled_tokens / total,
         }
+
+
+def emit_event(swarm: SwarmState, kind: str, body: dict[str, Any]) -> None:
+    """Records an event in the journal. Logs it if the journal refuses writes."""
+    try:
+        swarm.store.emit(kind, body)
+    except Later as later:
+        log.error("event %s %s is not in the journal: %s", kind, body, later)
+
+
+def log_event(event: Event) -> None:
+    """Logs an event with its episode or batch. The record's `event` attribute has the body for programs."""
+    body = event.body
+    context = {name: body[name] for name in ("episode_id",) if name in body}
+    if event.kind == "step":
+        context["batch_id"] = body["policy_version"] - 1
+    outcome = body.get("status") or body.get("state") or body.get("policy_version", "")
+    log.info("event %d: %s %s", event.seq, event.kind, outcome, extra={**context, "event": event.model_dump()})

@@ -1,6 +1,4 @@
-"""From a conversation to the tokens the policy is fed: what it saw and said before stays as it was, only the rest
-is tokenised.
-"""
+"""`Prompt`: the tokens of a conversation. Known tokens are kept; only new text is tokenised."""
 
 from __future__ import annotations
 
@@ -15,25 +13,24 @@ from agentjet.timeline import ConversationTree, Match, forks
 from agentjet.timeline.identity import raw_key
 from agentjet.types import Call, Conversation, Fork, Message, NewContext
 
-UNLIKELY = 8
-"""Bytes a token above which a text is counted before it is tokenised."""
+MAX_BYTES_PER_TOKEN = 8
+"""Text with more bytes per context token than this is counted before it is tokenised."""
 FORM_FACTOR = 2
-"""Largest ratio of a text's length to its shortest Unicode form."""
+"""Upper bound of the ratio of a text's length to the length of its shortest Unicode form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`tokens` are what is sampled from: the first `kept` of the parent call's, then `suffix`, whose encoded text
-    `pieces` is, token by token.
-    """
+    """`tokens` is the model input: the first `kept` tokens of the `parent` call, then `suffix`."""
 
     tokens: tuple[int, ...]
     parent: str | None
     kept: int
     suffix: tuple[int, ...]
     pieces: tuple[bytes, ...]
+    """Encoded text of each token of `suffix`."""
     key: str
-    """Identity by meaning of the conversation."""
+    """Identity of the conversation by meaning."""
     ask: NewContext
     fork: Fork
 
@@ -46,16 +43,15 @@ def prepare_prompt(
     *,
     fingerprint: str = "",
 ) -> Prompt:
-    """Render `conversation` and find its longest known beginning in `tree`.
+    """Renders `conversation` and finds its longest known prefix in `tree`.
 
-    Assistant turns that the policy sampled here are written with their own bytes, so that other JSON spacing never
-    forks the tree. Under `history = "template"` the prompt is the one that a deployment would feed: see `_body`. The
-    tree forks where that differs from the sampled tokens.
+    Assistant turns that were sampled in this tree keep their sampled bytes, so that JSON spacing never forks the tree.
+    With `history = "template"` the prompt is the one that a deployment would feed: see `_sampled_body`. The tree forks
+    where that differs from the sampled tokens.
 
-    Raises `InvalidRequest` when the template refuses the conversation, or it is so long that it cannot fit, whatever
-    its tokens are.
+    Raises `InvalidRequest` if the template refuses the conversation, or if no tokenisation of it can fit the context.
     """
-    _refuse_far_too_long(renderer, conversation)
+    _refuse_oversized(renderer, conversation)
     if conversation.prompt is not None:
         return _prepare_raw(renderer, tree, conversation, conversation.prompt, fingerprint)
     asked = tree.identify(conversation)
@@ -64,47 +60,60 @@ def prepare_prompt(
     if history == "as_sampled":
         found = {i: tree.encoded_completion(call.id) for i, call in known.items()}
     else:
-        written = renderer.keeps_reasoning(conversation)
+        with_reasoning = renderer.keeps_reasoning(conversation)
         found = {
-            i: _body(renderer, tree, call, conversation, keeps_reasoning=i in written) for i, call in known.items()
+            i: _sampled_body(renderer, tree, call, conversation, keeps_reasoning=i in with_reasoning)
+            for i, call in known.items()
         }
     bodies = {i: renderer.generation_tail + body for i, body in found.items() if body is not None}
     match = tree.match(renderer.render(conversation, sampled=bodies))
-    suffix = _tokenized(renderer, match, "messages")
-    return Prompt(
-        tokens=tree.prompt_tokens(match, suffix),
-        parent=match.parent,
-        kept=match.kept,
-        suffix=suffix,
-        pieces=tuple(renderer.pieces(suffix)),
+    return _prompt(
+        renderer,
+        tree,
+        match,
+        _tokenize_rest(renderer, match, "messages"),
         key=asked.key,
         ask=forks.new_context(conversation, known, fingerprint),
         fork=forks.fork_cause(tree, asked, known, match),
     )
 
 
-def _body(
+def _prompt(
+    renderer: Renderer,
+    tree: ConversationTree,
+    match: Match,
+    suffix: tuple[int, ...],
+    *,
+    key: str,
+    ask: NewContext,
+    fork: Fork,
+) -> Prompt:
+    tokens, pieces = tree.prompt_tokens(match, suffix), tuple(renderer.pieces(suffix))
+    return Prompt(tokens, match.parent, match.kept, suffix, pieces, key, ask, fork)
+
+
+def _sampled_body(
     renderer: Renderer, tree: ConversationTree, call: Call, conversation: Conversation, *, keeps_reasoning: bool
 ) -> bytes | None:
-    """The sampled bytes of a turn as a deployment would feed them back; None if the template writes the turn.
+    """Returns the sampled bytes of a turn as a deployment would feed them, or None if the template does.
 
-    The template writes turns whose reasoning it strips, or whose generation prompt it does not repeat. Text from a stop
-    string on is not part of a turn.
+    The template writes turns whose reasoning it strips, or whose generation prompt it does not repeat. A stop string
+    and the text after it are not part of a turn.
     """
-    said = tree.encoded_completion(call.id)
+    sampled = tree.encoded_completion(call.id)
     if not keeps_reasoning:
-        thinks = renderer.reasons and renderer.closes_reasoning(said)
+        thinks = renderer.reasons and renderer.closes_reasoning(sampled)
         if call.response.reasoning or thinks or renderer.generation_tail:
             return None
-    if call.finish_reason == "length" or renderer.strip_end_token(said) != said:
-        return said
+    if call.finish_reason == "length" or renderer.strip_end_token(sampled) != sampled:
+        return sampled
     whole = renderer.parse(call.completion, conversation)
     if (whole.content, whole.reasoning, len(whole.tool_calls)) == (
         call.response.content,
         call.response.reasoning,
         len(call.response.tool_calls),
     ):
-        return said
+        return sampled
     if call.response.reasoning or call.response.tool_calls:
         return None
     return renderer.encoded_prefix(call.completion, call.response.content)
@@ -117,35 +126,35 @@ def _prepare_raw(
     prompt: str | tuple[int, ...],
     fingerprint: str,
 ) -> Prompt:
-    """A raw prompt is known as far as its text is: what begins with an earlier prompt and its answer continues those
-    tokens, however they may be tokenised in `prompt`. Token ids beyond that are fed as given.
+    """Prepares a raw prompt. A prefix with the text of an earlier prompt and its answer keeps the tokens of that call.
+
+    Token ids after that prefix are used unchanged.
     """
-    encoded = renderer.raw(prompt)
+    encoded = renderer.encode_raw_prompt(prompt)
     if isinstance(prompt, str):
-        encoded = _as_said(renderer, tree, encoded)
+        encoded = _with_sampled_answers(renderer, tree, encoded)
     match = tree.match(encoded, to_the_end=True)
     if isinstance(prompt, str):
-        suffix = _tokenized(renderer, match, "prompt")
+        suffix = _tokenize_rest(renderer, match, "prompt")
     else:
-        suffix = _given_beyond(renderer, prompt, len(encoded) - len(match.suffix), encoded)
-    heard, end = _heard(renderer, tree, encoded, match.parent)
+        suffix = _ids_after(renderer, prompt, len(encoded) - len(match.suffix), encoded)
+    after, end = _answered_prefix(renderer, tree, encoded, match.parent)
     new = Message("prompt", renderer.show(encoded[end:]))
-    return Prompt(
-        tokens=tree.prompt_tokens(match, suffix),
-        parent=match.parent,
-        kept=match.kept,
-        suffix=suffix,
-        pieces=tuple(renderer.pieces(suffix)),
+    return _prompt(
+        renderer,
+        tree,
+        match,
+        suffix,
         key=raw_key(prompt),
-        ask=NewContext((new,), heard, fingerprint=fingerprint),
+        ask=NewContext((new,), after, fingerprint=fingerprint),
         fork=forks.fork_cause(tree, tree.identify(conversation), {}, match),
     )
 
 
-def _tokenized(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
-    """The tokens of what is new. Text that is far too long is refused first: nothing else goes on meanwhile."""
+def _tokenize_rest(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
+    """Tokenises the new text. Raises `ContextOverflow` before that if the text is far too long."""
     least = match.kept + renderer.tokens_lower_bound(len(match.suffix))
-    if least <= renderer.context_length and len(match.suffix) > UNLIKELY * renderer.context_length:
+    if least <= renderer.context_length and len(match.suffix) > MAX_BYTES_PER_TOKEN * renderer.context_length:
         least = match.kept + renderer.counted_lower_bound(match.suffix, renderer.context_length)
     if least > renderer.context_length:
         raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
@@ -153,18 +162,19 @@ def _tokenized(renderer: Renderer, match: Match, asked: str) -> tuple[int, ...]:
 
 
 def num_characters(conversation: Conversation) -> int:
-    """Of the texts in it, tools not counted: how much work its prompt is."""
+    """Returns the characters of all texts but the tools: a measure of the work of a prompt."""
     return sum(len(message.content) for message in conversation.messages) + len(conversation.prompt or ())
 
 
-def _refuse_far_too_long(renderer: Renderer, conversation: Conversation) -> None:
-    """Raises `InvalidRequest` for texts that cannot fit, before they are rendered. A template may leave out white space
-    and earlier answers, and Unicode forms differ in length by less than the factor here.
+def _refuse_oversized(renderer: Renderer, conversation: Conversation) -> None:
+    """Raises `ContextOverflow` for texts that cannot fit, before they are rendered.
+
+    White space at the ends and assistant turns do not count, because a template may drop them.
     """
     texts = [message.content for message in conversation.messages if message.role != "assistant"]
     if isinstance(conversation.prompt, str):
         texts.append(conversation.prompt)
-    if sum(map(len, texts)) <= FORM_FACTOR * renderer.context_length:  # Nearly always, and without a copy.
+    if sum(map(len, texts)) <= FORM_FACTOR * renderer.context_length:  # The usual case, without a copy of the texts.
         return
     least = renderer.tokens_lower_bound(sum(len(text.strip()) for text in texts) // FORM_FACTOR)
     if least > renderer.context_length:
@@ -172,47 +182,53 @@ def _refuse_far_too_long(renderer: Renderer, conversation: Conversation) -> None
         raise ContextOverflow(asked, least, renderer.context_length, or_more=True)
 
 
-def _as_said(renderer: Renderer, tree: ConversationTree, encoded: bytes) -> bytes:
-    """A prompt in which answers are written as they were sampled, where their text lost something: half a character,
-    a control token that is not shown, another Unicode form.
+def _with_sampled_answers(renderer: Renderer, tree: ConversationTree, encoded: bytes) -> bytes:
+    """Returns the prompt with its known answers as they were sampled.
+
+    Their text can differ from the sampled bytes: half a character, a hidden control token, another Unicode form.
     """
     for call in tree.calls:
-        told, shown = _told(renderer, tree, call)
-        if shown and told != shown:
+        answer, shown = _answer_bytes(renderer, tree, call)
+        if shown and answer != shown:
             asked = tree.encoded_prompt(call.id)
             if encoded.startswith(asked + shown):
-                encoded = asked + told + encoded[len(asked) + len(shown) :]
+                encoded = asked + answer + encoded[len(asked) + len(shown) :]
     return encoded
 
 
-def _told(renderer: Renderer, tree: ConversationTree, call: Call) -> tuple[bytes, bytes]:
-    """What an agent was told, as it was sampled (but for its end token) and as its text says it. A stop string, and
-    what follows, is not told.
+def _answer_bytes(renderer: Renderer, tree: ConversationTree, call: Call) -> tuple[bytes, bytes]:
+    """Returns a call's answer as sampled, without its end token, and as its text encodes.
+
+    Both exclude a stop string and what follows it.
     """
-    said, shown = (
-        renderer.strip_end_token(tree.encoded_completion(call.id)),
-        renderer.encode_prompt_text(call.response.content),
-    )
-    is_whole = said == shown or renderer.text(call.completion) == call.response.content
-    return (said if is_whole else shown), shown
+    sampled = renderer.strip_end_token(tree.encoded_completion(call.id))
+    shown = renderer.encode_prompt_text(call.response.content)
+    is_whole = sampled == shown or renderer.text(call.completion) == call.response.content
+    return (sampled if is_whole else shown), shown
 
 
-def _given_beyond(renderer: Renderer, ids: Sequence[int], known: int, encoded: bytes) -> tuple[int, ...]:
-    """The tokens of `ids` behind the first `known` bytes of their text; one that these cut is tokenised anew."""
+def _ids_after(renderer: Renderer, ids: Sequence[int], known: int, encoded: bytes) -> tuple[int, ...]:
+    """Returns the tokens of `ids` after the first `known` bytes of their text.
+
+    If that offset is inside a token, the rest of the token is tokenised again.
+    """
     starts = accumulate(map(len, renderer.pieces(ids)), initial=0)
     first, start = next((i, start) for i, start in enumerate(starts) if start >= known)
     return renderer.tokenize(encoded[known:start]) + tuple(ids[first:])
 
 
-def _heard(renderer: Renderer, tree: ConversationTree, encoded: bytes, parent: str | None) -> tuple[str | None, int]:
-    """The newest call whose prompt and answer `encoded` begins with, and the length of these in bytes. An empty answer
-    proves nothing: the same prompt again may be a vote.
+def _answered_prefix(
+    renderer: Renderer, tree: ConversationTree, encoded: bytes, parent: str | None
+) -> tuple[str | None, int]:
+    """Returns the newest call whose prompt and answer are a prefix of `encoded`, and the bytes of that prefix.
+
+    Calls with an empty answer do not count: the same prompt sent again may be a vote.
     """
     call: Call | None = tree.call(parent) if parent is not None else None
     while call is not None:
-        told, shown = _told(renderer, tree, call)
-        told = tree.encoded_prompt(call.id) + told
-        if shown and encoded.startswith(told):
-            return call.id, len(told)
+        answer, shown = _answer_bytes(renderer, tree, call)
+        prefix = tree.encoded_prompt(call.id) + answer
+        if shown and encoded.startswith(prefix):
+            return call.id, len(prefix)
         call = tree.call(call.ask.after) if call.ask.after is not None else None
     return None, 0

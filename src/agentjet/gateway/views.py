@@ -1,4 +1,4 @@
-"""An episode opened up: what was said, in words and in tokens, and what is trained of it. Parts of the status."""
+"""Views for the control API: an episode with its calls and tokens, and the parts of the status."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 
 from agentjet.errors import NotFound
+from agentjet.gateway.observability import DIVERGED, has_diverged
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CallView,
@@ -21,43 +22,49 @@ from agentjet.protocol import (
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.timeline.forks import orphans
-from agentjet.types import Call, Message
+from agentjet.types import Call, EngineState, Message
 
+WAITING_FOR = {
+    "offline": "a start of the engine",
+    "loading": "the worker, which loads the model",
+    "draining": "the stop of the engine",
+    "failed": "another start of the engine",
+}
 SHOWN_CHARACTERS = 200
-"""Of a prompt or an answer in a report."""
+"""Maximum length of a prompt or an answer in a report."""
 
 
 def view(episode: Episode) -> EpisodeView:
-    """An episode as the server sees it."""
+    """Returns the view of an episode without its calls."""
     return EpisodeView(**_facts(episode))
 
 
 def code_versions(swarm: SwarmState) -> dict[str, CodeVersionStatus]:
-    """What became of the episodes of each version of the agents' code."""
+    """Returns the outcomes of episodes by version of the agents' code."""
     return {
         version: CodeVersionStatus(
             episodes=tally.episodes, finished=tally.finished, aborted=tally.aborted, reward_mean=tally.reward_mean
         )
-        for version, tally in swarm.code_versions().items()
+        for version, tally in swarm.queries.code_versions().items()
     }
 
 
 def task_sets(swarm: SwarmState) -> dict[str, TaskSetStatus]:
-    """The task sets that share the batches."""
-    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.task_sets().items()}
+    """Returns the task sets and their shares of the batches."""
+    return {name: TaskSetStatus(**asdict(share)) for name, share in swarm.queries.task_sets().items()}
 
 
 def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
-    """The report if the newest batches could teach nothing, with the first group of the newest one."""
-    batches = batches_without_variance(swarm.recent_steps)
-    newest = swarm.last_batch if batches >= REPORTED_BATCHES else None
+    """Returns the report if the newest batches had no reward variance, with the first group of the newest batch."""
+    batches = batches_without_variance(swarm.queries.recent_steps)
+    newest = swarm.queries.last_batch if batches >= REPORTED_BATCHES else None
     if newest is None:
         return None
     members = [swarm.episode(episode_id) for episode_id in newest.groups[0]]
-    calls = [swarm.calls(member.id) for member in members]
+    calls = [swarm.queries.calls(member.id) for member in members]
     asked = calls[0][0].ask.messages if calls[0] else ()
     answers = Counter(
-        (_said(made[-1].response) if made else "", member.reward or 0.0)
+        (_answer_text(made[-1].response) if made else "", member.reward or 0.0)
         for member, made in zip(members, calls, strict=True)
     )
     return ZeroVariance(
@@ -69,7 +76,16 @@ def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
     )
 
 
-def _said(response: Message) -> str:
+def waiting_for(swarm: SwarmState, state: EngineState, reason: str) -> str:
+    """Returns the cause that training waits for, or ''."""
+    if swarm.store.journal.refusal:
+        return f"the disk. {swarm.store.journal.refusal}"
+    if state not in ("sampling", "learning"):
+        return reason or WAITING_FOR[state]
+    return DIVERGED if has_diverged(swarm.last_step) else swarm.queries.waiting_for()
+
+
+def _answer_text(response: Message) -> str:
     calls = [f"{call.name}({call.arguments})" for call in response.tool_calls]
     return _shortened(" ".join([response.content, *calls]).strip())
 
@@ -79,22 +95,22 @@ def _shortened(text: str) -> str:
 
 
 def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> EpisodeTree:
-    """An episode with its calls, role by role in the order they were recorded. Texts need a renderer.
+    """Returns an episode with its calls, by role, in recorded order. Without a renderer the texts are left out.
 
-    Needs time for long episodes: for a thread, with a journal of its own.
+    Slow for long episodes: run it in a thread, with a separate journal connection.
     """
     calls = [call for call, _, _ in journal.calls(episode.id)]
-    unheard = orphans(calls, journal.undelivered(episode.id))
+    orphaned = orphans(calls, journal.undelivered(episode.id))
     roles = list(dict.fromkeys(call.role for call in calls))
     calls.sort(key=lambda call: roles.index(call.role))
-    return EpisodeTree(**_facts(episode), calls=[_call(call, unheard.get(call.id, ""), renderer) for call in calls])
+    return EpisodeTree(**_facts(episode), calls=[_call(call, orphaned.get(call.id, ""), renderer) for call in calls])
 
 
 def recorded_tree(journal: Journal, episode_id: str) -> EpisodeTree:
-    """The same from a journal alone, without texts. Raises `NotFound`."""
+    """Returns an episode of a journal with its calls, without texts. Raises `NotFound`."""
     episode = journal.episode(episode_id)
     if episode is None:
-        raise NotFound(f"There is no episode {episode_id!r} in {journal.path}.", code="episode_not_found")
+        raise NotFound(f"Episode {episode_id!r} is not in {journal.path}.", code="episode_not_found")
     return tree(journal, episode, None)
 
 
@@ -149,5 +165,5 @@ def _call(call: Call, orphan: str, renderer: Renderer | None) -> CallView:
 
 
 def _message(message: Message) -> dict[str, object]:
-    """A message without what it has not."""
+    """Returns the non-empty fields of a message."""
     return {name: value for name, value in asdict(message).items() if value or name in ("role", "content")}

@@ -36,7 +36,7 @@ from agentjet.protocol.bodies import (
 )
 
 PREFIX = "/swarm/v1"
-"""Of its paths, with the version."""
+"""Start of every path of the control API, with its version."""
 
 __all__ = [
     "LARGEST",

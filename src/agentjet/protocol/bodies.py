@@ -1,11 +1,6 @@
-"""The bodies themselves. Times are Unix seconds, durations seconds.
+"""Bodies of the control API: requests, responses and the rules that client and server share.
 
-Names that a checkpoint can have, checked by client and server alike.
-
-Batches that could teach nothing, because in each of their groups all rewards were equal: the count and the report.
-
-An advantage compares the episodes of a group, so equal rewards leave the weights as they are. Server log, status and
-training output print the same lines.
+Times are Unix seconds, durations are seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, EngineState, Episod
 
 
 def _not_too_cold(temperature: float) -> float:
-    """Raises `ValueError` for what is neither greedy nor warm enough to compute with."""
+    """Raises `ValueError` for a temperature between 0 and the lowest one with finite log-probabilities."""
     if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(f"0 is greedy, and any other temperature is at least {MIN_TEMPERATURE:g}")
     return temperature
@@ -29,10 +24,10 @@ def _not_too_cold(temperature: float) -> float:
 
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_not_too_cold)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What the journal and the wire to the worker hold."""
+"""Range of integers in SQLite and in the messages to the worker."""
 Name = Annotated[str, Field(max_length=256)]
 LARGEST = 1e12
-"""Of a reward or a metric, whatever its sign: sums and squares of such numbers are numbers."""
+"""Largest absolute value of a reward or a metric, so that sums of squares stay finite."""
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
 MetricMap = Annotated[dict[Name, Finite], Field(max_length=64)]
 
@@ -44,13 +39,13 @@ class Request(BaseModel):
 
 
 class Response(BaseModel):
-    """A response body: a client ignores keys it does not know."""
+    """A response body: a client ignores unknown keys."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, use_attribute_docstrings=True)
 
 
 class BeginRequest(Request):
-    """Ask for an episode. 429 with `Retry-After` when the present batch needs none."""
+    """Begin an episode. 429 with `Retry-After` when the present batch needs none."""
 
     task_id: Annotated[str, Field(min_length=1, max_length=256)]
     task_set: Name = ""
@@ -59,27 +54,26 @@ class BeginRequest(Request):
     mode: Mode = "train"
     client_id: Annotated[str, Field(min_length=1, max_length=128)] = "anonymous"
     instance_id: Annotated[str, Field(max_length=128)] = ""
-    """The process of the client that asks. A new one takes the client's places over from the one before: the live
-    episodes that this left behind are aborted. An old one is refused from then on: 409 `client_replaced`. Empty: no
-    process is taken over.
+    """The process of the client. The first request of a new process aborts the live episodes of the process before it,
+    which is refused from then on: 409 `client_replaced`. If empty, no process is replaced.
     """
     join_only: bool = False
-    """Join an open group, never open one: for spare episodes. 409 `group_closed` when there is none with room."""
+    """Join an open group, never open one: for spare episodes. 409 `group_closed` if no open group has room."""
     unless_full: bool = False
-    """For a client with tasks of other sets to begin instead: while this one has its share of the batch, 409
-    `task_set_full` at once."""
+    """409 `task_set_full` at once while the task set has its share of the batch, so that the client can begin a task of
+    another set."""
     wait: float = Field(0.0, ge=0, le=60, allow_inf_nan=False)
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
     code_version: Annotated[str, Field(max_length=128)] = ""
-    """Which version of the agent's code plays it; groups never mix versions, unless `job.mix_code_versions`."""
+    """Version of the agent's code. Groups never mix versions, unless `job.mix_code_versions`."""
     at_version: Int64 | None = Field(None, ge=0)
-    """Only in eval mode: the policy version that must answer it, however long it takes. 409 `version_gone` when the
-    server is at another one.
+    """Only in eval mode: the policy version of all calls of the episode. 409 `version_gone` when the server is at
+    another one.
     """
     temperature: Temperature | None = None
-    """Only in eval mode: of every call of the episode, whatever the call asks for; 0 is greedy."""
+    """Only in eval mode: the temperature of every call of the episode; overrides the calls' own. 0 is greedy."""
     team: Name = ""
-    """Common to the episodes on several servers that begin and end as one; also the name to look it up by."""
+    """Name shared by the episodes on several servers that begin and end as one."""
 
     @model_validator(mode="after")
     def _only_evaluation_is_pinned(self) -> Self:
@@ -122,7 +116,7 @@ class EmptyRequest(Request):
 
 
 class ExportRequest(Request):
-    """Have the present policy written on the server's disk."""
+    """Write the present policy to the server's disk."""
 
     adapter: bool = False
     """The adapter alone, as a PEFT folder, instead of the whole model."""
@@ -142,7 +136,7 @@ class EpisodeView(Response):
     """Version at the beginning."""
     num_calls: int = 0
     reward: float | None = None
-    """Of a prepared episode: the one it promised."""
+    """Also the promised reward of a prepared episode."""
     by_role: dict[str, float] = {}
     metrics: dict[str, float] = {}
     reason: str = ""
@@ -168,10 +162,10 @@ class CallView(Response):
     parent: str | None
     kept: int
     fork: Fork
-    """Why it began a timeline of its own."""
+    """Why it began a new timeline."""
     retry_of: str | None
     orphan: str
-    """Why it is not trained: `retry`, `undelivered`, `side` (a rule of `job.side_calls`); empty when it is."""
+    """Why it is not trained: `retry`, `undelivered`, `side` (a rule of `job.side_calls`); empty if it is trained."""
     after: str | None
     """The call whose response `messages` follow; they are the whole conversation when it is null."""
     messages: list[dict[str, Any]]
@@ -203,9 +197,11 @@ class EpisodeList(Response):
 
 
 class Event(Response):
-    """One line of `GET /swarm/v1/events` (SSE, `event:` is `kind`, `id:` is `seq`). Kinds: `step`, `state`,
-    `checkpoint`, `episode`, `group`, `batch` (one that was set aside), `code_version` (one came into use), `task_set`
-    (one joined or left), `evaluation` (an `EvaluationRequest`), `rollback`.
+    """One line of `GET /swarm/v1/events` (SSE, `event:` is `kind`, `id:` is `seq`).
+
+    Kinds: `step`, `state`, `checkpoint`, `episode`, `group`, `batch` (given up because workers crash on it),
+    `code_version` (first used), `task_set` (joined, left or stalled), `evaluation` (an `EvaluationRequest`),
+    `rollback`.
     """
 
     seq: int
@@ -247,11 +243,11 @@ class CheckpointInfo(Response):
     tags: list[str] = []
     """Its names; a checkpoint that has one is never rotated away."""
     score: float | None = None
-    """Of the newest recorded evaluation of this version."""
+    """Score of the newest recorded evaluation of this version."""
 
 
 class TagRequest(Request):
-    """Which checkpoint a name is for."""
+    """The checkpoint that a tag names."""
 
     policy_version: Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -264,53 +260,53 @@ class JobBody(Request):
 
 
 class LeaseRequest(Request):
-    """Have the server for oneself."""
+    """Reserve the server for one client."""
 
     holder: Annotated[str, Field(min_length=1, max_length=256)]
-    """Shown to whoever is refused meanwhile."""
+    """Name shown to clients that are refused during the lease."""
     seconds: float = Field(60.0, gt=0, le=86400, allow_inf_nan=False)
-    """From now on, unless it is renewed."""
+    """Duration of the lease, from now on."""
     epoch: int | None = Field(None, ge=0, le=2**53)
-    """Of the lease to be renewed; null takes a new one."""
+    """Epoch of the lease to renew; null takes a new lease."""
 
 
 class LeaseView(Response):
-    """The lease as it is."""
+    """The present lease of the server."""
 
     holder: str
-    """Empty when nobody has it."""
+    """Empty without a lease."""
     epoch: int
-    """Of the present or the last lease; 0 before the first."""
+    """Epoch of the present or the last lease; 0 before the first."""
     seconds_left: float
     run: str
-    """What the server serves: a run of the holder's; empty: its own."""
+    """The run that the server serves for the holder; empty for the server's default run."""
 
 
 class RunRequest(Request):
-    """A run to be served under a lease, by whatever name, with the job settings it is trained under."""
+    """A run to serve under a lease: its name, and its job settings."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     job: dict[str, Any] = {}
 
 
 class CodeVersionStatus(Response):
-    """What became of the training episodes of one `code_version`, since the data dir was made."""
+    """Outcomes of the training episodes of one `code_version`, since the data dir was made."""
 
     episodes: int
     finished: int
     aborted: int
-    """Those that expired or were not needed included."""
+    """Includes expired episodes and those that were not needed."""
     reward_mean: float | None
-    """Over the finished ones; null before the first."""
+    """Mean over finished episodes; null before the first."""
 
 
 class TaskSetStatus(Response):
     """A task set's part in the training."""
 
     weight: float | None
-    """As `job.task_weights` has it; null where it has none."""
+    """Its weight in `job.task_weights`; null if it has none."""
     share: float
-    """Of the groups of the newest 50 batches: what came of the weight."""
+    """Share of the groups of the newest 50 batches."""
     groups_open: int
     groups_complete: int
     reward_mean: float | None
@@ -347,10 +343,10 @@ class StatusResponse(Response):
     """AgentJet's own version."""
     state: EngineState
     waiting_for: str
-    """In words: what training waits for."""
+    """A phrase for the thing that training waits for."""
     model: str
     model_weights: str = ""
-    """Fingerprint of the weights that every run begins with; empty until they are loaded."""
+    """Fingerprint of the weights that every run starts with; empty until they are loaded."""
     policy_version: int
     branched_from: str = ""
     """`DATA_DIR@VERSION` of the run that this one began at; empty unless it is a branch."""
@@ -378,13 +374,13 @@ class StatusResponse(Response):
     workers_started: int = 0
     """Since the server began."""
     workers_hung: int = 0
-    """Of these, killed because they showed no sign of work for `server.worker_timeout` seconds."""
+    """Workers that were killed because they did no work for `server.worker_timeout` seconds."""
     unusable_checkpoints: list[str] = []
-    """Folders of checkpoints that were damaged or not of this run, and so set aside."""
+    """Renamed folders of checkpoints that are damaged or belong to another run."""
     zero_variance: ZeroVariance | None = None
     """The report if the newest 3 or more batches could teach nothing, else null."""
     last_event: int = 0
-    """Number of the newest event: where to begin reading `events` to miss none from here on."""
+    """Number of the newest event. Read `events` after it to miss none."""
     uptime: float
 
 
@@ -404,7 +400,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
 def check_tag(name: str) -> None:
-    """Raises `InvalidRequest` for what is no name of a checkpoint."""
+    """Raises `InvalidRequest` for an invalid tag."""
     if not NAME.fullmatch(name):
         raise InvalidRequest(
             f"The tag {name!r} is not a name: give a letter, then up to 63 letters, digits, dots, dashes or "
@@ -416,11 +412,11 @@ def check_tag(name: str) -> None:
 
 
 REPORTED_BATCHES = 3
-"""So many batches in a row without variance are reported. One or two happen by chance."""
+"""Number of batches in a row without variance that is reported. One or two happen by chance."""
 
 
 def batches_without_variance(steps: Sequence[Mapping[str, float]]) -> int:
-    """The number of newest batches in a row in which no group had any variance; `steps` are their metrics in order."""
+    """Number of newest batches in a row in which no group had any variance. `steps` are their metrics in order."""
     count = 0
     for metrics in reversed(steps):
         if metrics.get("groups/zero_variance") != 1.0:
@@ -430,7 +426,9 @@ def batches_without_variance(steps: Sequence[Mapping[str, float]]) -> int:
 
 
 def report_lines(found: ZeroVariance) -> list[str]:
-    """The report for people: one group, and what to look at. Texts are escaped, so they cannot steer a terminal."""
+    """Lines about one group, with advice. An advantage compares the episodes of a group, so equal rewards leave the
+    weights unchanged. Texts are escaped, so that they cannot control a terminal.
+    """
     shown = [f"task {found.task_id!r}{f', prompt {found.prompt!r}' if found.prompt else ''}"]
     shown += [f"reward {a.reward:g} x {a.count}{f': {a.answer!r}' if a.answer else ''}" for a in found.answers]
     return [

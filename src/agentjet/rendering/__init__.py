@@ -1,4 +1,4 @@
-"""Messages to tokens and back: chat templates, tokenizers, tool-call and reasoning parsers. Imports no torch."""
+"""Messages to tokens and back: tokenizer, chat template, grammars, and the parser of completions. Imports no torch."""
 
 from agentjet.rendering.chat_template import template_for
 from agentjet.rendering.renderer import Renderer

@@ -1,17 +1,9 @@
-"""Which chat template and tool format a model is used with. Torch-free; the worker asks it when it loads a model.
+"""The chat template of a model: its choice, its sandbox, and its rendering. Control tokens in *user* text stay text.
 
-The sandbox that chat templates run in: the one of `transformers.apply_chat_template`, same filters, same globals.
-
-Templates look into messages and at their loop's variables thousands of times a call, and Jinja's sandbox asks each time
-whether that is safe, along a way that raises and catches exceptions. Plain dicts of ours and loops are known to be, so
-they have a short way, with the same result.
-
-A model's chat template, run so that control tokens in *user* text stay text.
-
-The template is Jinja source from a model's folder, compiled in the sandbox `transformers` uses, with the same filters
-and globals. Before rendering, every string that came from a client is guarded: a private-use character that occurs
-nowhere else is put into each control-token literal, and at ends that could complete one. What the template then writes
-whole is a control token; the guard is taken out of the rest.
+The template is Jinja source from the folder of the model. It runs in a sandbox with the filters and globals of
+`transformers.apply_chat_template`. Before rendering, every string from a client is guarded: a private-use character
+that occurs nowhere else is inserted into each control-token literal, and at ends that could complete one. A literal
+that is whole after rendering is a control token; the guard is removed from the rest.
 """
 
 from __future__ import annotations
@@ -39,10 +31,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def template_for(model_name: str, own_template: str) -> tuple[str, str]:
-    """The chat template (Jinja source) and the tool format of a model, from the template in its folder.
+    """Returns the chat template (Jinja source) and the tool format of a model. `own_template` is that of its folder.
 
-    SmolLM2's own template ignores tools; ours writes the same and knows them. Every other model keeps its own.
-    Raises `ConfigError` for a model without a template.
+    SmolLM2 gets a template of this package, because its own ignores tools; the rest is identical. Raises `ConfigError`
+    for a model without a template.
     """
     if _is_smollm2(model_name, own_template):
         return (TEMPLATES / "smollm2.jinja").read_text(encoding="utf-8"), "hermes"
@@ -60,7 +52,7 @@ def _is_smollm2(model_name: str, own_template: str) -> bool:
 
 
 def _tool_format(template: str) -> str:
-    """How a template writes tool calls; empty when it takes no tools or writes them in a way we do not know."""
+    """Returns the tool format of a template (see `parser`), or "" if it has no tools or an unknown format."""
     if "tools" not in template:
         return ""
     if "<tool_call>" in template and "<function=" not in template:
@@ -70,31 +62,33 @@ def _tool_format(template: str) -> str:
     return "llama3" if '"parameters": ' in template else ""
 
 
-_OF_DICTS = frozenset(dir(dict))
-"""Names that a dict has as attributes: which of key and method is meant, and whether it may be called, is Jinja's to
-decide.
-"""
-_OF_LOOPS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem", "nextitem"})
+_DICT_NAMES = frozenset(dir(dict))
+"""Attributes of a dict. For these names, Jinja decides between key and method, and if the method may be called."""
+_LOOP_NAMES = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem", "nextitem"})
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Build with `sandbox()`."""
+    """Jinja's sandbox with a fast path for plain dicts and loop variables. Build with `make_sandbox`.
+
+    Templates read these thousands of times in a call. Jinja's safety check of each access raises and catches
+    exceptions; for plain dicts and loops its result is known.
+    """
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if type(obj) is dict and type(argument) is str and argument not in _OF_DICTS:
+        if type(obj) is dict and type(argument) is str and argument not in _DICT_NAMES:
             return obj[argument] if argument in obj else self.undefined(obj=obj, name=argument)
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _OF_DICTS:
+        if type(obj) is dict and attribute not in _DICT_NAMES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+        if type(obj) is LoopContext and attribute in _LOOP_NAMES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
 
-def sandbox() -> Sandbox:
-    """A sandbox as `transformers.apply_chat_template` has it."""
+def make_sandbox() -> Sandbox:
+    """Returns a sandbox with the filters and globals of `transformers.apply_chat_template`."""
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
@@ -103,7 +97,7 @@ def sandbox() -> Sandbox:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said, for training on transcripts; here it is transparent."""
+    """Ignores the tag `{% generation %}`, which marks assistant text for training on transcripts."""
 
     tags = {"generation"}  # noqa: RUF012  the base class declares it so
 
@@ -129,13 +123,15 @@ _TEMPLATE_FAULTS = (
 
 
 OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
-"""Variables of a template that nobody else sets."""
+"""Template variables that only this module sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodySlot:
-    """The place of assistant message `index`'s body. `in_call` says it stands for the name of its first tool call only:
-    the body reaches back to where the turn began, and on to the control token that ends it.
+    """The place of the body of assistant message `index`.
+
+    If `in_call` is true, the slot replaces only the name of the first tool call. The body then reaches from the start
+    of the turn to the control token that ends it.
     """
 
     index: int
@@ -144,8 +140,9 @@ class BodySlot:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered conversation: plain `texts`, and between each two of them what `marks` it: a control token that the
-    template wrote, by its literal, or a slot.
+    """A rendered conversation: n + 1 plain `texts`, separated by n `marks`.
+
+    A mark is the literal of a control token that the template wrote, or a slot.
     """
 
     texts: list[str]
@@ -153,21 +150,21 @@ class Rendered:
 
 
 class ChatTemplate:
-    """Turns a conversation into text, control tokens and slots."""
+    """Renders conversations to text, control tokens and slots."""
 
     def __init__(self, source: str, *, control: Collection[str], bos_token: str = "", eos_token: str = "") -> None:
-        """`control` holds the literals of the control tokens. Raises `ConfigError` when the source is no template."""
-        environment = sandbox()
+        """`control` contains the literals of the control tokens. Raises `ConfigError` if the source is invalid."""
+        environment = make_sandbox()
         try:
             self._template = environment.from_string(source)
             variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
-        self._knows_tools = "tools" in variables
-        self._knows_tool_calls = "tool_calls" in source
-        self._knows_developer = "developer" in source
+        self._supports_tools = "tools" in variables
+        self._supports_tool_calls = "tool_calls" in source
+        self._supports_developer = "developer" in source
         self._splits_reasoning = re.search(r"""['"]</think>['"]\s+in\b""", source) is not None
-        """The template looks for `</think>` in the content of assistant messages; guarded, it would not find it."""
+        """True if the template searches for `</think>` in assistant messages. It would not find the guarded literal."""
         self._short_ids = re.search(r"length\s*!=\s*9\b", source) is not None
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._literals = _Literals(control)
@@ -181,11 +178,13 @@ class ChatTemplate:
         generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The rendered conversation; the bodies of the assistant messages in `slots` are left open, tool calls and all.
+        """Returns the rendered conversation.
 
-        `variables` are further ones for the template, none of `OWN_VARIABLES`. Messages in `call_slots` stay messages
-        with tool calls, which is what some templates insist on: only the first call's name is open.
-        Raises `InvalidRequest` when the template refuses the conversation, or ignores the tools it brings.
+        The assistant messages in `slots` become slots, including their tool calls. In the messages in
+        `call_slots`, only the name of the first tool call becomes a slot: some templates need the rest. `variables`
+        are additional template variables, none of `OWN_VARIABLES`.
+
+        Raises `InvalidRequest` if the template refuses the conversation or ignores its tools.
         """
         self._refuse_unknown(conversation, slots)
         guard, slot_mark = _unused_characters(conversation)
@@ -218,12 +217,12 @@ class ChatTemplate:
         slot_of = {f"{slot_mark}{i}{slot_mark}": BodySlot(i, i in call_slots) for i in (*slots, *call_slots)}
         marks = [slot_of.get(mark, mark) for mark in pieces[1::2]]
         if any(slot_mark in text for text in texts):
-            raise InvalidRequest("the model's chat template rewrites what fills a slot", code="template_error")
+            raise InvalidRequest("the model's chat template changes the text of a slot", code="template_error")
         return Rendered([text.replace(guard, "") for text in texts] if guard in output else texts, marks)
 
     def _plain(self, message: Message, guarded: _Guard) -> dict[str, Any]:
-        """A message as templates expect it: absent things are absent, arguments are values where they are JSON."""
-        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        """Returns a message as templates expect it: without empty fields, and with JSON arguments as values."""
+        role = "system" if message.role == "developer" and not self._supports_developer else message.role
         if self._splits_reasoning and role == "assistant" and not message.reasoning and "</think>" in message.content:
             reasoning, _, _ = message.content.partition("</think>")
             content = message.content.rpartition("</think>")[2].lstrip("\n")
@@ -247,18 +246,18 @@ class ChatTemplate:
         return plain
 
     def _call_id(self, id_: str) -> str:
-        """Mistral's templates refuse ids that are not nine letters or digits; nobody else's are, so they get such."""
+        """Returns a valid id for Mistral's templates, which refuse ids other than nine letters or digits."""
         if not self._short_ids or (len(id_) == 9 and id_.isalnum()):
             return id_
         return hashlib.blake2b(id_.encode(errors="surrogatepass")).hexdigest()[:9]
 
     def _refuse_unknown(self, conversation: Conversation, slots: Collection[int]) -> None:
         if not conversation.messages:
-            raise InvalidRequest("messages is empty: there is nothing to answer", param="messages")
-        if conversation.tools and not self._knows_tools:
+            raise InvalidRequest("messages is empty", param="messages")
+        if conversation.tools and not self._supports_tools:
             raise InvalidRequest("this model's chat template ignores tools", code="tools_not_supported", param="tools")
-        unseen = (message for i, message in enumerate(conversation.messages) if i not in slots)
-        if not self._knows_tool_calls and any(message.tool_calls for message in unseen):
+        rendered = (message for i, message in enumerate(conversation.messages) if i not in slots)
+        if not self._supports_tool_calls and any(message.tool_calls for message in rendered):
             raise InvalidRequest(
                 "this model's chat template ignores tool_calls of earlier messages",
                 code="tools_not_supported",
@@ -267,12 +266,12 @@ class ChatTemplate:
 
 
 class _Literals:
-    """The control-token literals, prepared for searching. Longer ones come first, so that none hides inside another."""
+    """The control-token literals, prepared for searches. Longer literals come first and take precedence."""
 
     def __init__(self, literals: Collection[str]) -> None:
         ordered = sorted(literals, key=lambda literal: (-len(literal), literal))
         self.pattern = "|".join(map(re.escape, ordered)) or r"(?!)"
-        # A look-ahead finds overlapping literals too; grouping by first character keeps the scan of plain text fast.
+        # The look-ahead finds overlapping literals. Grouping by the first character makes the scan of plain text fast.
         firsts = {literal[0]: [other[1:] for other in ordered if other[0] == literal[0]] for literal in ordered}
         self.first_of_literal = re.compile(
             "|".join(f"{re.escape(c)}(?={'|'.join(map(re.escape, rests))})" for c, rests in firsts.items()) or r"(?!)"
@@ -288,7 +287,7 @@ class _Literals:
         return text.endswith(self._heads_by_end.get(text[-1:], ()))
 
     def may_end_at_start_of(self, text: str) -> bool:
-        """True too when `text` lies within a literal. Bare words (a JSON schema's "object") must compare equal."""
+        """True also if `text` is inside a literal. Words such as "object" in a JSON schema must stay unchanged."""
         if text.isalnum():
             return False
         if text.startswith(self._tails_by_start.get(text[:1], ())):
@@ -297,7 +296,7 @@ class _Literals:
 
 
 class _Guard:
-    """Copies values, guarding every string in them."""
+    """Copies values and guards every string in them."""
 
     def __init__(self, literals: _Literals, guard: str) -> None:
         self._literals = literals
@@ -323,7 +322,7 @@ class _Guard:
 
 
 def _json_object(call: ToolCall) -> Any:
-    """Arguments as a value when they are a JSON object, else as the text they are."""
+    """Returns the arguments as a value if they are a JSON object, else as text."""
     try:
         value = call.value()
     except ValueError:
@@ -332,7 +331,7 @@ def _json_object(call: ToolCall) -> Any:
 
 
 def _unused_characters(conversation: Conversation) -> tuple[str, str]:
-    """Two private-use characters that occur nowhere in the conversation."""
+    """Returns two private-use characters that do not occur in the conversation."""
     text = "".join(filterfalse(str.isascii, chain.from_iterable(map(_texts_of, conversation.messages))))
     text += "".join(_strings(conversation.tools))
     free = (chr(code) for code in _PRIVATE_USE if chr(code) not in text)
@@ -348,7 +347,7 @@ def _texts_of(message: Message) -> Sequence[str]:
         return texts
     calls = [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
     escaped = (call for call in message.tool_calls if "\\" in call.arguments)
-    # Escapes in JSON arguments become characters.
+    # JSON escapes in arguments become characters.
     return [*texts, *calls, *(text for call in escaped for text in _strings(_json_object(call)))]
 
 

@@ -1,15 +1,15 @@
-"""`TextCache`: what was made of texts, as long as the texts together are not too long.
+"""Grammars of constrained completions: JSON and tool calls. `parser` is the counterpart that parses completions.
 
-A count of entries would not bound memory: clients choose how long their schemas are.
+A grammar is Lark text in `llguidance`'s dialect: `%json` is a JSON schema, `<[7]>` the token with that id, and a
+`[lazy]` rule ends at its first match. It covers a completion without its end token: reasoning, if the template has it,
+and then one of
 
-What an answer may look like, as a grammar: the counterpart of `parsing`, which takes such answers apart.
+* JSON;
+* tool calls in the model's format;
+* free text in which only tool calls are constrained.
 
-Grammars are Lark text in `llguidance`'s dialect: `%json` is a JSON schema, `<[7]>` the token with that id, and a
-`[lazy]` rule ends at its first match. They hold a whole completion but for its end token: the reasoning of templates
-that know one, then JSON, or tool calls in the model's own format, or free text in which only tool calls are bound.
-
-JSON comes with its keys in the schema's order and no white space but a space, or a line break with indentation: a
-model that has lost its way cannot fill an answer with blanks.
+JSON has its keys in the order of the schema. White space is one space, or one line break with indentation: a model
+cannot fill a completion with it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Made = TypeVar("Made")
 
 
 class TextCache(Generic[Made]):
-    """Calls `make` once for each text while the text is in use; the one not used for longest goes first.
+    """An LRU cache from texts to the results of `make`, bounded by the total length of the texts.
 
-    Threads may share it; two that miss the same text at the same time both make it.
+    A limit on the number of entries alone would not bound memory, because clients choose the length of their schemas.
+    Thread-safe. Two threads that miss the same text at the same time both call `make`.
     """
 
     def __init__(self, make: Callable[[str], Made], *, most: int, characters: int) -> None:
-        """Keeps at most `most` texts with so many characters in all."""
         self._make = make
-        self._most = most
-        self._room = characters
+        self._max_entries = most
+        self._free_characters = characters
         self._made: OrderedDict[str, Made] = OrderedDict()
         self._lock = Lock()
 
@@ -53,43 +53,43 @@ class TextCache(Generic[Made]):
         with self._lock:
             if text not in self._made:
                 self._made[text] = made
-                self._room -= len(text)
-            while self._made and (self._room < 0 or len(self._made) > self._most):
+                self._free_characters -= len(text)
+            while self._made and (self._free_characters < 0 or len(self._made) > self._max_entries):
                 oldest, _ = self._made.popitem(last=False)
-                self._room += len(oldest)
+                self._free_characters += len(oldest)
         return made
 
 
 WHITE_SPACE = r"(\n( {0,32}|\t{0,8})| )?"
-LONGEST_SCHEMA = 128 * 2**10
-"""Characters of one JSON schema. OpenAI allows 120,000 in all names and values."""
-LONGEST_GRAMMAR = 4 * LONGEST_SCHEMA
-"""Of all schemas of a request with what is around them."""
+MAX_SCHEMA = 128 * 2**10
+"""Maximum number of characters in a JSON schema. OpenAI allows 120,000 in all names and values together."""
+MAX_GRAMMAR = 4 * MAX_SCHEMA
+"""Maximum number of characters in a grammar with all its schemas."""
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """How a tool format (see `parsing`) writes calls."""
+class ToolFormat:
+    """The syntax of tool calls in a tool format (see `parser`)."""
 
     opening: str
-    """What announces calls; empty where a call is the whole answer."""
+    """Text before a call, or before the list of calls. Empty if a call is the whole completion."""
     closing: str
     arguments: str
-    """The key of the arguments."""
+    """Key of the arguments in the JSON of a call."""
     listed: bool
-    """Whether several calls are one JSON list."""
+    """True if all calls form one JSON list."""
 
 
 FORMATS = {
-    "hermes": Format("<tool_call>", "</tool_call>", "arguments", listed=False),
-    "mistral": Format("[TOOL_CALLS]", "", "arguments", listed=True),
-    "llama3": Format("", "", "parameters", listed=False),
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments", listed=False),
+    "mistral": ToolFormat("[TOOL_CALLS]", "", "arguments", listed=True),
+    "llama3": ToolFormat("", "", "parameters", listed=False),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
-    """What a grammar must know of a model. `control` gives the id of a literal that is one of its control tokens."""
+class OutputStyle:
+    """Properties of a model that its grammars depend on. `control` returns the id of a control token, else None."""
 
     tool_format: str
     reasons: bool
@@ -97,10 +97,10 @@ class Style:
     control: Callable[[str], int | None]
 
 
-def write_grammar(constraint: Constraint, tools: Sequence[Mapping[str, Any]], style: Style) -> str:
-    """The grammar of an answer to a conversation that offers `tools`; empty when it may be anything.
+def write_grammar(constraint: Constraint, tools: Sequence[Mapping[str, Any]], style: OutputStyle) -> str:
+    """Returns the grammar of a completion in a conversation with `tools`, or "" without constraints.
 
-    Raises `InvalidRequest`, naming the parameter, for a schema that cannot be followed.
+    Raises `InvalidRequest` with the parameter if a schema is not supported.
     """
     if constraint == ANY_ANSWER:
         return ""
@@ -122,7 +122,7 @@ def write_grammar(constraint: Constraint, tools: Sequence[Mapping[str, Any]], st
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function of the conversation, with the schema that its arguments follow."""
+    """A function of the conversation, with the schema of its arguments."""
 
     index: int
     name: str
@@ -130,8 +130,10 @@ class _Function:
 
     @classmethod
     def of(cls, index: int, function: Mapping[str, Any], constraint: Constraint) -> _Function:
-        """Strict functions bind their calls to their whole schema, others a forced call as far as it can be followed,
-        and any other call to be a JSON object.
+        """Chooses the schema of the arguments.
+
+        A strict function has its whole schema. Another function has its schema without unsupported keywords if a call
+        is required, else any JSON object.
         """
         name, strict = function["name"], function["name"] in constraint.strict
         schema: dict[str, Any] = {"type": "object"}
@@ -144,18 +146,18 @@ class _Function:
 
 
 class _Grammar:
-    """Rules as they are needed, by name."""
+    """The rules of a grammar by name, in the order in which they are needed."""
 
-    def __init__(self, style: Style) -> None:
+    def __init__(self, style: OutputStyle) -> None:
         self._style = style
         self._rules: dict[str, str] = {}
 
     @property
-    def _format(self) -> Format:
+    def _format(self) -> ToolFormat:
         return FORMATS[self._style.tool_format]
 
     def written(self, body: str) -> str:
-        """The whole, with a place for reasoning before `body`."""
+        """Returns the grammar text: optional reasoning, then `body`."""
         start = "body"
         if self._style.reasons:
             closed = f"{self._up_to('</think>', 'thought')} BREAKS?"
@@ -163,22 +165,22 @@ class _Grammar:
             self._rules["BREAKS"] = r"/\n{1,2}/"
         rules = {"start": start, "body": body, **self._rules, "TEXT": r"/(.|\n)+/"}
         written = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
-        if len(written) > LONGEST_GRAMMAR:
+        if len(written) > MAX_GRAMMAR:
             raise InvalidRequest(
-                f"tools: the schemas that bind the answer are {len(written)} characters long; together they may be "
-                f"{LONGEST_GRAMMAR}: offer fewer strict tools.",
+                f"tools: the schemas have {len(written)} characters in all, above the limit of {MAX_GRAMMAR}: use "
+                "fewer strict tools.",
                 code="unsupported_schema",
                 param="tools",
             )
         return written
 
     def json(self, name: str, schema: str) -> str:
-        """A rule for JSON."""
+        """Adds a rule for JSON and returns its name."""
         self._rules[name] = f"%json {schema}"
         return name
 
     def calls(self, functions: Sequence[_Function], parallel: bool) -> str:
-        """Tool calls and nothing else."""
+        """Returns an expression for tool calls without other text."""
         block = self._block(functions, parallel)
         if not self._format.opening:
             return block
@@ -186,7 +188,7 @@ class _Grammar:
         return call if self._format.listed or not parallel else f'{call} ("\\n" {call})*'
 
     def text_with_calls(self, functions: Sequence[_Function], parallel: bool) -> str:
-        """Free text in which nothing but such calls follows what announces a call."""
+        """Returns an expression for free text in which every call is well-formed."""
         block = self._block(functions, parallel)
         if not self._format.opening:
             self._rules["PROSE"] = r"/\s*[^\s{\[](.|\n)*/"
@@ -195,7 +197,7 @@ class _Grammar:
         return f"(TEXT | {call})?" if self._format.listed or not parallel else f"({call})* TEXT?"
 
     def _block(self, functions: Sequence[_Function], parallel: bool) -> str:
-        """What follows the announcement."""
+        """Returns an expression for the text after the opening."""
         for function in functions:
             head = json.dumps({"name": function.name}, ensure_ascii=False)[:-1] + f', "{self._format.arguments}": '
             arguments = self.json(f"arguments_{function.index}", function.schema)
@@ -213,7 +215,7 @@ class _Grammar:
         return _quoted(literal) if id is None else f"<[{id}]>"
 
     def _up_to(self, literal: str, name: str) -> str:
-        """Any text, then the first `literal`."""
+        """Returns an expression for any text up to and including the first `literal`."""
         id = self._style.control(literal)
         if id is not None:
             return f"TEXT? <[{id}]>"
@@ -227,26 +229,26 @@ def _quoted(text: str) -> str:
 
 
 def _checked(schema: Mapping[str, Any], param: str, what: str, *, lenient: bool = False) -> str:
-    """A schema as a grammar takes it; `lenient` leaves out the keywords that are not known."""
+    """Returns a schema for use in a grammar; with `lenient`, without unsupported keywords. Raises `InvalidRequest`."""
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
-    if len(text) > LONGEST_SCHEMA:
+    if len(text) > MAX_SCHEMA:
         raise InvalidRequest(
-            f"{what}: this JSON schema is {len(text)} characters long; it may be {LONGEST_SCHEMA}: simplify it.",
+            f"{what}: this JSON schema has {len(text)} characters, above the limit of {MAX_SCHEMA}: simplify it.",
             code="unsupported_schema",
             param=param,
         )
     if error := _error(text):
         raise InvalidRequest(
-            f"{what}: this JSON schema cannot be followed: {error}.", code="unsupported_schema", param=param
+            f"{what}: this JSON schema is not supported: {error}.", code="unsupported_schema", param=param
         )
     return text
 
 
 def _find_error(schema: str) -> str:
-    """Why a schema makes no grammar; empty when it makes one."""
+    """Returns why a schema is not supported, or ""."""
     message: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
     return " ".join(message.partition("<state>")[0].split()).rstrip(".")
 
 
-_error = TextCache(_find_error, most=256, characters=8 * LONGEST_SCHEMA)
+_error = TextCache(_find_error, most=256, characters=8 * MAX_SCHEMA)

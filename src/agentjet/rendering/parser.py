@@ -1,6 +1,6 @@
-"""What a model said, taken apart: reasoning, content, tool calls. Whatever is malformed stays content.
+"""Parses a completion into reasoning, content and tool calls. Malformed text stays content.
 
-A tool format is named by its first users: `hermes` is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+A tool format has the name of its first users: `hermes` is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
 (Qwen, SmolLM2 with our template), `mistral` is `[TOOL_CALLS][{...}, ...]`, `llama3` is a bare
 `{"name": ..., "parameters": {...}}`.
 """
@@ -18,14 +18,14 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _JSON = json.JSONDecoder()
 
 Found = tuple[str, str]
-"""A tool call's name, and its arguments as JSON text."""
+"""Name and arguments (JSON text) of a tool call."""
 
 
 def parse_completion(text: str, *, reasons: bool, in_reasoning: bool, tool_format: str, id_prefix: str) -> Message:
-    """The assistant message that `text` is.
+    """Returns the assistant message of a completion.
 
-    `reasons` looks for a leading `<think>` block, which `in_reasoning` says the prompt has opened already. An empty
-    `tool_format` looks for no tool calls. Tool calls are numbered: `<id_prefix>_0`, `<id_prefix>_1`, ...
+    With `reasons`, a leading `<think>` block is parsed; with `in_reasoning`, the prompt has already opened it. With an
+    empty `tool_format`, tool calls are not parsed. The ids of tool calls are `<id_prefix>_0`, `<id_prefix>_1`, ...
     """
     reasoning = ""
     if reasons:
@@ -36,7 +36,7 @@ def parse_completion(text: str, *, reasons: bool, in_reasoning: bool, tool_forma
 
 
 def _split_reasoning(text: str, in_reasoning: bool) -> tuple[str, str]:
-    """Reasoning and the rest; reasoning that was cut off leaves no rest."""
+    """Returns the reasoning and the text after it. Truncated reasoning has no text after it."""
     opened = text.lstrip()
     if opened.startswith("<think>"):
         opened = opened.removeprefix("<think>")
@@ -70,7 +70,7 @@ def _parse_llama3(text: str) -> tuple[str, list[Found]]:
 
 
 def _calls(block: str, key: str) -> list[Found]:
-    """The calls of a JSON object, or of a list of them; none when anything about it is wrong."""
+    """Returns the calls of a JSON object or of a list of objects; none if one of them is malformed."""
     try:
         value = json.loads(block)
         calls = [_call(item, key, "") for item in value] if isinstance(value, list) else [_call(value, key, block)]
@@ -98,7 +98,7 @@ def _is_object(text: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """False for half a surrogate pair, which JSON's escapes can write and no answer can carry."""
+    """False if `text` has an unpaired surrogate, which JSON escapes can contain and a response cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -107,7 +107,7 @@ def _is_text(text: str) -> bool:
 
 
 def _as_written(source: str, key: str, arguments: dict[str, Any]) -> str:
-    """The arguments' own text in `source`, or plain JSON where it cannot be told."""
+    """Returns the text of the arguments in `source`. If it cannot be found, returns them as new JSON."""
     for at in re.finditer(rf'"{key}"\s*:\s*', source):
         try:
             value, end = _JSON.raw_decode(source, at.end())
@@ -126,4 +126,4 @@ _PARSERS: dict[str, Callable[[str], tuple[str, list[Found]]]] = {
 
 TOOL_FORMATS = tuple(_PARSERS)
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""Literals that parsers look for, which some vocabularies hide among their special tokens."""
+"""Literals that the parsers search for. Some vocabularies have them as special tokens, which are normally hidden."""

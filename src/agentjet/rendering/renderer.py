@@ -1,16 +1,18 @@
-"""Messages to tokens and back, for one model.
+"""Converts the messages of one model to tokens and back.
 
-`render` is cheap and done for every call in full; `tokenize` is dear and done for the new suffix only (see
-`timeline.ConversationTree.match`). Two rules keep both exact:
+`render` is cheap and runs on the whole conversation of every call. `tokenize` is expensive and runs on the new suffix
+only (see `timeline.ConversationTree.match`). Two rules keep tokens exact:
 
-* `tokenize` then `encode_tokens` gives back the bytes that were tokenised;
+* `encode_tokens` of `tokenize` returns the same bytes;
 * text from clients never becomes a control token.
 
-How history is fed. `render(conversation, sampled={i: encoded bytes of a completion})` writes assistant message i as it
-was sampled, right behind the generation prompt, so that other JSON spacing, a half character or a space that the
-template puts around answers never forks the tree. With `history = "template"` the gateway does so for recognised turns
-whose reasoning the template keeps, or that have none, and lets the template write (and strip) the others; with
-`history = "as_sampled"` it does so for every recognised turn. It puts `generation_tail` in front of each.
+History. `render(conversation, sampled={i: encoded text of a completion})` writes assistant message i as it was sampled,
+directly after the generation prompt. Differences such as JSON spacing, half a character or a space that the template
+adds then do not fork the tree. Before each completion, the gateway adds `generation_tail`.
+
+* With `history = "as_sampled"`, the gateway does this for every recognised turn.
+* With `history = "template"`, it does this for recognised turns without reasoning, or whose reasoning the template
+  keeps. The template writes the other turns, and can remove their reasoning.
 """
 
 from __future__ import annotations
@@ -21,66 +23,69 @@ from typing import Any
 
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.rendering.chat_template import OWN_VARIABLES, BodySlot, ChatTemplate, Rendered
-from agentjet.rendering.grammar import Style, write_grammar
+from agentjet.rendering.grammar import OutputStyle, write_grammar
 from agentjet.rendering.parser import MARKERS, TOOL_FORMATS, parse_completion
 from agentjet.rendering.vocabulary import TextStream, Vocabulary, escape
 from agentjet.types import Constraint, Conversation, Message, ModelInfo, ToolCall
 
 _MARK = "\U000f1fff"
-"""Stands around what is looked for in a rendered conversation; private use, so nobody writes it."""
+"""Marks text to find in a rendered conversation. A private-use character, so it does not occur otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """What a call sampled, and the end token (or nothing) that it was sampled with; templates write their own."""
+    """A completion without its end token, and the end token or b"". Templates write the end token themselves."""
 
     encoded: bytes
     end: bytes
 
 
 class Renderer:
-    """Everything that depends on a model's tokenizer and chat template. Build once; keeps no state of conversations."""
+    """The tokenizer and the chat template of a model. Stateless: build it once for all conversations."""
 
-    def __init__(self, card: ModelInfo) -> None:
-        """Raises `ConfigError` when the tokenizer or the template cannot be used."""
-        if card.tool_format and card.tool_format not in TOOL_FORMATS:
-            raise ConfigError(f"tool_format = {card.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
-        self._card = card
-        self._vocabulary = Vocabulary(card.tokenizer_path, visible=MARKERS)
+    def __init__(self, model_info: ModelInfo) -> None:
+        """Raises `ConfigError` if the tokenizer or the template cannot be used."""
+        if model_info.tool_format and model_info.tool_format not in TOOL_FORMATS:
+            raise ConfigError(f"tool_format = {model_info.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
+        self._model_info = model_info
+        self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
         self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
         self._strips_left = {literal for literal, token in self._control.items() if token.strips_left}
         self._strips_right = {literal for literal, token in self._control.items() if token.strips_right}
         self._template = ChatTemplate(
-            card.chat_template, control=self._control, bos_token=card.bos_token, eos_token=card.eos_token
+            model_info.chat_template,
+            control=self._control,
+            bos_token=model_info.bos_token,
+            eos_token=model_info.eos_token,
         )
-        self.context_length = card.context_length
-        self.reasons = "</think>" in card.chat_template
-        """The model may think in a block of its own before it answers."""
+        self.context_length = model_info.context_length
+        self.reasons = "</think>" in model_info.chat_template
+        """True if the model can write a reasoning block before its answer."""
         self.generation_tail = self._find_generation_tail()
-        """Encoded text that the generation prompt adds to the head of an assistant turn (an opening `<think>`, say)."""
+        """Encoded text that the generation prompt has after the head of an assistant turn, such as `<think>`."""
         self._answer_head = self._find_head(Message("assistant"), Message("user", "x")) or b""
-        """The reverse: what the template puts before an answer that the generation prompt has not (Mistral's space)."""
+        """Encoded text that the template writes before an answer, unlike the generation prompt: Mistral's space."""
         call = ToolCall("call00000", "x", "{}")
         self._call_head = self._find_head(
             Message("assistant", tool_calls=(call,)), Message("tool", "x", tool_call_id=call.id)
         )
-        """The same before the name of a first tool call; None where that cannot be told."""
+        """The same before the name of the first tool call; None if it is unknown."""
         _, opened, rest = self.generation_tail.rpartition(self._literal("<think>"))
         self._in_reasoning = self.reasons and bool(opened) and self._literal("</think>") not in rest
 
     def render(self, conversation: Conversation, *, sampled: Mapping[int, bytes] | None = None) -> bytes:
-        """The conversation with the generation prompt, as encoded text (see `types.ESCAPE`).
+        """Returns the conversation with the generation prompt as encoded text (see `types.ESCAPE`).
 
-        `sampled[i]` is the whole body of assistant message i as encoded text; an end token at its end is left to the
-        template. A template that cannot do with open slots is given the plain messages.
+        `sampled[i]` is the whole body of assistant message i as encoded text; the template writes the end token. If the
+        template does not accept slots, it renders the messages instead.
 
-        Raises `InvalidRequest`: `template_error` when the template refuses the conversation, `tools_not_supported`
-        when it would ignore tools, `invalid_text` when a message is not Unicode.
+        Raises `InvalidRequest`: `template_error` if the template refuses the conversation, `tools_not_supported` if it
+        ignores tools, `invalid_text` if a message is not Unicode.
         """
-        if conversation.tools and not self._card.tool_format:
+        if conversation.tools and not self._model_info.tool_format:
             raise InvalidRequest(
-                f"model {self._card.name} takes no tools: its template ignores them, or writes calls in an unknown way",
+                f"model {self._model_info.name} has no tools: its template ignores them, or has an unknown tool format",
                 code="tools_not_supported",
                 param="tools",
             )
@@ -94,47 +99,51 @@ class Renderer:
         return self._encode(self._template.render(conversation), {})
 
     def ignores(self, conversation: Conversation, variables: Mapping[str, Any]) -> bool:
-        """True if `variables` for the chat template change nothing in the prompt of `conversation`."""
+        """True if the template variables `variables` do not change the prompt of `conversation`."""
         if conversation.prompt is not None or OWN_VARIABLES & set(variables):
             return conversation.prompt is not None
         plain = self._template.render(conversation)
         return plain == self._template.render(conversation, variables=variables)
 
-    def raw(self, prompt: str | Sequence[int]) -> bytes:
-        """A raw prompt as encoded text: text with what the tokenizer puts before a text, token ids as they are.
+    def encode_raw_prompt(self, prompt: str | Sequence[int]) -> bytes:
+        """Returns a raw prompt as encoded text: text after the tokens with which the tokenizer opens it, ids unchanged.
 
-        Control tokens come from ids only; written in text they stay text. Raises `InvalidRequest`.
+        Only ids give control tokens; their literals in text stay text. Raises `InvalidRequest`.
         """
         if isinstance(prompt, str):
-            encoded = self._vocabulary.opening + self.encode_prompt_text(self._vocabulary.begin(prompt, first=True))
+            encoded = self._vocabulary.opening + self.encode_prompt_text(
+                self._vocabulary.add_prefix(prompt, first=True)
+            )
         else:
             unknown = next((token_id for token_id in prompt if not self._vocabulary.knows(token_id)), None)
             if unknown is not None:
-                raise InvalidRequest(f"prompt holds {unknown}, which is no token of this model.", param="prompt")
+                raise InvalidRequest(
+                    f"prompt contains {unknown}, which is not a token id of this model.", param="prompt"
+                )
             encoded = self.encode_tokens(prompt)
         if not encoded:
-            raise InvalidRequest("prompt is empty: there is nothing to continue.", param="prompt")
+            raise InvalidRequest("prompt is empty.", param="prompt")
         return encoded
 
     def encode_prompt_text(self, text: str) -> bytes:
-        """Text of a raw prompt as encoded text. Raises `InvalidRequest`."""
+        """Returns the text of a raw prompt as encoded text. Raises `InvalidRequest`."""
         return self._encode_text(text, param="prompt")
 
     def strip_end_token(self, encoded: bytes) -> bytes:
-        """A completion's encoded text without the end token that may be its last."""
+        """Returns the encoded text of a completion without its end token, if it has one."""
         return self._body(encoded).encoded
 
     def closes_reasoning(self, encoded: bytes) -> bool:
-        """True if a completion's encoded text has an end of reasoning, with or without reasoning before it."""
+        """True if the encoded text of a completion contains the end of a reasoning block, even of an empty one."""
         return b"</think>" in encoded or self._literal("</think>") in encoded
 
     def encoded_prefix(self, token_ids: Sequence[int], text: str) -> bytes | None:
-        """Encoded text of the beginning of a completion that people read as `text`; None if it begins otherwise."""
+        """Returns the encoded text of the start of a completion that is shown as `text`, or None."""
         left, parts = text.encode(), []
         for token_id, piece in zip(token_ids, self._vocabulary.pieces(token_ids), strict=True):
             if not left:
                 break
-            raw = self._vocabulary.raw(token_id)
+            raw = self._vocabulary.displayed_bytes(token_id)
             if not left.startswith(raw) and not raw.startswith(left):
                 return None
             parts.append(piece if left.startswith(raw) else left)
@@ -142,12 +151,14 @@ class Renderer:
         return None if left else b"".join(parts)
 
     def show(self, encoded: bytes) -> str:
-        """Encoded text for people: control tokens by name, broken characters replaced."""
+        """Returns encoded text for display: control tokens by name, incomplete characters replaced."""
         return self._vocabulary.show(encoded)
 
     def _placements(self, conversation: Conversation, bodies: Collection[int]) -> Iterator[tuple[set[int], set[int]]]:
-        """Where the slots may go: in place of each whole message, or, for templates that count tool-call messages
-        apart from answers, inside those.
+        """Yields the possible slots and call slots.
+
+        First, slots for whole messages. Then call slots for messages with tool calls, for templates that treat these
+        differently from answers.
         """
         yield set(bodies), set()
         calling = {i for i in bodies if conversation.messages[i].tool_calls}
@@ -155,9 +166,9 @@ class Renderer:
             yield set(bodies) - calling, calling
 
     def keeps_reasoning(self, conversation: Conversation) -> frozenset[int]:
-        """The assistant messages whose reasoning the template writes; of others it may strip it.
+        """Returns the assistant messages whose reasoning the template keeps.
 
-        Costs a rendering when there is reasoning at all. Empty when the template refuses the conversation.
+        Renders the conversation if it has reasoning. Empty if the template refuses the conversation.
         """
         marks = {i: f"{_MARK}{i}{_MARK}" for i, message in enumerate(conversation.messages) if message.reasoning}
         if not marks:
@@ -173,47 +184,47 @@ class Renderer:
         return frozenset(i for i, mark in marks.items() if mark in text)
 
     def tokens_lower_bound(self, num_bytes: int) -> int:
-        """How many tokens encoded text of this length is at least."""
+        """Returns the minimum number of tokens of encoded text with this many bytes."""
         return -(-num_bytes // self._vocabulary.longest_piece)
 
     def counted_lower_bound(self, encoded: bytes, enough: int) -> int:
-        """The same of a text, closer, in time rather than in memory; stops counting beyond `enough`."""
+        """Returns a closer lower bound by tokenising slices of the text. Stops when it exceeds `enough`."""
         return self._vocabulary.tokens_lower_bound(encoded, enough)
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
-        """Token ids of a piece of encoded text: control tokens where it has escapes, ordinary text elsewhere."""
+        """Returns the token ids of encoded text: escapes become control tokens, the rest ordinary tokens."""
         return self._vocabulary.tokenize(encoded)
 
     def encode_tokens(self, token_ids: Sequence[int]) -> bytes:
-        """The exact encoded text of tokens."""
+        """Returns the exact encoded text of tokens."""
         return b"".join(self._vocabulary.pieces(token_ids))
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """`encode_tokens` token by token: what `ConversationTree.add` takes."""
+        """Returns the encoded text of each token, as `ConversationTree.add` needs it."""
         return self._vocabulary.pieces(token_ids)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Text for people: special tokens are left out (but what parsers look for), broken characters replaced."""
-        return b"".join(map(self._vocabulary.raw, token_ids)).decode(errors="replace")
+        """Returns text without special tokens, except those in `parser.MARKERS`; replaces incomplete characters."""
+        return b"".join(map(self._vocabulary.displayed_bytes, token_ids)).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token as people would see it, special tokens by name."""
-        return self._vocabulary.raw(token_id, literals=True)
+        """Returns the displayed bytes of a token; a special token has its name."""
+        return self._vocabulary.displayed_bytes(token_id, literals=True)
 
     def stream(self) -> TextStream:
-        """The `text` of tokens that come in pieces."""
+        """Returns an incremental `text` for streaming."""
         return TextStream(self._vocabulary)
 
     def parse(self, token_ids: Sequence[int], conversation: Conversation, *, id_prefix: str = "call") -> Message:
-        """The assistant message that a completion of `conversation` is."""
+        """Returns a completion of `conversation` as an assistant message."""
         return self.parse_text(self.text(token_ids), conversation, id_prefix=id_prefix)
 
     def parse_text(self, text: str, conversation: Conversation, *, id_prefix: str = "call") -> Message:
-        """`parse` of a completion's text, for one that a stop string cut short.
+        """As `parse`, for the text of a completion, such as one cut by a stop string.
 
-        Tool calls are looked for when the conversation offers tools, reasoning when the template knows it; text that
-        is not well-formed stays content. The calls' ids are `<id_prefix>_0`, `<id_prefix>_1`, ...
-        What continues a raw prompt is content as it stands.
+        Parses tool calls if the conversation has tools, and reasoning if the template has it. Malformed text stays
+        content. The ids of tool calls are `<id_prefix>_0`, `<id_prefix>_1`, ... The completion of a raw prompt is
+        content without parsing.
         """
         if conversation.prompt is not None:
             return Message("assistant", text)
@@ -221,16 +232,16 @@ class Renderer:
             text,
             reasons=self.reasons,
             in_reasoning=self._in_reasoning,
-            tool_format=self._card.tool_format if conversation.tools else "",
+            tool_format=self._model_info.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
 
     def grammar(self, conversation: Conversation, constraint: Constraint) -> str:
-        """The grammar of a completion of `conversation`; empty when it may be anything.
+        """Returns the grammar of a completion of `conversation`, or "" without constraints.
 
-        Raises `InvalidRequest`, naming the parameter, for a schema that cannot be followed.
+        Raises `InvalidRequest` with the parameter if a schema is not supported.
         """
-        style = Style(self._card.tool_format, self.reasons, self._in_reasoning, self._control_id)
+        style = OutputStyle(self._model_info.tool_format, self.reasons, self._in_reasoning, self._control_id)
         return write_grammar(constraint, conversation.tools, style)
 
     def _control_id(self, literal: str) -> int | None:
@@ -249,22 +260,23 @@ class Renderer:
         return b"".join(pieces)
 
     def _fill(self, pieces: list[bytes], at: int, slot: BodySlot, body: _Body, then: str | BodySlot) -> None:
-        """Put a body into its place, instead of what the template wrote of the turn beyond the generation prompt: the
-        body has its own. It replaces the text behind it, too, when that is the rest of a tool call, or white space
-        before the end token that it was sampled without.
+        """Replaces a slot by its body, and removes the template's text that the body already contains.
+
+        Such text is what follows the generation prompt, the rest of a tool call after a call slot, and white space
+        before the end token.
         """
         self._cut_head(pieces, at, slot)
         pieces[at] = body.encoded
         end = "" if isinstance(then, BodySlot) else then
-        if slot.in_call and not (end and self._control[end].id in self._card.end_tokens):
-            # Where a tool call ends that the template does not end with an end token is not guessed.
+        if slot.in_call and not (end and self._control[end].id in self._model_info.end_tokens):
+            # Without an end token after it, the end of a tool call is unknown.
             raise InvalidRequest("the model's chat template does not end tool calls", code="template_error")
         if slot.in_call or (end and self._escapes[end] == body.end and not pieces[at + 1].strip()):
             pieces[at + 1] = b""
 
     def _cut_head(self, pieces: list[bytes], at: int, slot: BodySlot) -> None:
         head = self._call_head if slot.in_call else self._answer_head
-        assert head is not None, "slots are put inside calls only where the head is known"
+        assert head is not None, "call slots need a known head"
         start, before = at, b""
         while start and len(before) < len(head):
             start -= 1
@@ -272,11 +284,12 @@ class Renderer:
         if before.endswith(head):
             pieces[start:at] = [before.removesuffix(head), *[b""] * (at - start - 1)][: at - start]
         elif slot.in_call:
-            raise InvalidRequest("the model's chat template writes this call in another way", code="template_error")
+            raise InvalidRequest("the model's chat template writes this tool call differently", code="template_error")
 
     def _stripped(self, rendered: Rendered) -> list[str]:
-        """The texts as they are tokenised: without the white space that a neighbouring control token eats, with the
-        tokenizer's dummy prefix.
+        """Returns the texts as they are tokenised.
+
+        White space that a neighbouring control token strips is removed; the tokenizer's dummy prefix is added.
         """
         texts = rendered.texts
         if self._strips_right:
@@ -286,7 +299,9 @@ class Renderer:
             afters: list[str | BodySlot] = [*rendered.marks, ""]
             texts = [t.rstrip() if m in self._strips_left else t for t, m in zip(texts, afters, strict=True)]
         return [
-            text if at and isinstance(rendered.marks[at - 1], BodySlot) else self._vocabulary.begin(text, first=not at)
+            text
+            if at and isinstance(rendered.marks[at - 1], BodySlot)
+            else self._vocabulary.add_prefix(text, first=not at)
             for at, text in enumerate(texts)
         ]
 
@@ -295,36 +310,36 @@ class Renderer:
             return self._vocabulary.encode_text(text)
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"{param} hold half a surrogate pair, which is no text: {error.object[error.start : error.end]!a}",
+                f"{param} contains an unpaired surrogate, which is not text: {error.object[error.start : error.end]!a}",
                 code="invalid_text",
                 param=param,
             ) from error
 
     def _body(self, encoded: bytes) -> _Body:
-        for token_id in self._card.end_tokens:
+        for token_id in self._model_info.end_tokens:
             end = escape(token_id)
             if encoded.endswith(end):
                 return _Body(encoded[: -len(end)], end)
         return _Body(encoded, b"")
 
     def _literal(self, literal: str) -> bytes:
-        """A literal in encoded text: a control token where the vocabulary has one."""
+        """Returns a literal as encoded text: as a control token if the vocabulary has it."""
         return self._escapes.get(literal) or literal.encode()
 
     def _find_generation_tail(self) -> bytes:
-        asked, head = self._heads(Message("assistant"), Message("user", "x"))
-        return asked[len(head) :] if head and asked.startswith(head) else b""
+        prompt, head = self._heads(Message("assistant"), Message("user", "x"))
+        return prompt[len(head) :] if head and prompt.startswith(head) else b""
 
     def _find_head(self, answer: Message, then: Message) -> bytes | None:
-        asked, head = self._heads(answer, then)
-        return head[len(asked) :] if asked and head.startswith(asked) else None
+        prompt, head = self._heads(answer, then)
+        return head[len(prompt) :] if prompt and head.startswith(prompt) else None
 
     def _heads(self, answer: Message, then: Message) -> tuple[bytes, bytes]:
-        """A question with the generation prompt, and what the template writes of it before the slot of its answer."""
+        """Returns a question with the generation prompt, and the template's text of it up to the slot of the answer."""
         question = Message("user", "x")
         slots, call_slots = ((), (1,)) if answer.tool_calls else ((1,), ())
         try:
-            asked = self._encode(self._template.render(Conversation((question,))), {})
+            prompt = self._encode(self._template.render(Conversation((question,))), {})
             answered = self._template.render(
                 Conversation((question, answer, then)), slots=slots, call_slots=call_slots, generation_prompt=False
             )
@@ -332,5 +347,5 @@ class Renderer:
             return b"", b""
         at = next((i for i, mark in enumerate(answered.marks) if isinstance(mark, BodySlot)), None)
         if at is None:
-            return asked, b""
-        return asked, self._encode(Rendered(answered.texts[: at + 1], answered.marks[:at]), {})
+            return prompt, b""
+        return prompt, self._encode(Rendered(answered.texts[: at + 1], answered.marks[:at]), {})

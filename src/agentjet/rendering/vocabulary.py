@@ -1,14 +1,14 @@
-"""Tokens and the exact bytes each stands for, from a folder's `tokenizer.json`.
+"""The tokens of a model and the exact bytes of each, from the `tokenizer.json` of its folder.
 
-Encoded text (see `types.ESCAPE`) is the currency: every token is a fixed string of bytes, so tokens join to bytes
-without a decoder's guesses, and a token that ends inside a character loses nothing. A control token is any added token
-that is more than white space: it is written by templates and sampled by the policy, never found in text.
+In encoded text (see `types.ESCAPE`), every token is a fixed byte string. Tokens join to bytes without decoding, and a
+token that ends inside a character loses nothing. A control token is an added token that is more than white space. Chat
+templates write control tokens and the policy samples them; they are never found in text.
 
-Byte-level BPE (GPT-2's kind) and BPE with byte fallback (SentencePiece's kind, as in Gemma, Llama 2 and Mistral) are
-supported. A tokenizer that cannot be mapped both ways without loss is refused when the model loads.
+Byte-level BPE (as GPT-2) and BPE with byte fallback (SentencePiece: Gemma, Llama 2, Mistral) are supported. A tokenizer
+that does not map text to tokens and back without loss is refused when the model loads.
 
-SentencePiece tokenizers put a space, the *dummy prefix*, before a text. Encoded text contains that space: `begin` adds
-it to each stretch of text where the tokenizer would. Tokenisation itself adds nothing.
+SentencePiece tokenizers put a space, the *dummy prefix*, before a text. Encoded text contains this space.
+`add_prefix` adds it where the tokenizer would. Tokenisation adds nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MAX_ID = 0xFFFFFE
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _ESCAPES = re.compile(rb"(\xff[\x00-\xff]{3})")
 _SPACE = "▁"
-"""SentencePiece's mark of a space."""
+"""SentencePiece's character for a space."""
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 SLICE = 64 * 2**10
-"""Bytes of a text that are tokenised at a time where its tokens are only counted."""
+"""Bytes tokenised at once when tokens are only counted."""
 _PROBES = (
     " ",
     "a",
@@ -48,7 +48,7 @@ _PROBES = (
 
 @dataclass(frozen=True, slots=True)
 class ControlToken:
-    """`hidden` ones are not shown to people. `strips_*` eat the white space beside them (Phi-3's do)."""
+    """`hidden` tokens are not displayed. `strips_*`: the token removes white space beside it, as in Phi-3."""
 
     id: int
     literal: str
@@ -58,12 +58,12 @@ class ControlToken:
 
 
 class Vocabulary:
-    """Encodes text without ever finding control tokens in it, and tells every token's bytes."""
+    """Encodes text without control tokens, and maps every token to its bytes."""
 
     def __init__(self, folder: Path | str, *, visible: Collection[str] = ()) -> None:
-        """Special tokens are hidden from people, but for those whose literal is in `visible`.
+        """Special tokens are hidden, except those with a literal in `visible`.
 
-        Raises `ConfigError` when there is no `tokenizer.json` or it cannot be mapped to bytes and back.
+        Raises `ConfigError` if `tokenizer.json` is missing or does not map text to tokens and back without loss.
         """
         path = Path(folder) / "tokenizer.json"
         try:
@@ -89,7 +89,7 @@ class Vocabulary:
         for id_ in self.control:
             self._bytes.pop(id_, None)
         self.opening = b"".join(map(escape, _opening(full)))
-        """Encoded text that the tokenizer puts before a text: a token that begins a document, or nothing."""
+        """Encoded text that the tokenizer puts before a text: a begin-of-text token or nothing."""
         self._normalise = pipeline.normalise
         self._refuse_lossy(path)
 
@@ -99,40 +99,40 @@ class Vocabulary:
 
     @cached_property
     def _escaped(self) -> frozenset[int]:
-        """Tokens whose bytes are written in another way in encoded text: hardly any."""
+        """Tokens whose bytes need an escape in encoded text; very few."""
         return frozenset(id_ for id_, raw in self._bytes.items() if ESCAPE in raw)
 
     @cached_property
     def longest_piece(self) -> int:
-        """Bytes of the encoded text that one token can be, at most."""
-        written_otherwise = (len(self.piece(token_id)) for token_id in self._escaped)
-        return max(len(escape(0)), *map(len, self._bytes.values()), *written_otherwise)
+        """Maximum number of bytes of a token in encoded text."""
+        escaped = (len(self.piece(token_id)) for token_id in self._escaped)
+        return max(len(escape(0)), *map(len, self._bytes.values()), *escaped)
 
     @cached_property
     def _missing(self) -> bytes:
-        """Bytes without a token; SmolLM2 has none for a few ASCII control characters."""
+        """Bytes without a token, such as a few ASCII control characters of SmolLM2."""
         return bytes(byte for byte in range(256) if byte not in self._byte_ids)
 
     def is_plain(self, text: str) -> bool:
-        """Whether `encode_text` of this text, and of any part of it, is just its UTF-8. True of most."""
+        """True if `encode_text` of this text and of all its parts is its UTF-8, as for most texts."""
         return text.isascii() and len(text.encode().translate(None, self._missing)) == len(text)
 
-    def begin(self, text: str, *, first: bool) -> str:
-        """Text with the space that the tokenizer puts before it; `first` is False behind a control token."""
+    def add_prefix(self, text: str, *, first: bool) -> str:
+        """Returns text with the tokenizer's dummy prefix. `first` is False after a control token."""
         scheme = self._prefix
         if not text or not scheme or (scheme == "first" and not first):
             return text
         return text if scheme != "every" and text[0] in " ▁" else f" {text}"
 
     def encode_text(self, text: str) -> bytes:
-        """Text as the tokenizer reads it, as UTF-8: in its Unicode normal form, without characters it has no bytes for.
+        """Returns text as UTF-8 in the tokenizer's Unicode normal form, without characters that it has no bytes for.
 
-        Raises `UnicodeEncodeError` for half a surrogate pair, which is not text.
+        Raises `UnicodeEncodeError` for an unpaired surrogate.
         """
         if not text.isascii():
             text = self._normalise(text)
             if self._marks_spaces:
-                text = text.replace(_SPACE, " ")  # The tokenizer cannot tell its mark from a space.
+                text = text.replace(_SPACE, " ")  # The tokenizer treats its mark as a space.
         raw = text.encode()
         if len(raw.translate(None, self._missing)) == len(raw):
             return raw
@@ -143,19 +143,19 @@ class Vocabulary:
         return token_id in self._bytes or token_id in self.control
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """`piece` of each token."""
+        """Returns the `piece` of each token."""
         known, escaped = self._bytes, self._escaped
         return [known[i] if i in known and i not in escaped else self.piece(i) for i in token_ids]
 
     def piece(self, token_id: int) -> bytes:
-        """Encoded text of one token. Ids unknown to the tokenizer (padding of the embedding) are escapes too."""
+        """Returns the encoded text of a token. Ids unknown to the tokenizer (padding of the embedding) are escapes."""
         raw = self._bytes.get(token_id)
         if raw is None:
             return escape(token_id)
         return raw.replace(ESCAPE, ESCAPED_BYTE) if ESCAPE in raw else raw
 
-    def raw(self, token_id: int, *, literals: bool = False) -> bytes:
-        """Bytes that people see of a token: nothing for hidden ones unless `literals` asks for their names."""
+    def displayed_bytes(self, token_id: int, *, literals: bool = False) -> bytes:
+        """Returns the displayed bytes of a token. Hidden tokens have none, unless `literals` is true."""
         raw = self._bytes.get(token_id)
         if raw is not None:
             return raw
@@ -163,34 +163,34 @@ class Vocabulary:
         return control.literal.encode() if control and (literals or not control.hidden) else b""
 
     def show(self, encoded: bytes) -> str:
-        """Encoded text for people: control tokens by name, broken characters replaced."""
+        """Returns encoded text for display: control tokens by name, incomplete characters replaced."""
         parts = _ESCAPES.split(encoded)
         parts[1::2] = [
-            ESCAPE if part == ESCAPED_BYTE else self.raw(int.from_bytes(part[1:], "big"), literals=True)
+            ESCAPE if part == ESCAPED_BYTE else self.displayed_bytes(int.from_bytes(part[1:], "big"), literals=True)
             for part in parts[1::2]
         ]
         return b"".join(parts).decode(errors="replace")
 
     def tokenize(self, encoded: bytes) -> tuple[int, ...]:
-        """Token ids of encoded text; every stretch between control tokens is encoded on its own."""
+        """Returns the token ids of encoded text. Text between two control tokens is tokenised separately."""
         tokens: list[int] = []
-        stretch = b""
+        text = b""
         for part in _ESCAPES.split(encoded):
             if not part.startswith(ESCAPE):
-                stretch += part
+                text += part
             elif part == ESCAPED_BYTE:
-                stretch += ESCAPE
+                text += ESCAPE
             else:
-                tokens += self._encode(stretch)
+                tokens += self._encode(text)
                 tokens.append(int.from_bytes(part[1:], "big"))
-                stretch = b""
-        return tuple(tokens + self._encode(stretch))
+                text = b""
+        return tuple(tokens + self._encode(text))
 
     def tokens_lower_bound(self, encoded: bytes, enough: int) -> int:
-        """How many tokens encoded text is at least; stops counting beyond `enough`.
+        """Returns a lower bound of the number of tokens of encoded text. Stops when it exceeds `enough`.
 
-        Tokenises slices one after the other, because the tokens of a long text take a hundred times its memory. Each
-        cut may change the tokens beside it.
+        Tokenises one slice at a time, because the tokens of a long text take a hundred times its memory. Each cut can
+        change the tokens next to it, so the bound is lower than the sum.
         """
         count = 0
         for part in _ESCAPES.split(encoded):
@@ -204,7 +204,7 @@ class Vocabulary:
         return count
 
     def _encode(self, raw: bytes) -> list[int]:
-        """Ids of bytes that are mostly UTF-8; stray bytes (a sampled half of a character) become byte tokens."""
+        """Returns the ids of bytes. Invalid UTF-8, such as half a character that was sampled, becomes byte tokens."""
         tokens: list[int] = []
         while raw:
             text, stray, raw = _valid_head(raw)
@@ -227,13 +227,13 @@ class Vocabulary:
 
 
 def escape(token_id: int) -> bytes:
-    """A control token in encoded text."""
+    """Returns a control token as encoded text."""
     assert 0 <= token_id <= _MAX_ID
     return ESCAPE + token_id.to_bytes(3, "big")
 
 
 def _valid_head(raw: bytes) -> tuple[str, bytes, bytes]:
-    """Split bytes into a valid UTF-8 head, the invalid bytes after it and the rest."""
+    """Splits bytes into a valid UTF-8 head, the invalid bytes after it, and the rest."""
     try:
         return raw.decode(), b"", b""
     except UnicodeDecodeError as error:
@@ -241,19 +241,20 @@ def _valid_head(raw: bytes) -> tuple[str, bytes, bytes]:
 
 
 def _opening(full: Tokenizer) -> list[int]:
-    """The special tokens that the tokenizer puts before a text."""
+    """Returns the special tokens that the tokenizer puts before a text."""
     ids, bare = full.encode("a").ids, full.encode("a", add_special_tokens=False).ids
     return next((ids[:i] for i in range(len(ids)) if ids[i : i + len(bare)] == bare), [])
 
 
 class _Pipeline:
-    """A tokenizer taken apart: Unicode forms, dummy prefix, and `plain`, which does the rest."""
+    """The parts of a tokenizer: Unicode normal forms, dummy prefix, and `plain`, a tokenizer for the rest."""
 
     def __init__(self, full: Tokenizer) -> None:
         steps = _steps(full.normalizer)
         self._forms = [getattr(normalizers, step["type"])() for step in steps if step["type"] in _UNICODE_FORMS]
         self.prefix = "every" if any(_is_prefix(step) for step in steps) else ""
-        """A space precedes `every` stretch of text, `each` without one at its start, the `first` only, or none (empty).
+        """Texts that get the dummy prefix: `every` one, `each` one that does not start with a space, the `first` one,
+        or none ("").
         """
         rest = [step for step in steps if step["type"] not in _UNICODE_FORMS and not _is_prefix(step)]
         self.marks_spaces = any(step["type"] == "Replace" and step["content"] == _SPACE for step in rest)
@@ -281,14 +282,14 @@ class _Pipeline:
             self.plain.pre_tokenizer = parts.pre_tokenizer
 
     def normalise(self, text: str) -> str:
-        """Text in the tokenizer's Unicode normal form."""
+        """Returns text in the tokenizer's Unicode normal form."""
         for form in self._forms:
             text = str(form.normalize_str(text))
         return text
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normaliser or pre-tokenizer of the library as JSON; nested sequences are flattened."""
+    """Returns the steps of a normalizer or pre-tokenizer as JSON, with nested sequences flattened."""
 
     def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
         inner = step.get("normalizers", step.get("pretokenizers"))
@@ -302,7 +303,7 @@ def _is_prefix(step: dict[str, Any]) -> bool:
 
 
 def _token_bytes(plain: Tokenizer) -> dict[int, bytes]:
-    """Every ordinary token's bytes, by id."""
+    """Returns the bytes of every ordinary token by id."""
     vocab: dict[str, int] = plain.get_vocab(with_added_tokens=False)
     if "ByteLevel" in repr(plain.pre_tokenizer):
         table = _byte_level_table()
@@ -316,23 +317,23 @@ def _byte_fallback(token: str) -> bytes:
 
 
 def _byte_level_table() -> dict[int, int]:
-    """GPT-2's printable stand-ins for bytes, back to the bytes."""
+    """Returns the map from GPT-2's printable characters to the bytes they represent."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
 
 
 class TextStream:
-    """Text of tokens as they come; a character is given out when its last byte is there."""
+    """Incremental text of tokens. A character is returned when its last byte has arrived."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
-        return self._decoder.decode(b"".join(map(self._vocabulary.raw, token_ids)))
+        """Returns the text that these tokens complete."""
+        return self._decoder.decode(b"".join(map(self._vocabulary.displayed_bytes, token_ids)))
 
     def flush(self) -> str:
-        """What is left at the end: a replacement mark where a character broke off."""
+        """Returns a replacement character if the last character is incomplete, else ""."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""HTTP around the gateway: thin routes, dialects, authentication. `create_app(gateway, keys)`."""
+"""HTTP around the gateway: control routes, dialects, authentication. Entry point: `create_app(gateway, keys)`."""
 
 from agentjet.server.app import create_app
 from agentjet.server.auth import Keys

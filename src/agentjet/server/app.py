@@ -1,4 +1,4 @@
-"""`create_app`: the gateway with HTTP around it."""
+"""`create_app` assembles the FastAPI application: routes, error handlers, and the `Host` check."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentjet.server.auth import Keys
 from agentjet.server.deps import AppDeps
 from agentjet.server.http import HostCheck, allowed_hosts
 from agentjet.server.limits import Limits
-from agentjet.server.server_lease import LEASE_FILE, Lease, RunSwitcher, SingleRun
+from agentjet.server.server_lease import LEASE_FILE, RunSwitcher, ServerLease, SingleRun
 
 
 def create_app(runs: Gateway | RunSwitcher, keys: Keys) -> FastAPI:
-    """The application of a gateway, or of several runs. It does not start or close them: whoever made them does."""
+    """Returns the application of a gateway or of several runs. The caller starts and closes them."""
     if isinstance(runs, Gateway):
         runs = SingleRun(runs)
     server = runs.gateway.config.server
@@ -27,14 +27,12 @@ def create_app(runs: Gateway | RunSwitcher, keys: Keys) -> FastAPI:
         summary="Reinforcement learning for the language models inside agents, as a swarm.",
         docs_url=None,
         redoc_url=None,
-        # Traces of the framework's own would carry request paths, and so the keys in them.
+        # FastAPI's own traces would contain request paths, and thus episode keys.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    app.state.deps = AppDeps(runs, keys, Lease(server.data_dir / LEASE_FILE, keys.clock), Limits.of(server))
-    app.include_router(inference.router)  # Tried one by one, in this order: what is asked most comes first.
+    app.state.deps = AppDeps(runs, keys, ServerLease(server.data_dir / LEASE_FILE, keys.clock), Limits.of(server))
+    app.include_router(inference.router)  # Routes are tried in this order: the most frequent ones come first.
     app.include_router(routes.router)
-    app.include_router(routes.lease_router)
-    app.include_router(routes.versions_router)
     app.include_router(monitoring.router)
     app.add_middleware(HostCheck, allowed=allowed_hosts(server))
     error_handlers.install(app)
@@ -43,9 +41,7 @@ def create_app(runs: Gateway | RunSwitcher, keys: Keys) -> FastAPI:
 
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """FastAPI's document without the 422 it takes for granted: inference routes answer a malformed body with
-        400.
-        """
+        """Removes FastAPI's default 422 from inference routes, which answer a malformed body with 400."""
         schema = super().openapi()
         for path, operations in schema["paths"].items():
             if error_handlers.INFERENCE_PATH.match(path):

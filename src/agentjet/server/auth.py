@@ -1,19 +1,15 @@
-"""The secrets of a data dir, one file each, readable by its owner only: three tokens and what episode keys are signed
-with.
+"""Authentication: three tokens for programs of people, and a signed key for the agent of each episode.
 
-Invariants: a file appears whole or not at all; a server that runs reads a replaced file on its next request, so a
-rotation needs no restart; a secret is never part of a message.
+* The **viewer token** (`DATA_DIR/viewer-token`) reads status, events, episodes, the job, checkpoints and metrics.
+* The **client token** (`DATA_DIR/token`) also starts and ends episodes and saves checkpoints.
+* The **admin token** (`DATA_DIR/admin-token`) also configures, starts and stops the server.
+* An **episode key** opens the inference routes and the control routes of its episode, nothing else. It expires after
+  the present `job.max_episode_seconds`.
 
-Who may do what: three tokens for people's programs, one signed key for each episode's agent.
+Episode keys are signed with `DATA_DIR/key-secret`. Replacing a token revokes no key; replacing this secret revokes all.
 
-* the **viewer token** (`DATA_DIR/viewer-token`) reads: status, events, episodes, the job, checkpoints, metrics;
-* the **client token** (`DATA_DIR/token`) does that too, begins and ends episodes, and saves checkpoints;
-* the **admin token** (`DATA_DIR/admin-token`) does all that, and configures, starts and stops the server;
-* an **episode key** opens the inference routes and its own episode's control routes, for as long as the present
-  `job.max_episode_seconds` allows the episode to live, and nothing else.
-
-Keys are signed with a secret of their own (`DATA_DIR/key-secret`): replacing a token revokes no key, replacing that
-secret revokes every key there is. Replaced files count from the next request on: see `tokens`.
+Invariants: a secret file is readable by its owner only, and is written whole or not at all. A running server uses a
+replaced file from the next request on. A secret is never part of a message.
 """
 
 from __future__ import annotations
@@ -46,20 +42,20 @@ log = logging.getLogger(__name__)
 
 
 class SecretFile:
-    """A secret that is kept in a file. Calling it returns the file's present content."""
+    """A secret in a file. Calling it returns the present content of the file."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file where it is missing. Raises `ConfigError` when it holds nothing usable."""
+        """Creates the file if it is missing. Raises `ConfigError` if it does not contain a usable secret."""
         self._path = path
         if not path.exists():
             replace_secret(path)
         if path.stat().st_mode & OTHERS:
-            log.warning("%s can be read by other users of this machine: chmod 600 it, or rotate it", path)
+            log.warning("%s is readable by other users of this machine: run chmod 600 on it, or rotate it", path)
         self._stamp = self._now()
         self._held = read_secret(path)
 
     def __call__(self) -> str:
-        """The secret. One that cannot be read, or is no secret, leaves the last one in force, and is logged."""
+        """Returns the secret. If the file is unreadable or invalid, logs an error and returns the last valid secret."""
         stamp = self._now()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -67,7 +63,7 @@ class SecretFile:
                 self._held = read_secret(self._path)
                 log.info("%s was replaced", self._path)
             except ConfigError as error:
-                log.error("%s; the secret it had before stays in force until the server restarts", error)
+                log.error("%s; the previous secret stays valid until the server restarts", error)
         return self._held
 
     def _now(self) -> tuple[int, int, int] | None:
@@ -79,22 +75,22 @@ class SecretFile:
 
 
 def read_secret(path: Path) -> str:
-    """What a file of secrets holds. Raises `ConfigError`."""
+    """Returns the secret in a file. Raises `ConfigError`."""
     try:
         held = path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        raise ConfigError(f"{path} is not there: a server makes it when it starts on this data dir") from None
+        raise ConfigError(f"{path} does not exist: the server creates it when it starts on this data dir") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}") from None
     if len(held) < MIN_LENGTH:
         raise ConfigError(
-            f"{path} holds no usable token: remove the file, and the server makes a new one when it starts"
+            f"{path} does not contain a usable token: remove the file, and the server creates a new one at its start"
         )
     return held
 
 
 def replace_secret(path: Path, secret: str | None = None) -> None:
-    """Put a new secret (`secret`, or a random one) in the place of whatever the file holds, in one step."""
+    """Replaces the content of the file atomically by `secret`, or by a random secret. Raises `ConfigError`."""
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -109,13 +105,13 @@ def replace_secret(path: Path, secret: str | None = None) -> None:
 
 Bearer = Literal["admin", "client", "viewer"]
 Secret = str | Callable[[], str]
-"""A secret, or what returns the present one."""
+"""A secret, or a function that returns the present one."""
 KEY_PREFIX = "ajk-"
 MAX_KEY_LENGTH = 512
 
 
 class Keys:
-    """Makes and checks tokens and keys."""
+    """Creates and checks tokens and episode keys."""
 
     def __init__(
         self,
@@ -126,7 +122,7 @@ class Keys:
         key_secret: Secret | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """A viewer token or key secret that is not given is made up, and lost with this process."""
+        """A missing viewer token or key secret is replaced by a random one, which is lost with this process."""
         self._tokens: dict[Bearer, Callable[[], str]] = {
             "admin": _source(admin_token),
             "client": _source(token),
@@ -137,9 +133,9 @@ class Keys:
 
     @classmethod
     def open(cls, data_dir: Path, *, token: str | None = None, clock: Callable[[], float] = time.time) -> Keys:
-        """Read the secrets of a data dir, making them (readable by the owner only) where they are missing.
+        """Reads the secrets of a data dir and creates missing ones. Raises `ConfigError`.
 
-        A `token` given replaces the client token, and is written down in its place. Raises `ConfigError`.
+        If `token` is given, it replaces the client token, in its file as well.
         """
         path = data_dir / SECRET_FILES["client"]
         if token is not None and not (path.exists() and read_secret(path) == token):
@@ -153,22 +149,22 @@ class Keys:
         )
 
     def sign(self, episode_id: str, begun: float) -> str:
-        """The key of an episode that began at `begun` (Unix seconds)."""
+        """Returns the key of an episode that started at `begun` (Unix seconds)."""
         return KEY_PREFIX + str(self._signer().dumps([episode_id, round(begun, 3)]))
 
     def episode(self, key: str, max_age: float) -> str:
-        """The episode a key opens, for `max_age` seconds from the episode's beginning.
+        """Returns the episode id of a key, which is valid for `max_age` seconds from the start of its episode.
 
         Raises `Unauthorized`, or `Forbidden` for one of the server's tokens.
         """
         if self._bearer(key) is not None:
             raise Forbidden(
-                "This is the server's token; the model is asked with the api_key of an episode.",
+                "This is a token of the server. Model requests need the api_key of an episode.",
                 code="episode_key_needed",
             )
         if not key:
             raise Unauthorized(
-                "No key was given: send `Authorization: Bearer <api_key of the episode>`.", code="key_missing"
+                "The key is missing: send `Authorization: Bearer <api_key of the episode>`.", code="key_missing"
             )
         episode_id, begun = self._opened(key)
         if self.clock() >= begun + max_age:
@@ -176,7 +172,7 @@ class Keys:
         return episode_id
 
     def control(self, token: str, *, episode_id: str = "", max_age: float = math.inf) -> Bearer | Literal["episode"]:
-        """Who is asking on a control route, `episode_id` being the episode it is about.
+        """Returns the owner of a token or key on a control route of the episode `episode_id`.
 
         Raises `Unauthorized` or `Forbidden`.
         """
@@ -184,10 +180,10 @@ class Keys:
         if bearer is not None:
             return bearer
         if not token.startswith(KEY_PREFIX):
-            why = "is missing" if not token else "is not this server's"
+            why = "is missing" if not token else "is not a token of this server"
             raise Unauthorized(
-                f"The token {why}: send `Authorization: Bearer <token>`; the server keeps it in the file "
-                "'token' of its data dir.",
+                f"The token {why}: send `Authorization: Bearer <token>` with the content of the file 'token' in the "
+                "server's data dir.",
                 code="token_missing" if not token else "token_invalid",
             )
         own = self.episode(token, max_age)
@@ -196,18 +192,18 @@ class Keys:
         return "episode"
 
     def client(self, token: str, *, episode_id: str = "", max_age: float = math.inf) -> None:
-        """Raises for a viewer: whatever changes something takes more. See `control` for the rest."""
+        """As `control`, but raises `Forbidden` for the viewer token: use it for requests that change something."""
         if self.control(token, episode_id=episode_id, max_age=max_age) == "viewer":
             raise Forbidden(
-                "The viewer token only reads: this takes the token in the file 'token' of the server's data dir.",
+                "The viewer token only reads: use the token in the file 'token' of the server's data dir.",
                 code="client_token_needed",
             )
 
     def admin(self, token: str) -> None:
-        """Raises unless this is the admin token."""
+        """Raises `Unauthorized` or `Forbidden` unless this is the admin token."""
         if self.control(token) != "admin":
             raise Forbidden(
-                "Configuring, starting and stopping the server takes the token in the file 'admin-token' of its data "
+                "Configuring, starting and stopping the server needs the token in the file 'admin-token' of its data "
                 "dir.",
                 code="admin_token_needed",
             )
@@ -220,17 +216,17 @@ class Keys:
         return None
 
     def _opened(self, key: str) -> tuple[str, float]:
-        """Episode and the time it began as this server signed them. Raises `Unauthorized`."""
+        """Returns the episode id and the start time that this server signed. Raises `Unauthorized`."""
         try:
             if not key.startswith(KEY_PREFIX) or len(key) > MAX_KEY_LENGTH:
                 raise ValueError
             episode_id, begun = self._signer().loads(key.removeprefix(KEY_PREFIX))
             opened = str(episode_id), float(begun)
-            # Base64 may be written in several ways; only the one that was given out counts.
+            # Several Base64 texts decode to the same bytes; only the issued one is valid.
             if self.sign(*opened) != key:
                 raise ValueError
         except (BadSignature, ValueError, TypeError):
-            raise Unauthorized("This key was not made by this server.", code="key_invalid") from None
+            raise Unauthorized("This key was not issued by this server.", code="key_invalid") from None
         return opened
 
     def _signer(self) -> URLSafeSerializer:

@@ -1,16 +1,15 @@
-"""What every route has at hand: the gateway, the keys, the lease and the limits.
+"""Dependencies of the routes: `AppDeps`, guards, the reading of request bodies, and `until_disconnect`.
 
-Who may use a route, told by its headers and its path alone, and before one byte of its body is read.
-
-A route names its guard among its dependencies, where it documents itself; `GuardedRoute` asks it first. Then it reads,
-counts, parses and validates the body, large ones in a thread: see `json_body`.
+A guard decides from headers and path alone who may use a route. A route lists its guard among its dependencies, where
+it is part of the route's documentation. `GuardedRoute` checks the guard before it reads the first byte of the body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Request
 from fastapi.routing import APIRoute
@@ -24,18 +23,17 @@ from agentjet.errors import Forbidden, TooLarge
 from agentjet.gateway import Gateway, observability
 from agentjet.gateway.concurrency import offload
 from agentjet.server.auth import KEY_PREFIX, Keys
-from agentjet.server.disconnect import ClientGone
 from agentjet.server.limits import Limits, parse_body
-from agentjet.server.server_lease import Lease, RunSwitcher
+from agentjet.server.server_lease import RunSwitcher, ServerLease
 
 
 @dataclass(frozen=True, slots=True)
 class AppDeps:
-    """Put on the app by `create_app`."""
+    """The objects that routes use. `create_app` creates them and stores them in the app's state."""
 
     runs: RunSwitcher
     keys: Keys
-    lease: Lease
+    lease: ServerLease
     limits: Limits
 
     @property
@@ -44,43 +42,78 @@ class AppDeps:
 
     @property
     def max_age(self) -> float:
-        """Seconds that a key is good from its episode's beginning: an episode lives no longer."""
+        """Seconds that an episode key is valid from the start of its episode."""
         return self.gateway.swarm.job.max_episode_seconds
 
 
 def deps_of(request: Request) -> AppDeps:
-    wiring = request.app.state.deps
-    assert isinstance(wiring, AppDeps)
-    return wiring
+    deps = request.app.state.deps
+    assert isinstance(deps, AppDeps)
+    return deps
 
 
-async def _wiring(request: Request) -> AppDeps:
+async def _deps(request: Request) -> AppDeps:  # async, so that FastAPI does not call it in a thread
     return deps_of(request)
 
 
-Deps = Annotated[AppDeps, Depends(_wiring)]
+Deps = Annotated[AppDeps, Depends(_deps)]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255)]
 LeaseEpoch = Annotated[int | None, Header(alias="AgentJet-Lease", ge=0, le=2**53)]
-"""The epoch of the lease that the caller believes to have."""
+"""The epoch of the caller's server lease."""
 
 
-async def require_lease(wired: Deps, epoch: LeaseEpoch = None) -> None:
-    """The present lease's epoch, while there is one. What a lease that ran out left being served is left."""
-    wired.lease.check(epoch)
-    if not wired.lease.seconds_left:
-        await wired.runs.enter("", None)
+async def require_lease(deps: Deps, epoch: LeaseEpoch = None) -> None:
+    """Raises `Conflict` unless `epoch` is that of the server lease. Without a lease, switches to the default run."""
+    deps.lease.check(epoch)
+    if not deps.lease.seconds_left:
+        await deps.runs.enter("", None)
 
 
-Check = Callable[[AppDeps, str, Request], None]
-"""Gets the bearer token, empty when there is none. Raises `Unauthorized` or `Forbidden`."""
+Result = TypeVar("Result")
 
 
+class ClientGone(Exception):
+    """The client closed the connection before it was answered."""
+
+
+def hang_up_of(request: Request) -> Callable[[], None]:
+    """Returns a function that closes the request's connection at once. In-process transports have no connection."""
+    hang_up: Callable[[], None] = getattr(request.state, "hang_up", lambda: None)
+    return hang_up
+
+
+async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result:
+    """Returns the result of `work`. If the client disconnects first, cancels `work` and raises `ClientGone`.
+
+    The body of the request must have been read: the next message is then the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+Check = Callable[[AppDeps, str, Request], object]
+"""Arguments: the dependencies, the bearer token or "", the request. Raises `Unauthorized` or `Forbidden`."""
 CHECKED = "agentjet.checked"
-"""Key of a request's scope: its guards were asked before its body."""
+"""Key in the scope of a request whose guards were checked before its body was read."""
 
 
 class Guard:
-    """One rule. It stands among a route's dependencies."""
+    """One access rule, listed among the dependencies of a route."""
 
     def __init__(self, check: Check) -> None:
         self._check = check
@@ -90,21 +123,21 @@ class Guard:
         self._check(deps_of(request), bearer_of(request), request)
 
     async def __call__(self, request: Request) -> None:
-        """Checks a route that is not a `GuardedRoute`, whose body was read before."""
+        """Checks the guard on a route that is not a `GuardedRoute`, after its body was read."""
         if CHECKED not in request.scope:
             self.check(request)
 
 
 def bearer_of(request: Request) -> str:
-    """The bearer token of a request; empty when there is none."""
+    """Returns the bearer token of a request, or ""."""
     scheme, token = get_authorization_scheme_param(request.headers.get("Authorization"))
     return token if scheme.lower() == "bearer" else ""
 
 
 def key_of(request: Request) -> str:
-    """The episode's key, wherever the request has it; empty when there is none.
+    """Returns the episode key of a request, or "".
 
-    OpenAI's SDKs send it as a bearer token, Anthropic's in a header of its own, and agents that can set a URL only have
+    OpenAI's SDKs send it as a bearer token, Anthropic's in the header `x-api-key`. Agents that can only set a URL have
     it in the path.
     """
     if "key" in request.path_params:
@@ -112,77 +145,64 @@ def key_of(request: Request) -> str:
     return bearer_of(request) or request.headers.get("x-api-key", "")
 
 
-def _viewer(wired: AppDeps, token: str, request: Request) -> None:
-    wired.keys.control(token)
-
-
-def _client(wired: AppDeps, token: str, request: Request) -> None:
-    wired.keys.client(token)
-
-
-def _admin(wired: AppDeps, token: str, request: Request) -> None:
-    wired.keys.admin(token)
-
-
-def _episode(wired: AppDeps, token: str, request: Request) -> None:
+def _episode(deps: AppDeps, token: str, request: Request) -> None:
     episode_id = request.path_params["episode_id"]
-    wired.keys.client(token, episode_id=episode_id, max_age=wired.max_age)
+    deps.keys.client(token, episode_id=episode_id, max_age=deps.max_age)
     observability.episode_id.set(episode_id)
 
 
-def _episode_reader(wired: AppDeps, token: str, request: Request) -> None:
+def _episode_reader(deps: AppDeps, token: str, request: Request) -> None:
     episode_id = request.path_params["episode_id"]
-    wired.keys.control(token, episode_id=episode_id, max_age=wired.max_age)
+    deps.keys.control(token, episode_id=episode_id, max_age=deps.max_age)
     observability.episode_id.set(episode_id)
 
 
-def _episode_scorer(wired: AppDeps, token: str, request: Request) -> None:
-    _episode(wired, token, request)
-    if token.startswith(KEY_PREFIX) and not wired.gateway.config.server.episode_may_finish:
+def _episode_scorer(deps: AppDeps, token: str, request: Request) -> None:
+    _episode(deps, token, request)
+    if token.startswith(KEY_PREFIX) and not deps.gateway.config.server.episode_may_finish:
         raise Forbidden(
-            "An episode's key does not set its reward here: this takes the token in the file 'token' of the server's "
-            "data dir, or server.episode_may_finish = true.",
+            "This server does not accept rewards with an episode key: use the token in the file 'token' of its data "
+            "dir, or set server.episode_may_finish = true.",
             code="not_your_reward",
         )
 
 
-def _episode_key(wired: AppDeps, token: str, request: Request) -> None:
-    request.state.episode_id = wired.keys.episode(key_of(request), wired.max_age)
+def _episode_key(deps: AppDeps, token: str, request: Request) -> None:
+    request.state.episode_id = deps.keys.episode(key_of(request), deps.max_age)
 
 
-VIEWER = Guard(_viewer)
-"""Any token of the server."""
-CLIENT = Guard(_client)
-"""A token of the server, client's or admin's."""
-ADMIN = Guard(_admin)
-"""The admin token."""
+VIEWER = Guard(lambda deps, token, _: deps.keys.control(token))
+"""Allows every token of the server."""
+CLIENT = Guard(lambda deps, token, _: deps.keys.client(token))
+"""Allows the client token and the admin token."""
+ADMIN = Guard(lambda deps, token, _: deps.keys.admin(token))
+"""Allows the admin token."""
 EPISODE = Guard(_episode)
-"""A client's or admin's token, or the key of this very episode."""
+"""Allows the client token, the admin token, and the key of the episode in the path."""
 EPISODE_READER = Guard(_episode_reader)
-"""Any token of the server, or the key of this very episode."""
+"""Allows every token of the server, and the key of the episode in the path."""
 EPISODE_SCORER = Guard(_episode_scorer)
-"""As `EPISODE`, unless `server.episode_may_finish` keeps rewards to the tokens."""
+"""As `EPISODE`, but allows the key only if `server.episode_may_finish` is true."""
 EPISODE_KEY = Guard(_episode_key)
-"""The key of an episode, whose id it leaves in the request's state."""
-
+"""Allows the key of an episode, and stores the episode's id in the state of the request."""
 
 BEARER = HTTPBearer(auto_error=False)
-"""Tells `/openapi.json` that a token is needed; `bearer_of` reads it."""
+"""Declares the bearer token in `/openapi.json`. `bearer_of` reads it."""
 
 
 async def key_in_headers(
     token: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
     api_key: Annotated[str, Header(alias="x-api-key")] = "",
 ) -> None:
-    """Tells `/openapi.json` where a key may stand; `key_of` reads it."""
+    """Declares the headers of an episode key in `/openapi.json`. `key_of` reads them."""
 
 
 async def key_in_path(key: str) -> None:
-    """The same of a key in the path."""
+    """Declares an episode key in the path in `/openapi.json`."""
 
 
 class GuardedRoute(APIRoute):
-    """A route that asks its guards before it reads a body, and reads one within the limits."""
+    """A route that checks its guards first, then reads, parses and validates the body within the limits."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -201,7 +221,7 @@ class GuardedRoute(APIRoute):
 
 
 class _ReadRequest(Request):
-    """A request whose body was read and validated before FastAPI asks for it."""
+    """A request whose body was read and validated before FastAPI reads it."""
 
     def __init__(self, request: Request, body: bytes, value: Any) -> None:
         super().__init__(request.scope, request.receive)
@@ -211,7 +231,7 @@ class _ReadRequest(Request):
         return self._read
 
     async def json(self) -> Any:
-        """The model's instance, which FastAPI's own validation passes on as it is."""
+        """Returns the validated model. FastAPI's validation accepts it unchanged."""
         return self._value
 
 
@@ -223,7 +243,7 @@ async def _read(request: Request, model: TypeAdapter[Any]) -> Request:
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """Raises `TooLarge`, as early as the headers tell, or `ClientGone`."""
+    """Raises `TooLarge`, if possible from the headers alone, or `ClientGone`."""
     declared = request.headers.get("content-length", "")
     pieces, size = [], int(declared) if declared.isdecimal() and len(declared) < 16 else 0
     try:
@@ -242,6 +262,6 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 def _is_json(request: Request) -> bool:
-    """As FastAPI has it, which says what is wrong with any other type of body."""
+    """True if FastAPI reads the body as JSON; it reports every other type of body itself."""
     kind, _, subtype = request.headers.get("content-type", "").partition(";")[0].strip().lower().partition("/")
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))

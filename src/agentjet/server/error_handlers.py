@@ -1,6 +1,6 @@
-"""Errors as answers: RFC 9457 problem+json on control routes, the dialect's own shape on inference routes.
+"""Error responses: RFC 9457 problem+json on control routes, the error shape of the dialect on inference routes.
 
-An unexpected exception becomes a 500 here; the HTTP server below records it, once, with its traceback.
+An unexpected exception becomes a 500 here. uvicorn logs it once, with its traceback.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from agentjet.errors import InvalidRequest, Later, RequestError
-from agentjet.gateway.states import IllegalInState
+from agentjet.gateway.engine import IllegalInState
 from agentjet.protocol import Problem
+from agentjet.server.deps import ClientGone
 from agentjet.server.dialects import DIALECTS, error_shape
-from agentjet.server.disconnect import ClientGone
 
 _REPR = Repr()
-"""Looks at the beginning of a value only: it may be as large as a body."""
+"""Shortens values in messages: a value can be as large as a body."""
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
 _REPR.maxlist = _REPR.maxdict = 40
 COUNTED = (400, 404, 413, 422, 500)
-"""Statuses that end a call for good."""
+"""Statuses after which a client does not repeat a call."""
 INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` in the shape of the route it happened on."""
+    """Registers the error handlers of `app`."""
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -43,13 +43,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-def scrubbed(path: str) -> str:
-    """A path without the episode key it may carry."""
+def _without_key(path: str) -> str:
     return re.sub(r"^/k/[^/]+", "/k/…", path)
 
 
-def answer(path: str, error: RequestError) -> Response:
-    """The response to `error` on `path`."""
+def error_response(path: str, error: RequestError) -> Response:
+    """Returns the response to `error` in the shape of the route `path`."""
     headers = {}
     retry_after: float | None = None
     if isinstance(error, Later):
@@ -57,7 +56,7 @@ def answer(path: str, error: RequestError) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     inference = INFERENCE_PATH.match(path)
     if inference:
-        # OpenAI's SDKs repeat a 409 and a 500 as well, which cannot help here.
+        # Without this header, OpenAI's SDKs also repeat requests after a 409 or 500, which cannot help here.
         headers["x-should-retry"] = "true" if retry_after is not None else "false"
         return JSONResponse(error_shape(inference[2]).body(error), error.status, headers)
     problem = Problem(
@@ -69,30 +68,29 @@ def answer(path: str, error: RequestError) -> Response:
         retry_after=retry_after,
     )
     body = problem.model_dump(exclude_none=True)
-    if isinstance(error, IllegalInState):  # Extension members, as RFC 9457 calls them.
+    if isinstance(error, IllegalInState):  # RFC 9457, section 3.2: extension members
         body |= {"state": error.state, "legal": list(error.legal)}
     return JSONResponse(body, error.status, headers, media_type="application/problem+json")
 
 
 async def _refusal(request: Request, error: RequestError) -> Response:
-    """The response to `error`, counted on the episode whose key the request has."""
     await count_refusal(request, error)
-    return answer(_path(request), error)
+    return error_response(_path(request), error)
 
 
 async def count_refusal(request: Request, error: RequestError) -> None:
-    """Counts `error` on its episode if it ended a call: later tries, wrong keys and ended episodes do not count."""
+    """Counts `error` on the episode of the request if it is a final error of a call (see `COUNTED`)."""
     inference = INFERENCE_PATH.match(_path(request))
     is_call = inference is not None and any(inference[2] == dialect.path for dialect in DIALECTS)
     if not is_call or request.method != "POST" or error.status not in COUNTED:
         return
-    episode_id = getattr(request.state, "episode_id", None)  # The guard of the route has put it there.
+    episode_id = getattr(request.state, "episode_id", None)  # stored by the guard of the route
     if episode_id is not None:
         await request.app.state.deps.gateway.refused(episode_id, error)
 
 
 def _path(request: Request) -> str:
-    """As it was routed: a URL is stripped of line breaks, and `/k/%0D/v1/` would be no inference route any more."""
+    """Returns the path that was routed. `request.url.path` has no line breaks, so `/k/%0D/v1/` would not match."""
     return str(request.scope["path"])
 
 
@@ -110,7 +108,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed"}
-    what = f"{request.method} {scrubbed(_path(request))}: {error.detail}"
+    what = f"{request.method} {_without_key(_path(request))}: {error.detail}"
     response = await _refusal(
         request,
         RequestError(what, code=codes.get(error.status_code, "invalid_request"), status=error.status_code),
@@ -126,35 +124,35 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 async def _unexpected(request: Request, error: Exception) -> Response:
     return await _refusal(
         request,
-        RequestError("The server failed to handle this request; its log says why.", code="internal_error", status=500),
+        RequestError("Internal error: see the server's log.", code="internal_error", status=500),
     )
 
 
 def describe_validation(error: RequestValidationError, status: int, known: tuple[str, ...]) -> InvalidRequest:
-    """The first thing wrong with a body: names the key, the value and, for an unknown key, the nearest known one."""
-    first = _most_telling(error.errors())
+    """Returns the most specific error of a body: with the key, the value and, for an unknown key, the nearest known."""
+    first = _most_specific(error.errors())
     name = _place(first["loc"]) or "the body"
     if first["type"] == "extra_forbidden":
         near = get_close_matches(str(first["loc"][-1]), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        return InvalidRequest(
-            f"{name!r} is not a key this server knows{hint}", code="unknown_parameter", status=status, param=name
-        )
+        return InvalidRequest(f"{name!r} is not a known key{hint}", code="unknown_parameter", status=status, param=name)
     if isinstance(first.get("input"), bytes):
         return InvalidRequest(
-            "The body was not read as JSON: send it with the header 'Content-Type: application/json'.",
+            "The body was not read as JSON: send the header 'Content-Type: application/json'.",
             code="not_json",
             status=status,
         )
     shown = _REPR.repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    said = first["msg"].removeprefix("Value error, ")
-    return InvalidRequest(f"{name}: {said} (given: {shown})", code="invalid_value", status=status, param=name)
+    message = first["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{name}: {message} (given: {shown})", code="invalid_value", status=status, param=name)
 
 
-def _most_telling(errors: Sequence[Any]) -> Any:
-    """The first error, or of those at and below its place the deepest. A value that may be of several types has one
-    error for each type: the one that got furthest inside, and not just found another type, is about what was meant.
+def _most_specific(errors: Sequence[Any]) -> Any:
+    """Returns the deepest error at or below the place of the first one.
+
+    pydantic reports one error for each member of a union. The deepest one, other than a wrong type, belongs to the
+    member that was meant.
     """
     place = _place(errors[0]["loc"])
     related = [error for error in errors if f"{_place(error['loc'])}.".startswith(f"{place}.")]
@@ -162,16 +160,14 @@ def _most_telling(errors: Sequence[Any]) -> Any:
 
 
 def _place(loc: Sequence[int | str]) -> str:
-    """Where in the body, dotted, without the names pydantic gives to the members of a union (`list[ContentPart]`,
-    `str`).
-    """
+    """Returns the dotted place in the body, without pydantic's names of union members (`list[ContentPart]`, `str`)."""
     inner = [part for part in loc[1:-1] if isinstance(part, int) or (part.isidentifier() and part != "str")]
     last = [part for part in loc[1:][-1:] if part not in ("str", "constrained-str") and "[" not in str(part)]
     return ".".join(map(str, [*inner, *last]))
 
 
 def _known_names(request: Request) -> tuple[str, ...]:
-    """Field names of the route's body model, for the nearest one."""
+    """Returns the field names of the body model of the route."""
     field = getattr(request.scope.get("route"), "body_field", None)
     model = getattr(getattr(field, "field_info", None), "annotation", None)
     return tuple(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else ()

@@ -1,12 +1,8 @@
-"""Which names this server answers to: the guard against DNS rebinding.
+"""HTTP below the routes: the `Host` check, the TLS certificate, the socket, the connections and uvicorn's settings.
 
-A page in a browser may point a name of its own at 127.0.0.1 and then talk to what listens there, but the browser sends
-that name in `Host`. It is checked before anything else is. Starlette's `TrustedHostMiddleware` does the same, but
-answers in plain text.
-
-The certificate a server shows, checked before anything slow happens.
-
-How the application is served: its port, its connections, and a garbage collector that does not stop every call.
+`HostCheck` prevents DNS rebinding: a web page can resolve its own host name to 127.0.0.1 and send requests to this
+server, but the browser then sends that name in `Host`. Starlette's `TrustedHostMiddleware` is not used: it answers
+in plain text and accepts a repeated `Host`.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import re
 import socket
 import ssl
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +24,31 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentjet.config import ServerConfig
+from agentjet.config.schema import is_loopback
 from agentjet.errors import ConfigError, InvalidRequest
 from agentjet.server import error_handlers
 from agentjet.server.limits import Limits
 
 
 def allowed_hosts(server: ServerConfig) -> frozenset[str] | None:
-    """The names besides loopback's own, without ports, in lower case; None: any, on a server whose address is no
-    loopback one and that was given no names.
+    """Returns the allowed host names besides those of loopback, in lower case, without ports.
+
+    None allows every name: the server has a non-loopback address and `server.allowed_hosts` is empty.
     """
     named = frozenset(_host(name) for name in server.allowed_hosts.split(",") if name.strip())
-    if not _is_loopback(server.host) and not named:
+    if not is_loopback(server.host) and not named:
         return None
     return named | {server.host.lower()}
 
 
 HOST = re.compile(r"([\w.-]+|\[[\da-f:.]+\])(:\d{1,5})?", re.ASCII)
-"""A name or an address, with or without a port, in lower case: the only forms that `Host` may have."""
+"""Syntax of `Host` in lower case: a name or an address, with or without a port."""
 
 
 class HostCheck:
-    """Refuses requests whose `Host` is neither loopback's nor one of `allowed` (None: allows any), is malformed, or is
-    given twice.
+    """Middleware that refuses requests whose `Host` is not allowed, malformed or repeated.
+
+    Loopback names and those in `allowed` are allowed; None allows every name.
     """
 
     def __init__(self, app: ASGIApp, allowed: frozenset[str] | None) -> None:
@@ -63,34 +61,26 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         error = InvalidRequest(
-            f"This server does not answer to the host {', '.join(given)[:200]!r}. If it is meant to, name it in "
-            "server.allowed_hosts.",
+            f"The host {', '.join(given)[:200]!r} is not allowed: to allow it, add it to server.allowed_hosts.",
             code="host_not_allowed",
         )
-        await error_handlers.answer(scope["path"], error)(scope, receive, send)
+        await error_handlers.error_response(scope["path"], error)(scope, receive, send)
 
     def _is_allowed(self, given: list[str]) -> bool:
         host = _host(given[0]) if len(given) == 1 else ""
-        if self._allowed is None:  # HTTP/1.0 has requests without a host.
+        if self._allowed is None:  # HTTP/1.0 requests can have no Host.
             return bool(host) or not given
-        return _is_loopback(host) or host in self._allowed
+        return is_loopback(host) or host in self._allowed
 
 
 def _host(given: str) -> str:
-    """A `Host` header, or a name in the settings, without its port and brackets; empty when it is neither."""
+    """Returns a host in lower case without port and brackets, or "" if it is malformed."""
     found = HOST.fullmatch(given.strip().lower())
     return found[1].strip("[]") if found else ""
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def check_certificate(server: ServerConfig) -> None:
-    """Raises `ConfigError` when the certificate or its key is not there, unreadable, or one is not the other's."""
+    """Raises `ConfigError` if the certificate or its key is unreadable, or if they do not belong together."""
     for name, path in (("tls_cert", server.tls_cert), ("tls_key", server.tls_key)):
         try:
             if path:
@@ -100,30 +90,30 @@ def check_certificate(server: ServerConfig) -> None:
     if server.tls_cert:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # A key with a passphrase would make OpenSSL ask for it on the terminal.
+            # The empty password stops OpenSSL from asking for a passphrase on the terminal.
             context.load_cert_chain(server.tls_cert, server.tls_key, password=lambda: b"")
         except (ssl.SSLError, ValueError) as error:
             why = getattr(error, "reason", None) or error
             raise ConfigError(
                 f"server.tls_cert = {server.tls_cert!r} and server.tls_key = {server.tls_key!r} cannot be used "
-                f"together ({why}): give a certificate chain and its own key without a passphrase, both PEM"
+                f"together ({why}): use a certificate chain and its key without a passphrase, both PEM"
             ) from None
 
 
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5
-"""How long open connections may take to end at the stop, once the engine has stopped."""
+"""Seconds that open connections have to end after the engine has stopped."""
 KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep an idle connection, so that it is they who close it: not while they send a request on it."""
+"""Longer than clients keep idle connections: the client closes first, so no request meets a closing connection."""
 
 
 def listen(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
-    """A bound port whose connections send at once. Raises `OSError`.
+    """Returns a bound socket with TCP_NODELAY. Raises `OSError`.
 
-    An answer is written in pieces, and without TCP_NODELAY the second waits until the client's system acknowledges the
-    first: up to 40 ms. asyncio sets it only for sockets that name their protocol, as those of `create_server` do not;
-    connections take it over from the listener.
+    Responses are written in pieces. Without TCP_NODELAY, the second piece waits up to 40 ms for the acknowledgement of
+    the first. asyncio sets the option only on sockets with an explicit protocol number, which those of `create_server`
+    do not have; connections inherit it from the listener.
     """
     listener = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
@@ -132,12 +122,16 @@ def listen(host: str, port: int, *, backlog: int = 1024) -> socket.socket:
     return listener
 
 
-class Connection(HttpToolsProtocol):
-    """A connection within its `Limits`: so many at the same time, headers of such a size and in such a time, a body in
-    such a time and with not more framing than content, and an end soon after an answer that did not wait for the body.
+class LimitedConnection(HttpToolsProtocol):
+    """A connection that enforces `Limits`:
 
-    Requests can close it at once, even when its client does not read what was written: `hang_up` in their state. The
-    stop of the server does so with all of that kind.
+    * the number of open connections;
+    * the size of the headers and the time they take;
+    * the time of the body, and its framing, which must not be larger than its content;
+    * the time of the rest of a body after an early response.
+
+    A request can close its connection at once with `hang_up` in its state, even if the client does not read. When the
+    server stops, connections whose client does not read are closed the same way.
     """
 
     def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
@@ -145,16 +139,16 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._in_head = True
         self._num_bytes = 0
-        """Of the headers, or of the body with its framing, so far."""
+        """Received bytes of the present headers, or of the present body with its framing."""
         self._body_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
-        """For the rest of the headers, or of the body."""
+        """Closes the connection if the headers or the body are not complete in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "hang_up": transport.abort}
         if len(self.connections) > self._limits.connections:
-            log.warning("a connection was refused: %d are open", len(self.connections) - 1)
+            log.warning("connection refused: %d are open (server.max_connections)", len(self.connections) - 1)
             transport.abort()
             return
         self._must_end_within(self._limits.header_seconds)
@@ -180,12 +174,12 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
 
     def on_message_begin(self) -> None:
-        if self._deadline is None:  # The first request has the time since its connection.
+        if self._deadline is None:  # For the first request, the time runs since the connection.
             self._must_end_within(self._limits.header_seconds)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # What stands behind a body is of no use to anybody here.
+        if self._in_head:  # Trailers after a body are ignored.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -201,7 +195,7 @@ class Connection(HttpToolsProtocol):
         self._in_head, self._num_bytes = True, 0
         self._must_end_within(None)
         super().on_message_complete()
-        if self.cycle.response_complete and not self.pipeline:  # Answered early, and idle only now.
+        if self.cycle.response_complete and not self.pipeline:  # Answered early; idle from now on.
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -218,7 +212,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _must_end_within(self, seconds: float | None) -> None:
-        """Close the connection after so many seconds, unless this is called again before; None: not at all."""
+        """Closes the connection after `seconds` unless called again before. None: cancels the deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
@@ -237,12 +231,12 @@ class Connection(HttpToolsProtocol):
 
 
 def uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
-    """Of a server of the gateway's application. Sockets are the caller's."""
+    """Returns uvicorn's settings for `app`. The caller provides the sockets."""
     return uvicorn.Config(
         app,
-        http=partial(Connection, limits=app.state.deps.limits),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, limits=app.state.deps.limits),  # type: ignore[arg-type]
         log_config=None,
-        access_log=False,  # Request lines may carry keys.
+        access_log=False,  # Request lines can contain keys.
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
@@ -253,10 +247,10 @@ def uvicorn_config(app: FastAPI, server: ServerConfig) -> uvicorn.Config:
 
 
 def tune_gc() -> None:
-    """Look for cycles among what is young, and seldom among what has grown old: call it once everything is loaded.
+    """Makes full garbage collections rare. Call it when everything is loaded.
 
-    A full collection walks every tree of every open episode, half a second with a thousand of them, and finds a few
-    exceptions: what is finished goes by its reference count.
+    A full collection visits the trees of all live episodes: half a second for a thousand episodes. It frees little,
+    because finished objects are freed by reference counting.
     """
     gc.collect()
     gc.freeze()

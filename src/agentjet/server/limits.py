@@ -1,12 +1,10 @@
-"""`Limits`: the most that one request, or one connection, may take. The same on every route.
+"""Limits of a request and of a connection, and the parsing of JSON bodies within them. Every route has the same limits.
 
-Settings name two of them; the others are constants, because no honest client comes near them. `docs/operations.md` has
-the table.
+Two limits are settings. The others are constants, because they are far above what clients need; `docs/operations.md`
+has the table.
 
-A request's body: counted, then parsed, then validated against its model. No I/O.
-
-Counting comes first because it is cheap: once parsed, a body of empty objects takes twenty-five times its size. Every
-limit is in `server.limits`.
+A large body is counted before it is parsed: counting is cheap, and a parsed body of empty objects takes twenty-five
+times the memory of its text.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from agentjet.config import ServerConfig
 from agentjet.errors import InvalidRequest, TooLarge
 from agentjet.gateway.concurrency import LARGE
 
-OWN_FILES = 128
-"""Files and pipes that the server needs for itself, whatever the number of connections."""
-SLOWEST_BODY = 64 * 2**10
-"""Bytes per second at which a body must arrive, apart from the first `header_seconds`."""
+RESERVED_FILES = 128
+"""Open files and pipes that the server needs besides its connections."""
+MIN_BODY_RATE = 64 * 2**10
+"""Minimum rate of a body in bytes per second, after the first `header_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +34,39 @@ class Limits:
     body_bytes: int
     connections: int
     header_bytes: int = 64 * 2**10
-    """Request line and headers together."""
+    """Request line and headers."""
     values: int = 300_000
-    """Values in a body, those inside arrays and objects included."""
+    """Values in a body, including those inside arrays and objects."""
     containers: int = 50_000
     """Arrays and objects in a body."""
     keys: int = 10_000
     """Keys of one object."""
     depth: int = 200
-    """Arrays and objects inside each other."""
+    """Nesting of arrays and objects."""
     header_seconds: float = 30.0
-    """From the connection, or the first byte of a later request, to the end of its headers."""
+    """From the connection, or from the first byte of a later request, to the end of the headers."""
     linger_seconds: float = 10.0
-    """For the rest of a body whose request is answered already; then the connection is closed."""
+    """For the rest of a body after an early response; then the connection is closed."""
 
     @classmethod
     def of(cls, server: ServerConfig) -> Limits:
-        """The limits of a server. Fewer connections than the setting, where the process may not open so many files."""
+        """Returns the limits of a server. The limit on open files of the process can lower `connections`."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = server.max_connections if files == resource.RLIM_INFINITY else files - OWN_FILES
+        most = server.max_connections if files == resource.RLIM_INFINITY else files - RESERVED_FILES
         return cls(body_bytes=server.max_body_mb * 2**20, connections=max(16, min(server.max_connections, most)))
 
     @property
     def body_seconds(self) -> float:
-        """For a whole body, from the end of its headers."""
-        return self.header_seconds + self.body_bytes / SLOWEST_BODY
+        """For a whole body, from the end of the headers."""
+        return self.header_seconds + self.body_bytes / MIN_BODY_RATE
 
 
-PIECE = 64 * 2**10
-"""Bytes that are counted in one step: other threads go on after each."""
+CHUNK_BYTES = 64 * 2**10
+"""Bytes counted in one step. Other threads can run between two steps."""
 
 
 def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
-    """The value of `model` that a body is. Raises `InvalidRequest`, `TooLarge`, or `RequestValidationError`."""
+    """Returns a body as a value of `model`. Raises `InvalidRequest`, `TooLarge`, or `RequestValidationError`."""
     if len(body) >= LARGE:
         _check_counts(body, limits)
     try:
@@ -76,7 +74,7 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not JSON: {error.msg}.", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"The body is no JSON to be read: {error}.", code="invalid_json") from None
+        raise InvalidRequest(f"The body cannot be read as JSON: {error}.", code="invalid_json") from None
     for name, item in value.items() if isinstance(value, dict) else (("the body", value),):
         _check_nesting(item, str(name), limits)
     if isinstance(value, dict) and len(value) > limits.keys:
@@ -88,18 +86,18 @@ def parse_body(body: bytes, model: TypeAdapter[Any], limits: Limits) -> Any:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
 
 
-def count(body: bytes) -> tuple[int, int]:
-    """How many values a JSON text has at most, and how many arrays and objects exactly. One pass in constant memory.
+def count_values(body: bytes) -> tuple[int, int]:
+    """Returns an upper bound of the number of values in a JSON text, and the number of its arrays and objects.
 
-    What is no JSON gives some numbers, too.
+    One pass in constant memory. For text that is not JSON, the numbers have no meaning.
     """
     num_commas = num_opened = 0
     in_string, carried = False, b""
-    for start in range(0, len(body), PIECE):
-        piece = carried + body[start : start + PIECE]
+    for start in range(0, len(body), CHUNK_BYTES):
+        piece = carried + body[start : start + CHUNK_BYTES]
         escaping = len(piece) - len(piece.rstrip(b"\\"))
         carried = piece[-1:] if escaping % 2 else b""
-        # Without escapes, every quote that is left begins or ends a string.
+        # Without escapes, every remaining quote opens or closes a string.
         plain = piece[: len(piece) - len(carried)].replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = plain.split(b'"')
         outside = b"".join(parts[in_string::2])
@@ -112,18 +110,18 @@ def count(body: bytes) -> tuple[int, int]:
 def _check_counts(body: bytes, limits: Limits) -> None:
     opened = body.count(b"[") + body.count(b"{")
     if opened <= limits.containers and opened + body.count(b",") < limits.values:
-        return  # Characters inside strings counted, too; text is mostly within the limits all the same.
-    num_values, num_containers = count(body)
+        return  # An upper bound, because it includes characters inside strings; enough for most bodies.
+    num_values, num_containers = count_values(body)
     for found, most, what in (
         (num_containers, limits.containers, "arrays and objects"),
         (num_values, limits.values, "values"),
     ):
         if found > most:
-            raise TooLarge(f"The body's JSON has {found} {what}; a request may have {most}: send fewer items.")
+            raise TooLarge(f"The body has {found} {what}, above the limit of {most}: send fewer items.")
 
 
 def _check_nesting(value: Any, name: str, limits: Limits) -> None:
-    """Level by level, since recursion is what deep nesting breaks."""
+    """Goes level by level, because deep nesting would exceed the recursion limit."""
     level, depth = [value], 1
     while level := [container for container in level if isinstance(container, dict | list)]:
         depth += 1
@@ -145,4 +143,4 @@ def _check_nesting(value: Any, name: str, limits: Limits) -> None:
 
 
 def _too_many_keys(value: dict[str, Any], name: str, limits: Limits) -> TooLarge:
-    return TooLarge(f"{name} holds an object of {len(value)} keys; it may have {limits.keys}.", param=name)
+    return TooLarge(f"{name} has an object with {len(value)} keys, above the limit of {limits.keys}.", param=name)

@@ -1,11 +1,9 @@
-"""How log records are written: text or JSON, with the episode and batch they are about, and without secrets.
+"""Monitoring of the server: log formats, and the routes `/healthz`, `/readyz` and `/metrics`.
 
-Episode keys stand in paths (`/k/{key}/`), tokens and keys in headers: whatever part of a record or traceback shows one,
-it is replaced before it is written.
+Log records are text or JSON, name their episode and batch, and contain no secrets. Episode keys occur in paths
+(`/k/{key}/`), tokens and keys in headers; `redact` replaces them in messages and tracebacks.
 
-The server's numbers in Prometheus' text format. Read when asked for; nothing is counted here.
-
-For whoever runs the server: is it alive, may it be sent work, and its numbers. `/healthz`, `/readyz`, `/metrics`.
+`/metrics` is in Prometheus' text format. It reads the gateway's numbers on each request and counts nothing itself.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from agentjet.types import EngineState
 
 LogFormat = Literal["text", "json"]
 
-SECRETS = (
+SECRET_PATTERNS = (
     (re.compile(r"/k/[^/\s\"']+"), "/k/…"),
     (re.compile(r"ajk-[\w.~-]+"), "ajk-…"),
     (re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{8,}"), r"\1…"),
@@ -43,7 +41,7 @@ SECRETS = (
 
 
 class LogFile(RotatingFileHandler):
-    """A file of log records that only its owner may read, as those are that follow it when it is full."""
+    """A rotating log file that only its owner can read."""
 
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).touch(0o600)
@@ -51,27 +49,27 @@ class LogFile(RotatingFileHandler):
 
 
 def redact(text: str) -> str:
-    """`text` without keys and tokens."""
-    for pattern, instead in SECRETS:
+    """Returns `text` without keys and tokens."""
+    for pattern, instead in SECRET_PATTERNS:
         text = pattern.sub(instead, text)
     return text
 
 
 def configure_handler(handler: logging.Handler, log_format: LogFormat, line: str) -> logging.Handler:
-    """`handler`, writing records in a format; `line` is the text's, in `logging`'s percent style."""
+    """Sets filters and format of `handler` and returns it. `line` is the text format in `logging`'s percent style."""
     handler.addFilter(LogContextFilter())
-    handler.addFilter(_says_something)
-    handler.setFormatter(JsonLines() if log_format == "json" else TextLines(line))
+    handler.addFilter(_is_relevant)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(line))
     return handler
 
 
-def _says_something(record: logging.LogRecord) -> bool:
-    """Not so what asyncio warns of when a client left in the midst of an answer, which is counted elsewhere."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """False for asyncio's warning about a client that left during a response; the gateway counts these."""
     return not (record.name == "asyncio" and str(record.msg).startswith("socket.send() raised"))
 
 
-class TextLines(logging.Formatter):
-    """A line for people, ending in what it is about."""
+class TextFormatter(logging.Formatter):
+    """A text line that ends with the episode and batch of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         about = [
@@ -83,9 +81,9 @@ class TextLines(logging.Formatter):
         return redact(" ".join([first, *about]) + newline + rest)
 
 
-class JsonLines(logging.Formatter):
-    """A JSON object a line: `time` (Unix seconds), `level`, `logger`, `message`, and `episode_id`, `batch_id`, `event`
-    and `traceback` where there are any.
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: `time` (Unix seconds), `level`, `logger`, `message`; if known, also `episode_id`,
+    `batch_id`, `event` and `traceback`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -105,19 +103,19 @@ class JsonLines(logging.Formatter):
 
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-NOW = ("live", "prepared", "waiting")
-"""Episode counts that also fall; the others only grow."""
+GAUGES = ("live", "prepared", "waiting")
+"""Episode counts that can fall. The others only grow."""
 
 
 def exposition(gateway: Gateway) -> bytes:
-    """What `GET /metrics` answers."""
+    """Returns the body of `GET /metrics`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_GatewayCollector(gateway))
     return generate_latest(registry)
 
 
 def printable(text: str) -> str:
-    """Text with its control characters written as escapes: clients name metrics, and terminals show them."""
+    """Returns `text` with control characters escaped: clients choose metric names, and terminals show them."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -127,33 +125,33 @@ class _GatewayCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status, engine = self._gateway.status(), self._gateway.engine
-        states = GaugeMetricFamily("agentjet_state", "1 for the state the engine is in.", labels=["state"])
+        states = GaugeMetricFamily("agentjet_state", "1 for the present state of the engine.", labels=["state"])
         for state in get_args(EngineState):
             states.add_metric([state], float(state == status.state))
         yield states
         yield GaugeMetricFamily(
-            "agentjet_state_seconds", "Seconds the engine has been in it.", engine.seconds_in_state()
+            "agentjet_state_seconds", "Seconds since the engine entered its state.", engine.seconds_in_state()
         )
         yield from _episodes(status.episodes)
-        groups = GaugeMetricFamily("agentjet_groups", "Groups that fill the present batch.", labels=["state"])
+        groups = GaugeMetricFamily("agentjet_groups", "Groups of the batch that is being filled.", labels=["state"])
         groups.add_metric(["open"], status.groups_open)
         groups.add_metric(["complete"], status.groups_complete)
         yield groups
-        step = GaugeMetricFamily("agentjet_step", "Metrics of the newest batch, by name.", labels=["metric"])
+        step = GaugeMetricFamily("agentjet_step", "Metrics of the newest batch.", labels=["metric"])
         for name, value in status.last_step.items():
             step.add_metric([printable(name)], value)
         yield step
         yield CounterMetricFamily("agentjet_workers_started", "Workers started.", status.workers_started)
         yield CounterMetricFamily(
-            "agentjet_workers_hung", "Workers killed because they showed no sign of work.", status.workers_hung
+            "agentjet_workers_hung", "Workers killed because they made no progress.", status.workers_hung
         )
         for name, meaning, value in (
-            ("policy_version", "Batches learned.", status.policy_version),
-            ("calls_active", "Calls held, sampled, or still being read.", status.calls_active),
-            ("clients", "Clients seen since the server began, the newest ones only.", len(status.clients)),
-            ("unusable_checkpoints", "Checkpoints that were set aside.", len(status.unusable_checkpoints)),
+            ("policy_version", "Number of learned batches.", status.policy_version),
+            ("calls_active", "Calls that wait, are sampled, or are being sent.", status.calls_active),
+            ("clients", "Most recent clients since the server started.", len(status.clients)),
+            ("unusable_checkpoints", "Checkpoints that could not be used.", len(status.unusable_checkpoints)),
             ("journal_bytes", "Size of the journal on disk.", self._journal_bytes()),
-            ("uptime_seconds", "Seconds since the server began.", status.uptime),
+            ("uptime_seconds", "Seconds since the server started.", status.uptime),
         ):
             yield GaugeMetricFamily(f"agentjet_{name}", meaning, value)
 
@@ -163,17 +161,17 @@ class _GatewayCollector(Collector):
 
 
 def _episodes(counts: dict[str, int]) -> Iterator[Metric]:
-    now = GaugeMetricFamily(
+    gauge = GaugeMetricFamily(
         "agentjet_episodes",
-        "Episodes that are live, prepared, or finished and waiting to be trained.",
+        "Episodes that are live, prepared, or finished and not yet trained.",
         labels=["status"],
     )
-    ever = CounterMetricFamily(
-        "agentjet_episodes", "Episodes since the data dir was made, by how they ended.", labels=["status"]
+    counter = CounterMetricFamily(
+        "agentjet_episodes", "Ended episodes since the data dir was created.", labels=["status"]
     )
     for name, count in counts.items():
-        (now if name in NOW else ever).add_metric([name], count)
-    yield from (now, ever)
+        (gauge if name in GAUGES else counter).add_metric([name], count)
+    yield from (gauge, counter)
 
 
 READY: tuple[EngineState, ...] = ("sampling", "learning")
@@ -183,13 +181,13 @@ router = APIRouter(tags=["operations"], route_class=GuardedRoute)
 
 
 class Health(BaseModel):
-    """The process is alive and its event loop turns."""
+    """The answer of a process whose event loop runs."""
 
     status: str = "alive"
 
 
 class Readiness(BaseModel):
-    """Whether calls are answered now."""
+    """True if the server answers calls now."""
 
     ready: bool
     state: EngineState
@@ -197,17 +195,15 @@ class Readiness(BaseModel):
 
 @router.get("/healthz", responses={400: _PROBLEM})
 async def healthz() -> Health:
-    """Whether the process is alive. Needs no token."""
+    """Answers 200 while the process is alive. Needs no token."""
     return Health()
 
 
 @router.get("/readyz", response_model=Readiness, responses={400: _PROBLEM, 503: {"model": Readiness}})
-async def readyz(wired: Deps) -> JSONResponse:
-    """200 while the policy can be sampled or learns, and the disk takes what is said; else 503, with the engine's
-    state. Needs no token.
-    """
-    state = wired.gateway.engine.state
-    found = Readiness(ready=state in READY and not wired.gateway.swarm.disk_refusal, state=state)
+async def readyz(deps: Deps) -> JSONResponse:
+    """Answers 200 while the engine samples or learns and the disk can be written, else 503. Needs no token."""
+    state = deps.gateway.engine.state
+    found = Readiness(ready=state in READY and not deps.gateway.swarm.store.journal.refusal, state=state)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)
 
 
@@ -220,6 +216,6 @@ async def readyz(wired: Deps) -> JSONResponse:
         **dict.fromkeys((400, 401, 403, 500), _PROBLEM),
     },
 )
-async def get_metrics(wired: Deps) -> Response:
-    """The server's numbers for Prometheus. Takes any token of the server: the viewer's is meant for this."""
-    return Response(exposition(wired.gateway), media_type=CONTENT_TYPE)
+async def get_metrics(deps: Deps) -> Response:
+    """Metrics for Prometheus. Needs a token of the server; use the viewer token."""
+    return Response(exposition(deps.gateway), media_type=CONTENT_TYPE)

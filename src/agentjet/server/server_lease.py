@@ -1,9 +1,7 @@
-"""`Lease`: the server for one holder alone, for a time. Who begins episodes or configures meanwhile shows its epoch.
+"""The lease of a whole server, and the switch between its runs. (The lease of an episode is another thing.)
 
-Epochs only rise, also across restarts of the server: a holder whose lease ran out, and was taken by another, is refused
-whatever it still believes.
-
-What the routes know of the lines of weights that a server can serve, one at a time.
+While a server is leased, starting episodes and changing settings needs the epoch of the lease. Epochs only rise, also
+across restarts: a holder whose lease expired and was taken by another is refused.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ from agentjet.protocol import LeaseRequest
 LEASE_FILE = "lease.json"
 
 
-class Lease:
-    """Kept in a file of the data dir."""
+class ServerLease:
+    """The lease of the server, stored in a file of the data dir."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """Raises `ConfigError` for a damaged file: starting at epoch 0 would let an old holder in again."""
+        """Raises `ConfigError` if the file is damaged: starting at epoch 0 would admit an old holder again."""
         self._path = path
         self._clock = clock
         self.holder, self.epoch, self._until = "", 0, 0.0
@@ -41,11 +39,11 @@ class Lease:
 
     @property
     def seconds_left(self) -> float:
-        """0 when nobody has it."""
+        """Seconds until the lease expires; 0 without a lease."""
         return max(0.0, self._until - self._clock())
 
     def take(self, request: LeaseRequest) -> None:
-        """Take it, or renew it with its epoch. Raises `Conflict`."""
+        """Takes the lease, or renews it if the request has its epoch. Raises `Conflict`."""
         if request.epoch is None:
             if self.seconds_left:
                 raise self._leased("")
@@ -56,11 +54,11 @@ class Lease:
         self._write()
 
     def check(self, epoch: int | None) -> None:
-        """Raises `Conflict` for whoever is not the holder while there is one, and for one that is no longer."""
+        """Raises `Conflict` if the server is leased under another epoch, or if the lease of `epoch` has ended."""
         if self.seconds_left and epoch != self.epoch:
             raise self._leased("" if epoch is None else f"; epoch {epoch} is not its epoch")
         if not self.seconds_left and epoch is not None:
-            raise Conflict(f"The lease of epoch {epoch} is over: take it anew.", code="lease_over")
+            raise Conflict(f"The lease of epoch {epoch} has ended: take a new one.", code="lease_over")
 
     def end(self) -> None:
         self._until = 0.0
@@ -84,25 +82,26 @@ class Lease:
 
 
 class RunSwitcher(Protocol):
-    """Each run has a data dir of its own: journal, checkpoints, metrics. The server's own run is called ""."""
+    """Switches between runs, one at a time. Each run has its own data dir; the default run has the name ""."""
 
     @property
     def gateway(self) -> Gateway:
-        """Of the run that is served."""
+        """The gateway of the present run."""
         ...
 
     @property
     def name(self) -> str: ...
 
     async def enter(self, name: str, job: JobConfig | None) -> None:
-        """Serve another run, from the base model or from where it was left, under these job settings (None: the
-        server's own). The worker is coming up when this returns; episodes of the run that was left are unknown here.
+        """Switches to a new or existing run with the settings `job` (None: those of the server).
+
+        Does not wait for the worker. Episodes of the previous run are unknown afterwards.
         """
         ...
 
 
 class SingleRun:
-    """A gateway that stays."""
+    """A server without other runs."""
 
     name = ""
 

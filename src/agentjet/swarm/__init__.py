@@ -9,7 +9,7 @@ with swarm.calling(episode.id):                      # the lease stands still wh
 swarm.finish(episode.id, FinishRequest(reward=1.0))
 if swarm.ready():
     batch = swarm.compose()                          # on disk before it is learned
-    metrics = await compute.learn(batch.id, swarm.forest(batch), batch.job)
+    metrics, op = await learn(compute, op, swarm.batches.training_batch(batch), batch.job)
     swarm.learned(batch, metrics)
 """
 

@@ -1,197 +1,295 @@
-"""From a batch's episodes to its forest and its metrics. Reads the journal, changes nothing."""
+"""`Batches`: the verbs of the training loop, from the composition of a batch to the policy version that it makes.
+
+A batch is in the journal, whole, before it is learned. Learning it again changes nothing.
+
+`roll_back` goes back to an earlier policy version. The server is stopped, and the caller provides the checkpoint.
+Policy versions only rise: the version after a rollback is a new number with the weights of the earlier version, and no
+batch leads to it. So a number always names the same weights, and staleness, caches and names of checkpoints stay right.
+The episodes of the undone batches and those that waited to train are dropped as `rolled_back`. Their groups count in
+the next batch that is learned.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Container, Mapping, Sequence
-from statistics import fmean, pstdev
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import numpy as np
-
-from agentjet.recipes.advantages import ADVANTAGES
-from agentjet.swarm.groups import all_equal
+from agentjet.errors import CheckpointError, ConfigError
+from agentjet.swarm import batch_forest, groups
+from agentjet.swarm.groups import STALE, SURPLUS, Endings
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.records import Batch, Episode
-from agentjet.timeline.forest import Forest, Row, build_forest
-from agentjet.timeline.forks import OrphanReason, orphans
-from agentjet.timeline.identity import context_digest
-from agentjet.timeline.support import unpack_sets
-from agentjet.timeline.tree import ConversationTree
-from agentjet.types import Call
+from agentjet.swarm.mixture import Mixture
+from agentjet.swarm.queries import Queries
+from agentjet.swarm.records import Batch
+from agentjet.swarm.state_store import Store
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import CheckpointStamp, OperationKind
 
-log = logging.getLogger(__name__)
-
-
-def load_trees(journal: Journal, episode_id: str) -> dict[str, ConversationTree]:
-    """An episode's conversations by agent role, in the order the roles first spoke."""
-    trees: dict[str, ConversationTree] = {}
-    for call, encoded_suffix, encoded_completion in journal.calls(episode_id):
-        trees.setdefault(call.role, ConversationTree()).add(call, encoded_suffix, encoded_completion)
-    return trees
+ROLLBACK = "rollback"
+ROLLED_BACK = "rolled_back"
+ROLLED_BACK_REASON = "rolled back: the policy went back to an earlier version"
+WAY_OUT = (
+    "Restore journal.sqlite together with its -wal and -shm files, or move only checkpoints/ to a new server.data_dir."
+)
+"""For a data dir whose journal lost its end."""
 
 
-def find_orphans(journal: Journal, episode_id: str, trees: Mapping[str, ConversationTree]) -> dict[str, OrphanReason]:
-    """The calls of an episode that nobody heard, over all its roles."""
-    return orphans([call for tree in trees.values() for call in tree.calls], journal.undelivered(episode_id))
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The effects of a rollback; also the body of its event."""
+
+    to: int
+    """The version whose weights the policy has again."""
+    policy_version: int
+    """The new number of these weights."""
+    batches: int
+    """Learned batches that were undone."""
+    trained: int
+    """Episodes of these batches, now dropped."""
+    waiting: int
+    """Finished episodes that had waited to train, now dropped."""
+    live: int
+    """Episodes that were aborted."""
 
 
-def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tuple[Forest, dict[str, float]]:
-    """One row per call with sampled tokens, merged; and what the trees look like, as metrics.
+class Batches:
+    """Composes batches, builds their forests and records what was learned."""
 
-    A sequence is what one episode and one role produced. Orphans are left out, and so would be a call whose tokens are
-    not those that were sampled (`forest/drift`, always 0 unless the journal is damaged).
-    """
-    rows: list[Row] = []
-    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "side_calls", "drift", "truncated"), 0))
-    num_sequences = 0
-    unnamed: list[str] = []
-    for group in batch.groups:
-        members = [episodes[episode_id] for episode_id in group]
-        spoken = [_spoken(journal, episode, shape) for episode in members]
-        named = {role for member in members for role in member.by_role}
-        for i, sequences in enumerate(spoken):
-            unnamed += [
-                f"{role!r} of {members[i].id}" for role in sequences if role in named - members[i].by_role.keys()
-            ]
-            for role, (tree, calls) in sequences.items():
-                advantage = role_advantages(batch, members, role, [role in roles for roles in spoken])[i]
-                rows += [_row(tree, call, advantage, num_sequences) for call in calls]
-                num_sequences += 1
-    means = {
-        "episode/timelines": shape.pop("timelines") / len(batch.episode_ids),
-        "completion/truncated": shape.pop("truncated") / max(1, len(rows)),
-    }
-    if unnamed:
-        means["reward/roles_left_out"] = float(len(unnamed))
-        log.warning(
-            "batch %d: %d roles have no reward of their own, such as %s, in groups in which other episodes name one "
-            "for the same role. They are left out, because the episode's reward may have another scale: give by_role "
-            "in every episode, or in none",
-            batch.id,
-            len(unnamed),
-            unnamed[0],
+    def __init__(
+        self, store: Store, mixture: Mixture, endings: Endings, queries: Queries, clock: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._journal = store.journal
+        self._mixture = mixture
+        self._endings = endings
+        self._queries = queries
+        self._clock = clock
+        self._forest_metrics: dict[int, dict[str, float]] = {}
+
+    def ready(self) -> bool:
+        """True if the present batch has its groups and may be composed."""
+        store = self._store
+        if store.pending is not None or self._queries.num_pinned() or groups.training_is_over(store):
+            return False
+        return self._mixture.chosen() is not None
+
+    def compose(self) -> Batch:
+        """Commit the next batch, its members, their order and its settings, before any of it is learned."""
+        store, chosen = self._store, self._mixture.chosen()
+        assert self.ready() and chosen is not None, "compose() pairs with ready()"
+        batch = Batch(
+            id=store.policy_version,
+            groups=tuple(group.members for group in chosen),
+            job=store.job.with_defaults(),
+            composed=self._clock(),
+            carry=self._mixture.carry(chosen),
         )
-    return build_forest(rows), {**means, **{f"forest/{n}": float(c) for n, c in shape.items()}}
+        with store.transaction():
+            self._journal.add_batch(batch, [group.id for group in chosen])
+            for group in chosen:
+                del store.groups[group.id]
+            store.pending, store.carry = batch, batch.carry
+            self._mixture.start_batch()
+            if not store.job.max_staleness:
+                self._endings.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
+        return batch
+
+    def training_batch(self, batch: Batch) -> TrainingBatch:
+        """The forest and the facts of a batch, from the journal alone: a replay reads the same bytes.
+
+        Raises `CheckpointError` when a durable checkpoint covers the batch and its tokens were pruned.
+        """
+        self._check_reach(batch.id)
+        members = {episode_id: self._queries.episode(episode_id) for episode_id in batch.episode_ids}
+        training, counts = batch_forest.build(self._journal, batch, members)
+        self._forest_metrics = {batch.id: {**batch_forest.forest_metrics(training), **counts}}
+        return training
+
+    def record_operation(self, number: int, kind: OperationKind, batch: Batch) -> None:
+        """Record an operation on the policy, before it is applied. A replayed operation changes nothing."""
+        if not self._journal.has_operation(number, kind, batch.id):
+            with self._store.transaction():
+                self._journal.put_operation(number, kind, batch.id)
+
+    def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Record that `batch` took the policy to version `batch.id + 1`. A replayed batch changes nothing.
+
+        Returns all its metrics, except those that are not finite, which JSON and charts cannot hold.
+        """
+        store = self._store
+        if batch.id < store.policy_version:
+            return self._journal.step(batch.id)
+        assert store.pending is not None and batch.id == store.pending.id, "batches are learned in order"
+        merged = {
+            **batch_forest.episode_metrics([store.episodes[episode_id] for episode_id in batch.episode_ids]),
+            **batch_forest.share_metrics(batch, store.episodes),
+            **batch_forest.loss_metrics(self._journal.dropped_groups(batch.id), self._journal.lost_episodes(batch.id)),
+            **self._forest_metrics.get(batch.id, {}),
+            **metrics,
+        }
+        merged = {name: value for name, value in merged.items() if math.isfinite(value)}
+        with store.transaction():
+            self._journal.add_step(batch.id, merged, self._clock())
+            store.advance(batch, merged)
+            self._mixture.start_batch()
+            self._endings.drop_groups(groups.stale(store), "stale", STALE, self._clock())
+            store.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
+        return merged
+
+    def quarantine(self, batch: Batch, reason: str) -> None:
+        """Give the pending batch up, because every worker that learns it crashes; training goes on without it.
+
+        Its groups are dropped as `poisoned` and counted with the next batch that is learned.
+        """
+        store = self._store
+        assert store.pending is not None and batch.id == store.pending.id, "only the pending batch can be given up"
+        now, members = self._clock(), set(batch.episode_ids)
+        with store.transaction():
+            self._journal.remove_batch(batch.id)
+            store.pending, store.carry = None, self._journal.carry()
+            for group in self._journal.unlearned_groups():
+                if members & set(group.members):
+                    groups.drop(store, group, "poisoned", now)
+            store.emit(
+                "batch",
+                {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": list(batch.episode_ids)},
+            )
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def checkpointed(self, policy_version: int) -> None:
+        """Prune what only checkpoints before `policy_version` would replay.
+
+        Pass the *oldest* checkpoint that is kept, so that recovery can use it.
+        """
+        if policy_version > self._journal.durable_version():
+            with self._store.transaction():
+                self._journal.prune(policy_version, self._clock())
+
+    def from_version(self, policy_version: int) -> list[Batch]:
+        """The batches that a worker at `policy_version` has yet to learn, in order, with the pending batch.
+
+        Raises `CheckpointError` when the journal does not reach back so far.
+        """
+        self._check_reach(policy_version)
+        return self._journal.batches(policy_version)
+
+    def record_checkpoint(self, stamp: CheckpointStamp) -> None:
+        """Record a checkpoint as the one of its version. Call it before the checkpoint's folder takes its name."""
+        with self._store.transaction():
+            self._journal.put_checkpoint(stamp)
+
+    def check_checkpoint(self, stamp: CheckpointStamp) -> None:
+        """See `check_stamp`."""
+        check_stamp(self._journal, stamp)
+
+    def recorded_digest(self, policy_version: int) -> str | None:
+        """Digest of the checkpoint of that version; None if none was recorded."""
+        return self._journal.checkpoint_digest(policy_version)
+
+    def resume(self, stamp: CheckpointStamp | None) -> list[Batch]:
+        """Returns the batches to replay after a worker loaded a checked checkpoint, or None at version 0.
+
+        An empty journal starts at the checkpoint. Raises `CheckpointError` when the journal does not reach back so far.
+        """
+        if stamp is None:
+            return self.from_version(0)
+        version = stamp.policy_version
+        with self._store.transaction():
+            if self._journal.is_empty():
+                self._journal.set_base_version(version)
+                self._store.policy_version = version
+            if stamp.digest and self._journal.checkpoint_digest(version) is None:
+                self._journal.put_checkpoint(stamp)
+        return self.from_version(version)
+
+    def _check_reach(self, policy_version: int) -> None:
+        durable = self._journal.durable_version()
+        if policy_version < durable:
+            raise CheckpointError(
+                f"The journal cannot replay from policy version {policy_version}: batches before {durable} were "
+                f"pruned: the checkpoint of version {durable} covers them. Restore that one or a newer one."
+            )
+
+    # ---- rollback ------------------------------------------------------------------------------------------
+
+    def roll_back(self, to: int, checkpoint: CheckpointStamp) -> Rollback:
+        """Undo the batches from version `to` on, on a stopped server. Raises `CheckpointError`.
+
+        `checkpoint` has the weights of `to` under the number of the version that follows the present one.
+        """
+        store, journal = self._store, self._journal
+        check_rollback(journal, to)
+        version, now = store.policy_version + 1, self._clock()
+        assert checkpoint.policy_version == version, "versions only rise"
+        with store.transaction():
+            journal.put_checkpoint(checkpoint)
+            if store.pending is not None:
+                journal.remove_batch(store.pending.id)
+            undone, trained = journal.undo_batches(to, ROLLED_BACK, version)
+            journal.set_base_version(version)
+            store.load()
+            live, waiting = store.live(), store.counts()["waiting"]
+            for episode in live:
+                self._endings.end_unscored(episode, ROLLED_BACK_REASON, now)
+            self._endings.drop_groups(list(store.groups.values()), ROLLED_BACK, ROLLED_BACK_REASON, now)
+            done = Rollback(to, version, undone, trained, waiting, len(live))
+            store.emit(ROLLBACK, asdict(done))
+        return done
 
 
-def _spoken(journal: Journal, episode: Episode, shape: Counter[str]) -> dict[str, tuple[ConversationTree, list[Call]]]:
-    """By agent role, an episode's conversation and the calls of it that are trained; roles without any are left out."""
-    trees = load_trees(journal, episode.id)
-    unheard = find_orphans(journal, episode.id, trees)
-    calls = {role: _trained_calls(tree, unheard, shape) for role, tree in trees.items()}
-    return {role: (tree, calls[role]) for role, tree in trees.items() if calls[role]}
+def check_rollback(journal: Journal, version: int) -> None:
+    """Raises `CheckpointError` unless the present weights descend from that earlier version."""
+    now = journal.policy_version()
+    if version >= now:
+        raise CheckpointError(f"policy version {version} is not before the present one, {now}: name an earlier one")
+    for done in journal.events_of(ROLLBACK):
+        if done.body["to"] < version < done.body["policy_version"]:
+            raise CheckpointError(
+                f"policy version {version} was undone by the rollback to version {done.body['to']}: the present "
+                "weights do not descend from it; begin a new data dir from it with `agentjet checkpoints branch`"
+            )
 
 
-def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Counter[str]) -> list[Call]:
-    """The calls of a tree whose sampled tokens are trained; what else there is is counted in `shape`."""
-    trained = []
-    for call in tree.calls:
-        if call.fork:
-            shape[f"forks_{call.fork}"] += 1
-        if call.untrained:
-            shape["side_calls"] += 1
-        elif call.id in unheard:
-            shape["orphans"] += 1
-            shape["orphan_tokens"] += len(call.completion)
-        elif call.context and call.context != context_digest(tree.tokens(call.id)):
-            shape["drift"] += 1
-            log.error("call %s of episode %s is not as it was sampled: left out", call.id, call.episode_id)
-        elif call.completion:
-            trained.append(call)
-            shape["truncated"] += call.finish_reason == "length"
-    shape["timelines"] += sum(call.id not in unheard for call in tree.leaves())
-    return trained
+# ---- checkpoints that belong to a journal ------------------------------------------------------------------
 
 
-def role_advantages(batch: Batch, members: Sequence[Episode], role: str, spoke: Sequence[bool]) -> list[float]:
-    """The advantages [G] of a group's members for one agent role.
+def check_stamp(journal: Journal, stamp: CheckpointStamp) -> None:
+    """Raises `CheckpointError` unless the checkpoint belongs to the journal. Raises `ConfigError` if the journal ends
+    before the checkpoint, because then the journal may have lost its end.
 
-    If any member names a reward for the role, those that name one are compared by it. If none does, all are compared by
-    the episode's reward. With `algorithm.by_role` only members in which the role spoke are compared (Dr. MAS,
-    github.com/langfengQ/DrMAS), each once, however often the role was called, where Dr. MAS counts calls. A member that
-    is not compared has advantage 0, and so has one that is compared with no other.
+    It belongs if the journal recorded its digest, if the journal is empty or begins at it, or if AgentJet 0.1 wrote it.
     """
-    algorithm = batch.job.algorithm
-    named_G = np.asarray([role in member.by_role for member in members])
-    counts_G = np.asarray(spoke) if algorithm.by_role else np.ones(len(members), bool)
-    if named_G.any():
-        counts_G &= named_G
-    rewards_G = np.asarray([member.by_role.get(role, member.reward) for member in members], np.float64)
-    advantages_G = np.zeros(len(members))
-    if counts_G.any():
-        advantages_G[counts_G] = ADVANTAGES[algorithm.advantage](rewards_G[counts_G])
-    return [float(advantage) for advantage in advantages_G]
+    version, recorded = stamp.policy_version, journal.checkpoint_digest(stamp.policy_version)
+    if recorded is not None and recorded != stamp.digest:
+        raise CheckpointError(
+            f"The checkpoint of policy version {version} has another digest than the one in the journal."
+        )
+    if journal.is_empty():
+        return
+    if version > (end := journal.policy_version()):
+        raise ConfigError(
+            f"The checkpoint of policy version {version} is newer than the journal, which ends at {end}. If another "
+            f"run wrote the checkpoint, move it away. Otherwise the journal lost its end. {WAY_OUT}"
+        )
+    is_old = not stamp.digest and version <= journal.undigested_until()
+    if recorded is None and not is_old and not journal.began_at(version):
+        raise CheckpointError(
+            f"The journal did not record a checkpoint of policy version {version}: they belong to different runs."
+        )
 
 
-def _row(tree: ConversationTree, call: Call, advantage: float, sequence: int) -> Row:
-    return Row(
-        tokens=np.asarray(tree.tokens(call.id), np.int32),
-        logprobs=np.asarray(call.logprobs, np.float32),
-        versions=np.asarray(call.versions, np.int32),
-        advantage=advantage,
-        temperature=call.temperature,
-        sequence=sequence,
-        support=unpack_sets(call.support, len(call.completion)) if call.support else (),
-    )
-
-
-def forest_metrics(batch: Batch, forest: Forest) -> dict[str, float]:
-    return {
-        "forest/tree_token_ratio": forest.tree_token_ratio,
-        "forest/tokens": float(forest.num_nodes),
-        "batch/staleness_max": float(batch.id - int(forest.version.min(initial=batch.id))),
-    }
-
-
-def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
-    """Means over a batch's episodes; `agent/...` are the metrics that clients sent with their rewards."""
-    rewards = [episode.reward for episode in members if episode.reward is not None]
-    num_tokens = sum(episode.num_tokens for episode in members)
-    num_calls = sum(episode.num_calls for episode in members)
-    metrics = {
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
-        "episode/num_turns": num_calls / len(members),
-        "completion/tokens": num_tokens / max(1, num_calls),
-        "batch/episodes": float(len(members)),
-        "batch/unscorable": float(sum(episode.unscorable for episode in members)),
-        "batch/sampled_tokens": float(num_tokens),
-    }
-    by_set: dict[str, list[float]] = {}
-    by_code: dict[str, list[float]] = {}
-    by_name: dict[str, list[float]] = {}
-    for episode in members:
-        for name, by in ((episode.task_set, by_set), (episode.code_version, by_code)):
-            if name and episode.reward is not None:
-                by.setdefault(name, []).append(episode.reward)
-        for name, value in episode.metrics.items():
-            by_name.setdefault(name, []).append(value)
-    metrics |= {f"reward/{task_set}/mean": fmean(values) for task_set, values in by_set.items()}
-    metrics |= {f"code/{version}/reward_mean": fmean(values) for version, values in by_code.items()}
-    metrics |= {f"agent/{name}": fmean(values) for name, values in by_name.items()}
-    return metrics
-
-
-def share_metrics(batch: Batch, episodes: Mapping[str, Episode]) -> dict[str, float]:
-    """The part of the batch's groups that each named task set has, and the part without any variance in a reward."""
-    groups = Counter(episodes[group[0]].task_set for group in batch.groups)
-    shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
-    equal = sum(all_equal([episodes[member] for member in group]) for group in batch.groups)
-    return {"groups/zero_variance": equal / len(batch.groups), **shares}
-
-
-def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, int]) -> dict[str, float]:
-    """What was lost while the batch was being filled: groups dropped, by reason, and episodes without a reward."""
-    reasons = {reason: float(count) for reason, count in dropped_groups.items() if reason != "no_members"}
-    return {
-        "groups/dropped": sum(reasons.values()),
-        **{f"groups/dropped_{reason}": count for reason, count in reasons.items()},
-        "episodes/aborted": float(lost_episodes.get("aborted", 0)),
-        "episodes/expired": float(lost_episodes.get("expired", 0)),
-        **{
-            f"episodes/{how}": float(lost_episodes[how])
-            for how in ("surplus", "stale", "in_doubt", "not_needed", "replaced")
-            if how in lost_episodes
-        },
-    }
+def check_state_origin(journal: Journal, state: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if a checkpoint's state has another origin than the journal, as far as both record it."""
+    origin = journal.origin
+    recorded = {"model_weights": origin.get("model_weights"), "dtype": origin.get("model.dtype")}
+    if "model.lora.rank" in origin:
+        recorded["adapters"] = bool(origin["model.lora.rank"])
+    for key, ours in recorded.items():
+        if ours is not None and (theirs := state.get(key, ours)) != ours:
+            raise ConfigError(
+                f"The checkpoint of policy version {state['policy_version']} has {key} = {theirs!r}, its journal "
+                f"{ours!r}: they belong to different runs. Take a checkpoint that this run wrote."
+            )

@@ -1,33 +1,35 @@
-"""`SwarmState`: the rules of episodes, groups and batches.
+"""`SwarmState`: the rules of episodes, with `batches` and `queries` over the same store.
 
 Invariants:
-* what was acknowledged is on disk: every change is committed to the journal before the method returns, or, after
-  `commit_together`, by the `commit` that must come before anybody is told;
+* an acknowledged change is on disk: the journal has it before the method returns, or, after `Store.defer_commits`, once
+  the `commit` and `sync` that follow have returned;
 * a finished training episode is in exactly one of: waiting, one batch, a group dropped for a named reason;
-* only what the present batch needs is admitted, or, with `max_staleness`, as many batches as may wait without
-  growing too old; what did grow too old is dropped and counted;
-* an episode never outlives its lease or `max_episode_seconds`, whether or not anybody called `reap` in time.
+* only the episodes that the present batch needs are admitted, or, with `max_staleness`, as many batches as may wait
+  without getting too old. Groups that do get too old are dropped and counted;
+* an episode never outlives its lease or `max_episode_seconds`, even if `reap` is called late.
 
-It knows no HTTP, never waits, and reads time from the injected clock only.
+No HTTP and no waiting. Time comes from the injected clock only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from agentjet.config import JobConfig
-from agentjet.errors import Conflict, Later
-from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, EvaluationView, Event, FinishRequest
-from agentjet.swarm import groups, queries, state_store
-from agentjet.swarm.batch_queue import Batches
+from agentjet.errors import Conflict, InvalidRequest, Later
+from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, FinishRequest
+from agentjet.swarm import groups
+from agentjet.swarm.batches import Batches
+from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.journal_file import of_worker
-from agentjet.swarm.leases import REPLACED, STALLED, announce
-from agentjet.swarm.records import Episode, new_episode_id
+from agentjet.swarm.mixture import Mixture
+from agentjet.swarm.queries import Queries
+from agentjet.swarm.records import Batch, Episode, new_episode_id
+from agentjet.swarm.state_store import Leases, Store, load_or_create_job
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import MAX_NAME, Call, EpisodeStatus, ModelInfo
 
@@ -35,8 +37,8 @@ MAX_NOTES = 64
 """Different notes, and different refusals, that are counted apart on one episode."""
 
 
-class SwarmState(Batches):
-    """Episodes, groups and batches of one policy. Synchronous; one thread at a time."""
+class SwarmState:
+    """Episodes, groups and batches of one run. Synchronous; one thread at a time."""
 
     def __init__(
         self,
@@ -47,51 +49,106 @@ class SwarmState(Batches):
         stopwatch: Callable[[], float] = lambda: 0.0,
         policy_version: int | None = None,
     ) -> None:
-        """`policy_version` is that of the checkpoint where an empty journal starts, and `job` what it starts with; one
-        with history knows its own version, and what `job` was replaced by. By the `stopwatch` it is seen that nobody
-        was listened to for a while: see `leases`.
+        """An empty journal starts with `job`, at the checkpoint of `policy_version`. A journal with history has its own
+        version, and perhaps job settings that replaced `job`. `stopwatch` is a monotonic clock: see `Leases`.
         """
         with journal.transaction():
             if policy_version is not None and journal.is_empty():
                 journal.set_base_version(policy_version)
-            self.job_notice = state_store.load_or_create_job(journal, job)
-            """In words: whether the settings in force are `job`, where that is not to be expected."""
-        super().__init__(journal, clock=clock, stopwatch=stopwatch)
+            self.job_notice = load_or_create_job(journal, job)
+            """A sentence for the log if the settings in force differ from `job`, else empty."""
+        self._journal = journal
+        self._clock = clock
+        self.store = Store(journal, clock)
+        self._leases = Leases(clock, stopwatch)
+        self._mixture = Mixture(self.store, clock)
+        self._endings = Endings(self.store, self._leases)
+        self.queries = Queries(self.store, self._leases, self._mixture, clock)
+        self.batches = Batches(self.store, self._mixture, self._endings, self.queries, clock)
+        self._seen_revisions = (-1, -1)
+        self._earliest: float | None = None
+        """No deadline is before it, as of `_seen_revisions`."""
 
-    def replace_job(self, job: JobConfig) -> None:
-        """Put other settings in force from here on; a batch keeps those it was composed with."""
-        settings = self._ledger.settings
-        with self.transaction():
-            self._ledger.settings = replace(settings, revision=settings.revision + 1, job=job)
-            self._journal.put_job_settings(self._ledger.settings)
+    # ---- the run -------------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> JobConfig:
+        """The settings in force. A batch keeps those it was composed with."""
+        return self.store.job
+
+    @property
+    def job_revision(self) -> int:
+        """Number of the settings in force; each change counts, from 1."""
+        return self.store.settings.revision
+
+    @property
+    def policy_version(self) -> int:
+        return self.store.policy_version
+
+    @property
+    def pending(self) -> Batch | None:
+        """The batch that is composed and not yet learned."""
+        return self.store.pending
+
+    @property
+    def last_step(self) -> dict[str, float]:
+        """Metrics of the newest learned batch."""
+        return self.store.last_step
 
     @property
     def dtype(self) -> str:
-        """The type that the policy's weights had from its beginning; empty before that is known."""
+        """The type of the policy's weights since its first version; empty until it is known."""
         return str(self._journal.origin.get("model.dtype", ""))
 
-    def check_origin(self, card: ModelInfo) -> list[str]:
-        """A worker is up, and has loaded and learned nothing yet: compare with what the policy was begun with.
+    def replace_job(self, job: JobConfig) -> None:
+        """Put other settings in force from here on. A batch keeps those it was composed with."""
+        settings = self.store.settings
+        with self.store.transaction():
+            self.store.settings = replace(settings, revision=settings.revision + 1, job=job)
+            self._journal.put_job_settings(self.store.settings)
 
-        Returns, in words, what changed that may. Raises `ConfigError` when another policy would begin there.
+    def check_origin(self, info: ModelInfo) -> list[str]:
+        """Compare a new worker, before it loads or learns anything, with the origin of the policy.
+
+        Returns sentences about changes that are allowed. Raises `ConfigError` if the weights would differ.
         """
-        return self._journal.check_origin(of_worker(card))
+        return self._journal.check_origin(of_worker(info))
 
     def record_origin(self) -> None:
-        """The worker, and the newest checkpoint where there is one, agree with what was traced: it holds from here."""
-        with self.transaction():
+        """Store the checked origin, because the worker and the newest checkpoint agree with it."""
+        with self.store.transaction():
             self._journal.record_origin()
 
-    # ---- episodes ------------------------------------------------------------------------------------------
+    def record_evaluation(self, request: EvaluationRequest, *, idempotency_key: str | None = None) -> None:
+        """Store the score of a policy version, once per key. Raises `InvalidRequest` for a version not learned yet."""
+        scope = f"evaluation/{request.client_id}"
+        if self.store.recall(scope, idempotency_key, request) is not None:
+            return
+        if request.policy_version > self.policy_version:
+            raise InvalidRequest(
+                f"policy_version = {request.policy_version}: the policy is at version {self.policy_version}; report "
+                "the version that was evaluated",
+                code="version_unknown",
+                status=422,
+                param="policy_version",
+            )
+        with self.store.transaction():
+            self.store.emit("evaluation", request.model_dump())
+            self.store.remember(scope, idempotency_key, request, str(request.policy_version))
+
+    # ---- begin ---------------------------------------------------------------------------------------------
 
     def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
         """Start an episode.
 
-        Raises `Later` (`not_sampling`, `batch_full`, `task_set_full`, `group_full`) when the present batch needs none,
-        `Conflict` when it was to join a group and there is none (`group_closed`), when `job.task_weights` has no place
-        for its task set (`task_set_unknown`), or none just now for one `unless_full` (`task_set_full`), or the version
-        it is pinned to is not the present one (`version_gone`), or another process of the client has taken its places
-        over (`client_replaced`).
+        Raises `Later` when the present batch needs none: `not_rolling`, `batch_full`, `task_set_full`, `group_full`.
+        Raises `Conflict`:
+
+        * `group_closed`: it may only join a group, and there is none;
+        * `task_set_unknown`: `job.task_weights` has no place for its task set;
+        * `task_set_full`: the same at present, for a request with `unless_full`;
+        * `version_gone`: it is pinned to a version that is not the present one;
+        * `client_replaced`: a newer process of the client has begun episodes.
         """
         known = self.begun(request, idempotency_key)
         if known is not None:
@@ -99,14 +156,15 @@ class SwarmState(Batches):
         if self.is_due():
             self.reap()
         self.take_over(request)
-        self._close_outdated(request)
         now = self._clock()
+        if outdated := groups.outdated(self.store, request):
+            with self.store.transaction():
+                for group in outdated:
+                    groups.close(self.store, group, now)
         if request.at_version is not None:
-            groups.check_pin(self._ledger, self._mixing, self.job, request.at_version, now)
-        joined = None
-        if request.mode == "train":
-            joined = groups.admit(self._ledger, self._mixing, self.job, request, now)
-        with self.transaction():
+            groups.check_pin(self.store, self._mixture, request.at_version, now)
+        joined = groups.admit(self.store, self._mixture, request, now) if request.mode == "train" else None
+        with self.store.transaction():
             episode = Episode(
                 id=new_episode_id(now),
                 seq=self._journal.next_episode_seq(),
@@ -125,21 +183,29 @@ class SwarmState(Batches):
                 instance_id=request.instance_id,
             )
             if joined is not None:
-                groups.join(self._ledger, joined, episode)
+                groups.join(self.store, joined, episode)
             self._journal.add_episode(episode)
-            self._ledger.put(episode)
-            self._announce_code(episode)
-            self._ledger.remember(_begin_scope(request), idempotency_key, request, episode.id)
-            announce(self._ledger, episode)
-        self._leases.touch(episode)
+            self.store.put(episode)
+            counts = self.store.code_versions.get(episode.code_version)
+            if counts is not None and counts.episodes == 1 and episode.mode == "train":
+                body = {"code_version": episode.code_version, "client_id": episode.client_id}
+                self.store.emit("code_version", body)
+            self.store.remember(_begin_scope(request), idempotency_key, request, episode.id)
+            announce(self.store, episode)
+        self._leases.renew(episode)
         return episode
 
-    def take_over(self, request: BeginRequest) -> None:
-        """End what an earlier process of the client left behind, when a new one begins: that one was killed, and its
-        leases would hold its places. `begin` does this first.
+    def begun(self, request: BeginRequest, idempotency_key: str | None) -> Episode | None:
+        """The episode that an earlier copy of this request began. Raises `Conflict` for the key of another request."""
+        known = self.store.recall(_begin_scope(request), idempotency_key, request)
+        return None if known is None else self.episode(known)
 
-        Raises `Conflict` (`client_replaced`) for a process that was itself replaced, because two that live would end
-        each other's episodes.
+    def take_over(self, request: BeginRequest) -> None:
+        """Abort the live episodes of the client's earlier process, and close its groups without live members.
+
+        The earlier process was killed, and its leases would keep its places. `begin` calls this first. Raises
+        `Conflict` (`client_replaced`) for a process that was itself replaced: two running ones would end each other's
+        episodes.
         """
         newest = self._journal.newest_instance(request.client_id) if request.instance_id else ""
         if newest in ("", request.instance_id):
@@ -150,53 +216,41 @@ class SwarmState(Batches):
                 "this one: end this process, or give the two different names (client_id) or the same instance_id.",
                 code="client_replaced",
             )
-        now, ledger = self._clock(), self._ledger
-        for episode in [e for e in ledger.live() if e.client_id == request.client_id and e.instance_id]:
-            with self.transaction():
-                self._mixing.ended(self._endings.lose(replace(episode, status="aborted", ended=now, reason=REPLACED)))
-        for group in list(ledger.groups.values()):
-            members = [ledger.episodes[member] for member in group.members]
+        now, store = self._clock(), self.store
+        for episode in [e for e in store.live() if e.client_id == request.client_id and e.instance_id]:
+            with store.transaction():
+                self._mixture.record_end(self._endings.end_unscored(episode, REPLACED, now))
+        for group in list(store.groups.values()):
+            members = [store.episodes[member] for member in group.members]
             is_left = all(member.ended is not None and member.instance_id for member in members)
             if group.client_id == request.client_id and group.state == "open" and is_left:
-                with self.transaction():
-                    groups.close(ledger, self.job, group, now)  # No client will refill it.
+                with store.transaction():
+                    groups.close(store, group, now)
 
-    def begun(self, request: BeginRequest, idempotency_key: str | None) -> Episode | None:
-        """The episode that this very request began before, if it did. Raises `Conflict` for the key of another."""
-        known = self._ledger.recall(_begin_scope(request), idempotency_key, request)
-        return None if known is None else self.episode(known)
-
-    def heartbeat(self, episode_id: str) -> Episode:
-        """Renew the lease; one that is prepared has none. Raises `Conflict` when the episode has ended: its code tells
-        how.
-        """
-        episode = self._undecided(episode_id)
-        if episode.status == "live":
-            self._leases.touch(episode)
-        return episode
+    # ---- ends ----------------------------------------------------------------------------------------------
 
     def prepare(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
-        """Promise an episode's reward: a later `finish` with the same one will be granted, after any restart.
+        """Promise an episode's reward: a later `finish` with the same reward succeeds, also after a restart.
 
-        Until then the episode makes no calls, trains nothing, and keeps its place in its group. It has no lease; one
-        that nobody finishes or aborts ends unscored, a lease after its `max_episode_seconds`. The same promise again
-        gives the same answer. Raises `Conflict`: as `finish`, or `episode_prepared` when another reward was promised.
+        Until then the episode makes no calls and keeps its place in its group. It has no lease: without `finish` or
+        `abort` it ends unscored, a lease after its `max_episode_seconds`. The same promise again gives the same answer.
+        Raises `Conflict` as `finish` does, or `episode_prepared` when another reward was promised.
         """
         scope = f"prepare/{episode_id}"
-        if self._ledger.recall(scope, idempotency_key, request) is not None:
+        if self.store.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        if episode.status in ("prepared", "finished") and _scored_so(episode, request):
+        if episode.status in ("prepared", "finished") and _has_score(episode, request):
             return episode
         episode = self._live(episode_id)
         now = self._clock()
-        with self.transaction():
+        with self.store.transaction():
             episode = _scored(episode, request, status="prepared")
             self._journal.add_promise(episode, now)
-            self._ledger.put(episode)
-            self._ledger.remember(scope, idempotency_key, request, episode_id)
-            groups.member_scored(self._ledger, episode, now)
-            self._endings.ended(episode)
+            self.store.put(episode)
+            self.store.remember(scope, idempotency_key, request, episode_id)
+            groups.member_scored(self.store, episode, now)
+            self._endings.release(episode)
         return episode
 
     def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
@@ -206,63 +260,68 @@ class SwarmState(Batches):
         or `episode_prepared` when another was promised.
         """
         scope = f"finish/{episode_id}"
-        if self._ledger.recall(scope, idempotency_key, request) is not None:
+        if self.store.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        if episode.status == "finished" and _scored_so(episode, request):
+        if episode.status == "finished" and _has_score(episode, request):
             return episode
-        kept = episode.status == "prepared" and _scored_so(episode, request)
-        episode = episode if kept else self._live(episode_id)
+        promised = episode.status == "prepared" and _has_score(episode, request)
+        episode = episode if promised else self._live(episode_id)
         now = self._clock()
-        with self.transaction():
+        with self.store.transaction():
             episode = _scored(episode, request, status="finished", ended=now)
             self._journal.add_finish(episode)
-            if kept and episode.mode == "train" and episode.group_id not in self._ledger.groups:
-                episode = self._journal.episode(episode_id) or episode  # its group was dropped meanwhile: it knows why
-            self._ledger.put(episode)
-            self._ledger.remember(scope, idempotency_key, request, episode_id)
-            groups.member_scored(self._ledger, episode, now)
-            self._endings.ended(episode)
-            self._endings.settle(episode, self.job, now)
-            self._mixing.ended(episode)
+            if promised and episode.mode == "train" and episode.group_id not in self.store.groups:
+                # Its group was dropped since. The journal has the reason.
+                episode = self._journal.episode(episode_id) or episode
+            self.store.put(episode)
+            self.store.remember(scope, idempotency_key, request, episode_id)
+            groups.member_scored(self.store, episode, now)
+            self._endings.release(episode)
+            self._endings.close_if_complete(episode, now)
+            self._mixture.record_end(episode)
         return self.episode(episode_id)
 
     def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
-        """End an episode that failed, or whose promise is taken back: it is never scored, and its place is free again.
+        """End an episode without a reward, and free its place. Also takes a promised reward back.
 
-        One that ended unscored already is returned as it is. Raises `Conflict` (`episode_finished`) on a scored one.
+        An episode that ended unscored is returned unchanged. Raises `Conflict` (`episode_finished`) on a scored one.
         """
         scope = f"abort/{episode_id}"
-        if self._ledger.recall(scope, idempotency_key, request) is not None:
+        if self.store.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
         if episode.status in ("aborted", "expired"):
             return episode
-        episode = self._undecided(episode_id)
+        episode = self._live_or_prepared(episode_id)
         now = self._clock()
-        with self.transaction():
-            self._ledger.remember(scope, idempotency_key, request, episode_id)
-            episode = self._endings.lose(replace(episode, status="aborted", ended=now, reason=request.reason))
-            self._endings.settle(episode, self.job, now)
-            self._mixing.ended(episode)
+        with self.store.transaction():
+            self.store.remember(scope, idempotency_key, request, episode_id)
+            episode = self._endings.end_unscored(episode, request.reason, now)
+            self._endings.close_if_complete(episode, now)
+            self._mixture.record_end(episode)
         return episode
-
-    # ---- evaluations ---------------------------------------------------------------------------------------
-
-    def record_evaluation(self, request: EvaluationRequest, *, idempotency_key: str | None = None) -> None:
-        """Store the score of a policy version. Raises `InvalidRequest` for one that was not learned yet."""
-        queries.record_evaluation(self._ledger, request, idempotency_key)
-
-    def evaluations(self) -> list[EvaluationView]:
-        """All recorded evaluations, in the order they came."""
-        return queries.list_evaluations(self._journal)
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
+    def episode(self, episode_id: str) -> Episode:
+        """Any episode since the data dir was made. Raises `NotFound`."""
+        return self.queries.episode(episode_id)
+
+    def heartbeat(self, episode_id: str) -> Episode:
+        """Renew the lease of a live episode. Raises `Conflict` when the episode has ended; the code is its status."""
+        episode = self._live_or_prepared(episode_id)
+        if episode.status == "live":
+            self._leases.renew(episode)
+        return episode
+
+    def client_seen(self, client_id: str) -> None:
+        """Record activity of a client, with or without an episode."""
+        self._leases.client_seen(client_id)
+
     @contextmanager
     def calling(self, episode_id: str) -> Iterator[Episode]:
-        """While a call is held or sampled its lease stands still: the server's slowness is not the agent's silence. It
-        runs again while the agent reads the answer.
+        """Suspend the episode's lease while a call waits or is sampled, and renew it after the call.
 
         `max_episode_seconds` still counts. Raises `Conflict` when the episode has ended.
         """
@@ -273,166 +332,105 @@ class SwarmState(Batches):
     def record_call(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
         """Append a call to its episode's conversation, with the encoded bytes of each token.
 
-        Raises `Conflict` when the episode has ended meanwhile: such a call answers nobody and trains nothing.
+        Raises `Conflict` when the episode has ended. Such a call is not recorded.
         """
         episode = self._live(call.episode_id)
         tree = self.tree(call.episode_id, call.role)
         if call.parent is not None and not tree.knows(call.parent):
             raise Later(
-                "What this call continues was lost with a write that the disk refused.",
+                "The journal lost the call that this one continues, because the disk refused a write.",
                 code="journal_unavailable",
                 status=503,
                 retry_after=1.0,
             )
-        with self.transaction():
+        with self.store.transaction():
             self._journal.add_call(call, encoded_suffix, encoded_completion)
             num_tokens = episode.num_tokens + (0 if call.untrained else len(call.completion))
-            self._ledger.put(replace(episode, num_calls=episode.num_calls + 1, num_tokens=num_tokens))
+            self.store.put(replace(episode, num_calls=episode.num_calls + 1, num_tokens=num_tokens))
             if call.versions and not call.untrained:
-                oldest = self._ledger.oldest.get(episode.id, call.versions[0])
-                self._ledger.oldest[episode.id] = min(oldest, call.versions[0])
+                oldest = self.store.oldest.get(episode.id, call.versions[0])
+                self.store.oldest[episode.id] = min(oldest, call.versions[0])
             tree.add(call, encoded_suffix, encoded_completion)
-        self._leases.touch(episode)
+        self._leases.renew(episode)
 
     def note(self, episode_id: str, *, noted: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
-        """Count what an episode's request had noted or refused. An ended episode keeps its counts unchanged."""
+        """Count notes and refusals of an episode's request. An ended episode keeps its counts unchanged."""
         episode = self._up_to_date(episode_id)
         if episode.ended is not None or not (noted or refused):
             return
-        with self.transaction():
+        with self.store.transaction():
             episode = replace(episode, noted=_counted(episode.noted, noted), refused=_counted(episode.refused, refused))
             self._journal.put_notes(episode)
-            self._ledger.put(episode)
+            self.store.put(episode)
 
     def undelivered(self, episode_id: str, call_ids: Sequence[str]) -> None:
-        """These recorded answers did not reach their agent: unless it turns out that they did, they train nothing.
+        """Record that these answers did not reach their agent. They train only if a later call sends them back.
 
-        Of an ended episode nothing changes any more: its batch may be composed already.
+        Ignored after the episode has ended, because its batch may be composed already.
         """
         if self._up_to_date(episode_id).status == "live":
-            with self.transaction():
+            with self.store.transaction():
                 self._journal.add_undelivered(call_ids)
 
     def tree(self, episode_id: str, role: str) -> ConversationTree:
-        """What one role of an episode has heard and said; kept in memory while the episode lives."""
-        tree = self._ledger.trees.get((episode_id, role))
+        """The conversation of one role of an episode; kept in memory while the episode is live."""
+        tree = self.store.trees.get((episode_id, role))
         if tree is None:
-            tree = self.trees(episode_id).get(role) or ConversationTree()
+            tree = self.queries.trees(episode_id).get(role) or ConversationTree()
             if self.episode(episode_id).status == "live":
-                self._ledger.trees[episode_id, role] = tree
+                self.store.trees[episode_id, role] = tree
         return tree
 
     # ---- time ----------------------------------------------------------------------------------------------
 
+    def expires_at(self, episode: Episode) -> float:
+        """Time at which a live episode expires without activity, and a prepared one without `finish` or `abort`."""
+        return self._leases.expires_at(episode, self.job)
+
     def reap(self) -> list[Episode]:
-        """Expire what outlived its lease or its maximum, close short groups nobody refills; returns the expired."""
+        """Expire episodes after their lease or maximum, close short groups after their wait; returns the expired."""
         now = self._clock()
-        late = [episode for episode in self._ledger.undecided() if self.expires_at(episode) <= now]
-        with self.transaction():
-            expired = [self._endings.expire(episode, self.job, now) for episode in late]
+        late = [episode for episode in self.store.live_or_prepared() if self.expires_at(episode) <= now]
+        with self.store.transaction():
+            expired = [self._endings.expire(episode, now) for episode in late]
             for episode in expired:
-                self._endings.settle(episode, self.job, now)
-            for group in list(self._ledger.groups.values()):
-                deadline = groups.refill_deadline(self._ledger, self.job, group, self._leases.lease_epoch())
+                self._endings.close_if_complete(episode, now)
+            for group in list(self.store.groups.values()):
+                deadline = groups.refill_deadline(self.store, group, self._leases.lease_epoch())
                 if deadline is not None and deadline <= now:
-                    groups.close(self._ledger, self.job, group, now)
-            self._endings.clear(self._mixing.reap(self.job), "stalled", STALLED, now)
+                    groups.close(self.store, group, now)
+            self._endings.drop_groups(self._mixture.reap(), "stalled", STALLED, now)
         return expired
 
-    # ---- what others may know ------------------------------------------------------------------------------
+    def next_deadline(self) -> float | None:
+        """Time at which `reap` next has an effect, if nothing changes."""
+        deadlines = [self.expires_at(episode) for episode in self.store.live_or_prepared()]
+        epoch = self._leases.lease_epoch()
+        refills = [groups.refill_deadline(self.store, group, epoch) for group in self.store.groups.values()]
+        others = [*refills, self._mixture.next_deadline()]
+        return min([*deadlines, *(deadline for deadline in others if deadline is not None)], default=None)
 
-    def saw(self, client_id: str) -> None:
-        """A client showed life, whether or not it gets an episode."""
-        self._leases.saw(client_id)
+    def no_deadline_before(self) -> float | None:
+        """A time that `next_deadline` is not before; None without a deadline.
 
-    def emit(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Journal an event and pass it to `on_event` once it is on disk."""
-        self._ledger.emit(kind, body)
-
-    @property
-    def on_event(self) -> Callable[[Event], None] | None:
-        """Called with each event after it is on disk."""
-        return self._ledger.on_event
-
-    @on_event.setter
-    def on_event(self, listener: Callable[[Event], None] | None) -> None:
-        self._ledger.on_event = listener
-
-    @property
-    def undelivered_calls(self) -> Callable[[str], Sequence[str]]:
-        """Asked, when an episode ends, for its recorded calls that are still on their way to its agent: they are
-        undelivered then.
+        Checks every lease only after a change, or once the deadline that it found before has passed. Activity only
+        postpones deadlines.
         """
-        return self._ledger.undelivered_calls
+        self._leases.lease_epoch()
+        revisions = (self.store.revision, self._leases.revision)
+        if revisions != self._seen_revisions or (self._earliest is not None and self._earliest <= self._clock()):
+            self._seen_revisions, self._earliest = revisions, self.next_deadline()
+        return self._earliest
 
-    @undelivered_calls.setter
-    def undelivered_calls(self, ask: Callable[[str], Sequence[str]]) -> None:
-        self._ledger.undelivered_calls = ask
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Group several changes into one. When it fails nothing of it happened, in memory neither."""
-        return self._ledger.transaction()
-
-    def commit_together(self, on_uncommitted: Callable[[], None]) -> None:
-        """From here on changes are made with the next `commit` and are on disk after the `sync` that follows, which
-        may serve many at once.
-
-        `on_uncommitted` is called when there is something to commit. Whoever acknowledges a change must have it on disk
-        first.
-        """
-        self._journal.commit_together()
-        self._ledger.on_uncommitted = on_uncommitted
-
-    @property
-    def has_uncommitted(self) -> bool:
-        return self._journal.has_uncommitted
-
-    def commit(self) -> None:
-        """Make every change so far one. Raises `Later` when the disk refuses: then nothing since the last happened."""
-        self._ledger.commit()
-
-    def sync(self) -> None:
-        """Have on disk what was committed. The one method that another thread may call, which waits for the disk.
-
-        Raises `Later`: nobody may be told of it, and every further change is refused.
-        """
-        self._journal.sync()
-
-    def refuse_writes(self, error: BaseException) -> Later:
-        """Record nothing more until the journal is opened again, because of `error`; returns what writers get."""
-        return self._journal.refuse_writes(error)
-
-    @property
-    def disk_refusal(self) -> str:
-        """Why nothing can be recorded now, and the way out; empty while everything is."""
-        return self._journal.refusal
-
-    def try_disk(self) -> None:
-        """Have something written, which ends `disk_refusal` where the disk takes it. Raises `Later` where not."""
-        with self.transaction():
-            self._journal.try_disk()
-
-    def announce(self) -> None:
-        """Pass on the events of what was committed, now that it is on disk."""
-        self._ledger.announce()
+    def is_due(self) -> bool:
+        """True if `reap` has an effect now."""
+        deadline = self.no_deadline_before()
+        return deadline is not None and deadline <= self._clock()
 
     # ---- inside --------------------------------------------------------------------------------------------
 
-    def _close_outdated(self, request: BeginRequest) -> None:
-        """A client that begins with new code leaves short groups of the old behind: they wait for nobody any more."""
-        if outdated := groups.outdated(self._ledger, self.job, request):
-            with self.transaction():
-                for group in outdated:
-                    groups.close(self._ledger, self.job, group, self._clock())
-
-    def _announce_code(self, episode: Episode) -> None:
-        """The event that a code version came into use, with its first training episode."""
-        tally = self.code_versions().get(episode.code_version)
-        if tally is not None and tally.episodes == 1 and episode.mode == "train":
-            self.emit("code_version", {"code_version": episode.code_version, "client_id": episode.client_id})
-
     def _up_to_date(self, episode_id: str) -> Episode:
-        """The episode, expired when its time is over, whether or not anybody reaped."""
+        """The episode, expired if its time is over, even if `reap` was not called since."""
         episode = self.episode(episode_id)
         if episode.ended is None and self.expires_at(episode) <= self._clock():
             self.reap()
@@ -440,8 +438,8 @@ class SwarmState(Batches):
         return episode
 
     def _live(self, episode_id: str) -> Episode:
-        """The episode, if it still lives. Raises `Conflict` otherwise."""
-        episode = self._undecided(episode_id)
+        """The episode if it is live. Raises `Conflict` otherwise."""
+        episode = self._live_or_prepared(episode_id)
         if episode.status == "live":
             return episode
         raise Conflict(
@@ -450,8 +448,8 @@ class SwarmState(Batches):
             code="episode_prepared",
         )
 
-    def _undecided(self, episode_id: str) -> Episode:
-        """The episode, if it is live or prepared. Raises `Conflict` otherwise."""
+    def _live_or_prepared(self, episode_id: str) -> Episode:
+        """The episode if it is live or prepared. Raises `Conflict` otherwise."""
         episode = self._up_to_date(episode_id)
         if episode.ended is None:
             return episode
@@ -471,7 +469,7 @@ def _counted(counts: Mapping[str, int], names: Sequence[str]) -> Mapping[str, in
 
 
 def _begin_scope(request: BeginRequest) -> str:
-    """Of idempotency keys: every client has its own."""
+    """Scope of idempotency keys: each client has its own."""
     return f"begin/{request.client_id}"
 
 
@@ -480,5 +478,5 @@ def _scored(episode: Episode, request: FinishRequest, *, status: EpisodeStatus, 
     return replace(episode, status=status, ended=ended, reward=request.reward, by_role=by_role, metrics=metrics)
 
 
-def _scored_so(episode: Episode, request: FinishRequest) -> bool:
+def _has_score(episode: Episode, request: FinishRequest) -> bool:
     return (episode.reward, episode.by_role, episode.metrics) == (request.reward, request.by_role, request.metrics)

@@ -1,13 +1,11 @@
-"""The rules of groups: when a group is complete, when it is dropped and why. Who joins is `admission`'s.
+"""Groups: admission of episodes, completion, drops, and the ends of episodes in them.
 
-A group is open until all its `group_size` members finished; a prepared one keeps it open. A lost member frees its
-place. One that stays short, with nobody live in it, is closed after `lease_seconds` of waiting for a refill: that long
-an abort may delay a batch (once more after a restart), but an expired lease adds nothing. Functions on a `Store`,
-inside its transactions.
+A group has one client, one task set and one code version, so that its episodes are comparable. It is open until
+`group_size` members have finished; a prepared member keeps it open. An aborted or expired member frees its place. A
+group below full size without a live member closes after `lease_seconds` without a new member. An abort may delay a
+batch that long, once more after a restart; an expired lease adds no delay.
 
-Who may begin: the group that a new training episode joins or opens, or why there is none for it just now.
-
-A group has one client, one task set and one code version, so that what is compared is comparable.
+The functions take a `Store` and are called inside its transactions.
 """
 
 from __future__ import annotations
@@ -15,191 +13,74 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
 from agentjet.swarm.records import Episode, Group
-from agentjet.swarm.state_store import Store
+from agentjet.swarm.state_store import Leases, Store
+from agentjet.types import EpisodeStatus
 
+MAX_STEPS_RETRY_SECONDS = 60.0
+SURPLUS = "surplus: training had enough without it"
+STALE = "stale: its tokens are older than job.max_staleness allows"
+STALLED = "stalled: its task set finished nothing for as long as an episode may last, while others waited for it"
+REPLACED = "replaced: another process of this client has taken its places over"
+IN_DOUBT = "in doubt: it was prepared, and nobody finished or aborted it in time"
 
-def join(ledger: Store, group: Group, episode: Episode) -> None:
-    ledger.put_group(replace(group, members=(*group.members, episode.id), touched=episode.begun))
-
-
-def member_scored(ledger: Store, episode: Episode, now: float) -> None:
-    """A member's reward is there, or promised: a sign that somebody works on the group."""
-    group = _group_of(ledger, episode)
-    if group is not None:
-        ledger.put_group(replace(group, touched=now))
-
-
-def satisfied(ledger: Store, job: JobConfig, episode: Episode) -> Group | None:
-    """The episode's group when it has all the rewards it needs and none in doubt: who is live in it is surplus."""
-    group = _group_of(ledger, episode)
-    if group is None or group.state != "open":
-        return None
-    statuses = Counter(ledger.episodes[member].status for member in group.members)
-    return group if statuses["finished"] >= job.group_size and not statuses["prepared"] else None
-
-
-def stale(ledger: Store, job: JobConfig) -> list[Group]:
-    """The groups with a token too old for the batch that is being filled."""
-    too_old = ledger.policy_version - job.max_staleness
-    return [
-        group
-        for group in ledger.groups.values()
-        if any(ledger.oldest.get(member, too_old) < too_old for member in group.members)
-    ]
-
-
-def member_lost(ledger: Store, episode: Episode, now: float) -> None:
-    """Free the place of a member that aborted or expired; a group left with nobody frees its own place in the batch."""
-    group = _group_of(ledger, episode)
-    if group is None:
-        return
-    members = tuple(member for member in group.members if member != episode.id)
-    touched = now if episode.status == "aborted" else group.touched
-    ledger.put_group(replace(group, members=members, touched=touched))
-    if not members:
-        drop(ledger, ledger.groups[group.id], "no_members", now)
-
-
-def refill_deadline(ledger: Store, job: JobConfig, group: Group, opened: float) -> float | None:
-    """When a short group that waits for nobody is closed; None while a member is live or prepared.
-
-    `opened`: when this server started.
-    """
-    if group.state != "open" or any(ledger.episodes[member].ended is None for member in group.members):
-        return None
-    # Nobody could refill it while the server was down, so a restart grants the wait once more. Once: a server that is
-    # restarted again and again would otherwise never close it, so two leases after the last touch it ends in any case.
-    begun = min(max(group.touched, opened), group.touched + job.lease_seconds)
-    return begun + job.lease_seconds
-
-
-def missing_refills(ledger: Store, job: JobConfig, opened: float, now: float) -> str:
-    """In words: the refill that training waits for, and when it no longer does; empty when every open group has
-    somebody live. Of several groups the one that closes first is named.
-    """
-    short = [
-        (ends, group)
-        for group in ledger.groups.values()
-        if (ends := refill_deadline(ledger, job, group, opened)) is not None
-    ]
-    if not short:
-        return ""
-    ends, group = min(short, key=lambda one: (one[0], one[1].id))
-    more = f" (and of {len(short) - 1} more)" if len(short) > 1 else ""
-    return (
-        f"a refill of group {group.name!r} of client {group.client_id!r}{more}, "
-        f"which has {len(group.members)} of {job.group_size} episodes and closes in {max(0.0, ends - now):.0f} s"
-    )
-
-
-def close(ledger: Store, job: JobConfig, group: Group, now: float) -> None:
-    """Decide what becomes of a group whose members have all finished: it trains, or is dropped with a reason."""
-    members = [ledger.episodes[member] for member in group.members]
-    reason = _reason_to_drop(ledger, job, members)
-    if reason:
-        drop(ledger, group, reason, now)
-        return
-    short = "short" if len(members) < job.group_size else ""
-    ledger.put_group(replace(group, state="complete", reason=short, closed=now))
-    _announce(ledger, ledger.groups[group.id])
-
-
-def _reason_to_drop(ledger: Store, job: JobConfig, members: Sequence[Episode]) -> str:
-    if len(members) < job.min_group_size:
-        return "too_few"
-    if not any(member.num_tokens for member in members):
-        return "no_tokens"
-    if job.algorithm.drop_zero_variance and all_equal(members):
-        cap = job.algorithm.max_dropped_groups or 10 * job.batch_size
-        if ledger.journal.dropped_groups(ledger.next_batch).get("zero_variance", 0) < cap:
-            return "zero_variance"
-    return ""
-
-
-def all_equal(members: Sequence[Episode]) -> bool:
-    """True if no role could learn from comparing these episodes: each has the same reward in all of them."""
-    roles = {role for member in members for role in member.by_role}
-    by_role = [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
-    return len({member.reward for member in members}) == 1 and all(len(rewards) == 1 for rewards in by_role)
-
-
-def drop(ledger: Store, group: Group, reason: str, now: float) -> None:
-    """A group that will not be trained, for a reason that is counted."""
-    dropped = replace(group, state="dropped", reason=reason, closed=now, for_batch=ledger.next_batch)
-    ledger.put_group(dropped)
-    for episode in [ledger.episodes[member] for member in group.members]:
-        if episode.status == "finished":
-            ledger.put(replace(episode, dropped=reason))
-    _announce(ledger, dropped)
-
-
-def _announce(ledger: Store, group: Group) -> None:
-    body = {"group": group.name, "client_id": group.client_id, "state": group.state, "reason": group.reason}
-    ledger.emit("group", {**body, "episodes": list(group.members)})
-
-
-def _group_of(ledger: Store, episode: Episode) -> Group | None:
-    return None if episode.group_id is None else ledger.groups.get(episode.group_id)
-
-
-def live_members(ledger: Store, group: Group) -> list[Episode]:
-    """The members of a group that are still at work."""
-    return [ledger.episodes[member] for member in group.members if ledger.episodes[member].status == "live"]
-
-
-NO_END_RETRY_SECONDS = 60.0
+# ---- admission ---------------------------------------------------------------------------------------------
 
 
 def group_name(request: BeginRequest) -> str:
-    """The group as the client knows it; by default its task, told apart from equal ids in other task sets."""
+    """The client's name for the group. Default: the task, with its task set if it has one."""
     if request.group:
         return request.group
     return f"{request.task_set}/{request.task_id}" if request.task_set else request.task_id
 
 
-def training_is_over(ledger: Store, job: JobConfig) -> bool:
-    return 0 < job.max_steps <= ledger.policy_version
+def training_is_over(store: Store) -> bool:
+    """True if `job.max_steps` is reached."""
+    return 0 < store.job.max_steps <= store.policy_version
 
 
-def admit(ledger: Store, mixing: Mixture, job: JobConfig, request: BeginRequest, now: float) -> Group:
-    """The group a new training episode joins, perhaps a new one.
+def admit(store: Store, mixture: Mixture, request: BeginRequest, now: float) -> Group:
+    """Returns the group that a new training episode joins, perhaps a new one.
 
-    Raises `Later` when the present batch needs none, `Conflict` when there is none to join (`group_closed`), the task
-    set has no weight (`task_set_unknown`), or the client has others to begin than one with its share (`task_set_full`).
+    Raises `Later` when the present batch needs no episode. Raises `Conflict` with one of these codes:
+
+    * `group_closed`: the request may only join a group, and there is none to join;
+    * `task_set_unknown`: the task set has no weight;
+    * `task_set_full`: the task set has its share, and the request does not wait.
     """
-    mixing.asked(job, request.task_set)
-    if ledger.pending is not None and not job.max_staleness:
-        raise Later("The worker is learning a batch.", code="not_sampling", retry_after=RETRY_SECONDS)
-    if training_is_over(ledger, job):
+    job = store.job
+    mixture.register(request.task_set)
+    if store.pending is not None and not job.max_staleness:
+        raise Later("The worker is learning a batch.", code="not_rolling", retry_after=RETRY_SECONDS)
+    if training_is_over(store):
         raise Later(
             f"Training is over: job.max_steps = {job.max_steps} is reached.",
-            code="not_sampling",
-            retry_after=NO_END_RETRY_SECONDS,
+            code="not_rolling",
+            retry_after=MAX_STEPS_RETRY_SECONDS,
         )
     name = group_name(request)
-    group = _open_group(ledger, job, request, name)
+    group = _open_group(store, request, name)
     if group is not None:
         if len(group.members) < job.group_size + job.spare_episodes:
             return group
         raise Later(f"Group {name!r} has its {job.group_size} episodes.", code="group_full", retry_after=RETRY_SECONDS)
     if request.join_only:
         raise Conflict(f"There is no open group {name!r} to join.", code="group_closed")
-    if len(ledger.groups) >= places(ledger, job):
+    if len(store.groups) >= places(store):
         raise Later(f"The batch has its {job.batch_size} groups.", code="batch_full", retry_after=RETRY_SECONDS)
     try:
-        mixing.check_room(job, request.task_set)
+        mixture.check_room(request.task_set)
     except Later as full:
-        if request.unless_full:  # It is not to be waited for.
+        if request.unless_full:
             raise Conflict(str(full), code=full.code) from None
         raise
     return Group(
-        ledger.journal.next_group_id(),
+        store.journal.next_group_id(),
         request.client_id,
         name,
         opened=now,
@@ -209,52 +90,256 @@ def admit(ledger: Store, mixing: Mixture, job: JobConfig, request: BeginRequest,
     )
 
 
-def _open_group(ledger: Store, job: JobConfig, request: BeginRequest, name: str) -> Group | None:
-    asked = (request.client_id, name, request.task_set)
+def _open_group(store: Store, request: BeginRequest, name: str) -> Group | None:
+    wanted = (request.client_id, name, request.task_set)
     return next(
         (
             group
-            for group in ledger.groups.values()
+            for group in store.groups.values()
             if group.state == "open"
-            and (group.client_id, group.name, group.task_set) == asked
-            and (job.mix_code_versions or group.code_version == request.code_version)
+            and (group.client_id, group.name, group.task_set) == wanted
+            and (store.job.mix_code_versions or group.code_version == request.code_version)
         ),
         None,
     )
 
 
-def check_pin(ledger: Store, mixing: Mixture, job: JobConfig, at_version: int, now: float) -> None:
-    """An evaluation wants to be answered by one policy version throughout.
+def check_pin(store: Store, mixture: Mixture, at_version: int, now: float) -> None:
+    """Raises if an evaluation episode cannot run at `at_version` from its begin to its end.
 
-    Raises `Conflict` (`version_gone`) when the server is at another one, `Later` (`not_sampling`) when it is about to
-    be: while it learns, and when a whole batch has waited for evaluations for `max_episode_seconds`.
+    `Conflict` (`version_gone`) if the server is at another version. `Later` (`not_rolling`) if it is about to be: while
+    it learns, and when a whole batch has waited for evaluations for `max_episode_seconds`.
     """
-    if at_version != ledger.policy_version:
+    if at_version != store.policy_version:
         raise Conflict(
-            f"The server is at policy version {ledger.policy_version}, not at {at_version}: begin at that one, or "
-            "without at_version at whichever is the newest.",
+            f"The server is at policy version {store.policy_version}, not at {at_version}: begin at that one, or "
+            "without at_version at the newest.",
             code="version_gone",
         )
-    chosen = mixing.chosen(job)
+    chosen = mixture.chosen()
     waits_since = max((group.closed or now for group in chosen), default=now) if chosen else now
-    if ledger.pending is not None or now - waits_since >= job.max_episode_seconds:
-        raise Later(f"Policy version {at_version} is about to learn.", code="not_sampling", retry_after=RETRY_SECONDS)
+    if store.pending is not None or now - waits_since >= store.job.max_episode_seconds:
+        raise Later(f"Policy version {at_version} is about to learn.", code="not_rolling", retry_after=RETRY_SECONDS)
 
 
-def outdated(ledger: Store, job: JobConfig, request: BeginRequest) -> list[Group]:
-    """The short groups of code that the client no longer runs: nobody will refill them.
+def outdated(store: Store, request: BeginRequest) -> list[Group]:
+    """The client's open groups of code versions that it no longer runs, so that no episode will join them.
 
-    Its word for it is that it begins an episode of another version while it has none at work of theirs.
+    A client no longer runs a version if it begins an episode of another one and has no live episode of the version.
     """
-    if job.mix_code_versions or request.mode != "train":
+    if store.job.mix_code_versions or request.mode != "train":
         return []
     older = [
         group
-        for group in ledger.groups.values()
+        for group in store.groups.values()
         if group.code_version != request.code_version and group.state == "open" and group.client_id == request.client_id
     ]
     if not older:
         return []
-    mine = [episode for episode in ledger.undecided() if episode.client_id == request.client_id]
-    running = {episode.code_version for episode in mine if episode.mode == "train"}
+    own = [episode for episode in store.live_or_prepared() if episode.client_id == request.client_id]
+    running = {episode.code_version for episode in own if episode.mode == "train"}
     return [group for group in older if group.code_version not in running]
+
+
+def join(store: Store, group: Group, episode: Episode) -> None:
+    store.put_group(replace(group, members=(*group.members, episode.id), touched=episode.begun))
+
+
+# ---- completion and drops ----------------------------------------------------------------------------------
+
+
+def member_scored(store: Store, episode: Episode, now: float) -> None:
+    """Record that a member finished or prepared, which renews the wait for other members."""
+    group = _group_of(store, episode)
+    if group is not None:
+        store.put_group(replace(group, touched=now))
+
+
+def member_lost(store: Store, episode: Episode, now: float) -> None:
+    """Free the place of a member that aborted or expired. A group without members is dropped."""
+    group = _group_of(store, episode)
+    if group is None:
+        return
+    members = tuple(member for member in group.members if member != episode.id)
+    touched = now if episode.status == "aborted" else group.touched
+    store.put_group(replace(group, members=members, touched=touched))
+    if not members:
+        drop(store, store.groups[group.id], "no_members", now)
+
+
+def full_group(store: Store, episode: Episode) -> Group | None:
+    """The episode's open group if `group_size` members have finished and none is prepared."""
+    group = _group_of(store, episode)
+    if group is None or group.state != "open":
+        return None
+    statuses = Counter(store.episodes[member].status for member in group.members)
+    return group if statuses["finished"] >= store.job.group_size and not statuses["prepared"] else None
+
+
+def stale(store: Store) -> list[Group]:
+    """The groups with a token that is too old for the batch being filled."""
+    too_old = store.policy_version - store.job.max_staleness
+    return [
+        group
+        for group in store.groups.values()
+        if any(store.oldest.get(member, too_old) < too_old for member in group.members)
+    ]
+
+
+def refill_deadline(store: Store, group: Group, lease_epoch: float) -> float | None:
+    """Time at which a short group closes without a new member; None while a member is live or prepared."""
+    if group.state != "open" or any(store.episodes[member].ended is None for member in group.members):
+        return None
+    # No episode could join while the server was down, so a restart renews the wait, but only once: a server that
+    # restarts again and again would otherwise never close the group.
+    seconds = store.job.lease_seconds
+    return min(max(group.touched, lease_epoch), group.touched + seconds) + seconds
+
+
+def missing_members(store: Store, lease_epoch: float, now: float) -> str:
+    """A phrase for the members that training waits for, and when it stops waiting; empty if every open group has a live
+    member. Names the group that closes first.
+    """
+    short = [
+        (deadline, group)
+        for group in store.groups.values()
+        if (deadline := refill_deadline(store, group, lease_epoch)) is not None
+    ]
+    if not short:
+        return ""
+    deadline, group = min(short, key=lambda one: (one[0], one[1].id))
+    more = f" (and of {len(short) - 1} more)" if len(short) > 1 else ""
+    return (
+        f"a refill of group {group.name!r} of client {group.client_id!r}{more}, which has {len(group.members)} of "
+        f"{store.job.group_size} episodes and closes in {max(0.0, deadline - now):.0f} s"
+    )
+
+
+def close(store: Store, group: Group, now: float) -> None:
+    """Complete a group whose members have all finished, or drop it with a reason."""
+    members = [store.episodes[member] for member in group.members]
+    reason = _reason_to_drop(store, members)
+    if reason:
+        drop(store, group, reason, now)
+        return
+    short = "short" if len(members) < store.job.group_size else ""
+    store.put_group(replace(group, state="complete", reason=short, closed=now))
+    _announce(store, store.groups[group.id])
+
+
+def _reason_to_drop(store: Store, members: Sequence[Episode]) -> str:
+    job = store.job
+    if len(members) < job.min_group_size:
+        return "too_few"
+    if not any(member.num_tokens for member in members):
+        return "no_tokens"
+    if job.algorithm.drop_zero_variance and all_equal(members):
+        cap = job.algorithm.max_dropped_groups or 10 * job.batch_size
+        if store.journal.dropped_groups(store.next_batch).get("zero_variance", 0) < cap:
+            return "zero_variance"
+    return ""
+
+
+def all_equal(members: Sequence[Episode]) -> bool:
+    """True if every advantage would be 0: for each role the reward is the same in all members."""
+    roles = {role for member in members for role in member.by_role}
+    by_role = [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
+    return len({member.reward for member in members}) == 1 and all(len(rewards) == 1 for rewards in by_role)
+
+
+def drop(store: Store, group: Group, reason: str, now: float) -> None:
+    """Drop a group; it will not be trained. Drops are counted by reason."""
+    dropped = replace(group, state="dropped", reason=reason, closed=now, for_batch=store.next_batch)
+    store.put_group(dropped)
+    for episode in [store.episodes[member] for member in group.members]:
+        if episode.status == "finished":
+            store.put(replace(episode, dropped=reason))
+    _announce(store, dropped)
+
+
+def _announce(store: Store, group: Group) -> None:
+    body = {"group": group.name, "client_id": group.client_id, "state": group.state, "reason": group.reason}
+    store.emit("group", {**body, "episodes": list(group.members)})
+
+
+def _group_of(store: Store, episode: Episode) -> Group | None:
+    return None if episode.group_id is None else store.groups.get(episode.group_id)
+
+
+# ---- ends of episodes --------------------------------------------------------------------------------------
+
+
+class Endings:
+    """Ends episodes, with the effects on their groups, leases and conversation trees."""
+
+    def __init__(self, store: Store, leases: Leases) -> None:
+        self._store = store
+        self._leases = leases
+
+    def expire(self, episode: Episode, now: float) -> Episode:
+        """End an episode after its lease or its maximum, or a prepared one that was not finished in time."""
+        job = self._store.job
+        if episode.status == "prepared":
+            reason = IN_DOUBT
+        elif now - episode.begun >= job.max_episode_seconds:
+            reason = f"older than job.max_episode_seconds = {job.max_episode_seconds:g}"
+        else:
+            reason = f"no sign of life for job.lease_seconds = {job.lease_seconds:g}"
+        return self.end_unscored(episode, reason, now, status="expired")
+
+    def end_unscored(self, episode: Episode, reason: str, now: float, *, status: EpisodeStatus = "aborted") -> Episode:
+        """End an episode without a reward, and free its place in its group."""
+        episode = replace(episode, status=status, ended=now, reason=reason, reward=None, by_role={}, metrics={})
+        self._store.journal.add_abort(episode, self._store.next_batch)
+        self._store.put(episode)
+        self.release(episode)
+        member_lost(self._store, episode, now)
+        return episode
+
+    def close_if_complete(self, episode: Episode, now: float) -> None:
+        """After an end: close the episode's group if it is complete, and abort its live members as surplus."""
+        group = full_group(self._store, episode)
+        if group is not None:
+            self._abort_live_members(group, SURPLUS, now)
+            close(self._store, self._store.groups[group.id], now)
+
+    def drop_groups(self, unwanted: Sequence[Group], reason: str, abort_reason: str, now: float) -> None:
+        """Drop groups that will not be trained, and abort their live members."""
+        for group in unwanted:
+            self._abort_live_members(group, abort_reason, now)
+            if group.id in self._store.groups:
+                drop(self._store, self._store.groups[group.id], reason, now)
+
+    def release(self, episode: Episode) -> None:
+        """Emit the episode event and release the episode's lease and conversation trees. Answers still in flight are
+        marked undelivered.
+        """
+        self._store.journal.add_undelivered(self._store.undelivered_calls(episode.id))
+        announce(self._store, episode)
+        self._leases.remove(episode)
+        for key in [key for key in self._store.trees if key[0] == episode.id]:
+            del self._store.trees[key]
+
+    def _abort_live_members(self, group: Group, reason: str, now: float) -> None:
+        """Prepared members stay, because their reward is promised."""
+        for episode in [self._store.episodes[member] for member in group.members]:
+            if episode.status == "live":
+                self.end_unscored(episode, reason, now)
+
+
+def announce(store: Store, episode: Episode) -> None:
+    """Emit the event that an episode began, was prepared or ended."""
+    body: dict[str, Any] = {
+        "episode_id": episode.id,
+        "status": episode.status,
+        "mode": episode.mode,
+        "task_id": episode.task_id,
+        "task_set": episode.task_set,
+        "group": episode.group,
+        "client_id": episode.client_id,
+        "code_version": episode.code_version,
+        "team": episode.team,
+    }
+    if episode.status != "live":
+        body |= {"reward": episode.reward, "reason": episode.reason, "num_calls": episode.num_calls}
+    store.emit("episode", body)

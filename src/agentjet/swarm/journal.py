@@ -1,8 +1,8 @@
-"""`Journal`: the SQLite file that holds every fact that must survive, as a redo log. One writer at a time.
+"""`Journal`: the SQLite file that holds every fact that must survive a crash. One writer at a time.
 
-What a transaction wrote is on disk once it is committed (`synchronous=FULL`): when it ends, or, where `commits_itself`
-was switched off, with the next `commit`, so that several share one wait for the disk. It stores and finds; what is
-allowed is decided elsewhere. Times are Unix seconds.
+A transaction is on disk when it ends (`synchronous=FULL`), or, after `defer_commits`, when the next `commit` and `sync`
+have returned, so that several share one wait. The journal stores and finds; the rules are elsewhere. Times are Unix
+seconds.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from agentjet.swarm.records import (
 from agentjet.types import Call, CheckpointStamp, EpisodeStatus
 
 IDEMPOTENCY_SECONDS = 86_400.0
-"""How long a key is remembered at least: far beyond any client's retries."""
+"""Seconds for which an idempotency key is kept at least, longer than any client repeats a request."""
 EVENTS_KEPT = 100_000
 
 
 class Journal(JournalFile):
-    """Typed rows in and out of the file. Build with `Journal.open`."""
+    """Typed rows in and out of the file. Construct it with `Journal.open`."""
 
     # ---- versions ------------------------------------------------------------------------------------------
 
     def is_empty(self) -> bool:
-        """Whether no episode ever began and nothing was learned."""
+        """True if no episode has begun and no batch exists."""
         return not self._db.execute("SELECT 1 FROM episodes UNION ALL SELECT 1 FROM batches LIMIT 1").fetchone()
 
     def policy_version(self) -> int:
@@ -55,7 +55,7 @@ class Journal(JournalFile):
         return base if newest is None else max(base, int(newest) + 1)
 
     def set_base_version(self, policy_version: int) -> None:
-        """Where an empty journal starts, or one that was rolled back goes on: what came before is in a checkpoint."""
+        """Start an empty journal, or continue one after a rollback, at the version of a checkpoint."""
         self._set_meta("base_version", str(policy_version))
         self._set_meta("durable_version", str(policy_version))
 
@@ -69,19 +69,19 @@ class Journal(JournalFile):
         self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (stamp.policy_version, stamp.digest))
 
     def began_at(self, policy_version: int) -> bool:
-        """Whether the journal started empty beside a checkpoint of that version."""
+        """True if the journal started, empty, at a checkpoint of that version."""
         return self._meta("base_version", "") == str(policy_version)
 
     def undigested_until(self) -> int:
-        """Newest policy version whose checkpoint AgentJet 0.1 may have written, which knew no digests; -1 for none."""
+        """Newest policy version whose checkpoint AgentJet 0.1 may have written without a digest; -1 for none."""
         return int(self._meta("undigested_until", "-1"))
 
     def durable_version(self) -> int:
-        """Batches below it cannot be replayed: their tokens may be gone."""
+        """First policy version from which batches can be replayed. Tokens of older batches may be pruned."""
         return int(self._meta("durable_version", "0"))
 
     def job_settings(self) -> JobSettings | None:
-        """None before the first start, and where another AgentJet wrote settings that this one does not know."""
+        """None before the first start, and if another AgentJet wrote settings that this one cannot read."""
         held = json.loads(self._meta("job_settings", "null"))
         try:
             return held and JobSettings(held["revision"], *map(JobConfig.model_validate, (held["given"], held["job"])))
@@ -156,7 +156,7 @@ class Journal(JournalFile):
         return [read_episode(row) for row in rows]
 
     def newest_instance(self, client_id: str) -> str:
-        """The process that began the newest episode of a client, of those that named one; else empty."""
+        """The process that began the client's newest episode with an instance id; empty if there is none."""
         row = self._db.execute(
             "SELECT instance_id FROM episodes WHERE client_id = ? AND instance_id != '' ORDER BY seq DESC LIMIT 1",
             (client_id,),
@@ -173,7 +173,7 @@ class Journal(JournalFile):
         )
 
     def unsettled_episodes(self) -> list[Episode]:
-        """Live ones, and finished training ones that are neither trained nor dropped, in the order they began."""
+        """Live and prepared ones, and finished training ones that are neither trained nor dropped, the oldest first."""
         rows = self._db.execute(
             f"{SELECT_EPISODES} WHERE a.episode_id IS NULL AND (f.episode_id IS NULL OR "
             "(e.mode = 'train' AND s.batch_id IS NULL AND g.state != 'dropped')) ORDER BY e.seq"
@@ -194,7 +194,7 @@ class Journal(JournalFile):
         return oldest
 
     def counts(self) -> dict[str, int]:
-        """Episodes by status, and the finished training ones by what became of them."""
+        """Episodes by status, and finished training episodes as `trained`, `waiting` or `dropped`."""
         row = self._db.execute(
             "SELECT COUNT(*), COUNT(f.episode_id), "
             "COALESCE(SUM(a.status = 'aborted'), 0), COALESCE(SUM(a.status = 'expired'), 0), "
@@ -215,11 +215,11 @@ class Journal(JournalFile):
         }
 
     def code_versions(self, limit: int) -> dict[str, OutcomeCounts]:
-        """What became of the training episodes of the versions last begun, the newest last."""
+        """Outcomes of training episodes of the `limit` versions that were begun last, the newest at the end."""
         return self._tallies("e.code_version != ''", (limit,))
 
     def code_version(self, version: str) -> OutcomeCounts:
-        """The same of one that has episodes."""
+        """The same for one version that has episodes."""
         return self._tallies("e.code_version = ? AND e.code_version != ''", (version, 1))[version]
 
     def _tallies(self, condition: str, values: tuple[Any, ...]) -> dict[str, OutcomeCounts]:
@@ -232,8 +232,8 @@ class Journal(JournalFile):
         return {version: OutcomeCounts(*counts) for version, *counts in reversed(rows)}
 
     def lost_episodes(self, for_batch: int) -> dict[str, int]:
-        """Aborted and expired while the batch was being filled; apart from them those ended as `surplus`, `stale`,
-        `in_doubt`, `not_needed` or `replaced`.
+        """Episodes that ended unscored while the batch was filled: `surplus`, `stale`, `in_doubt`, `not_needed`,
+        `replaced`, and `aborted` or `expired` for other reasons.
         """
         rows = self._db.execute(
             "SELECT CASE WHEN reason LIKE 'surplus:%' THEN 'surplus' WHEN reason LIKE 'stale:%' THEN 'stale' "
@@ -264,12 +264,12 @@ class Journal(JournalFile):
         return [read_call(row) for row in rows]
 
     def add_undelivered(self, call_ids: Iterable[str]) -> None:
-        """These answers did not reach their agent."""
+        """Record that these answers did not reach their agent."""
         for call_id in call_ids:
             self._db.execute("INSERT OR IGNORE INTO undelivered VALUES (?)", (call_id,))
 
     def undelivered(self, episode_id: str) -> frozenset[str]:
-        """The episode's calls whose answer did not reach the agent, as far as the transport could tell."""
+        """The episode's calls whose answer did not reach the agent, according to the transport."""
         rows = self._db.execute(
             "SELECT call_id FROM undelivered WHERE call_id IN (SELECT id FROM calls WHERE episode_id = ?)",
             (episode_id,),
@@ -279,7 +279,7 @@ class Journal(JournalFile):
     # ---- groups and batches --------------------------------------------------------------------------------
 
     def put_group(self, group: Group) -> None:
-        """Insert or update; members follow from the episodes."""
+        """Insert or update a group. Its members follow from the episodes."""
         g = group
         self._db.execute(
             "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
@@ -292,7 +292,7 @@ class Journal(JournalFile):
         )
 
     def unlearned_groups(self) -> list[Group]:
-        """Open and complete groups that are in no batch yet, in the order they were opened."""
+        """Open and complete groups that no batch contains, in the order they were opened."""
         rows = self._db.execute(
             "SELECT id, client_id, name, opened, touched, state, reason, closed, for_batch, task_set, code_version "
             "FROM groups WHERE state != 'dropped' AND id NOT IN (SELECT group_id FROM batch_groups) ORDER BY id"
@@ -334,13 +334,14 @@ class Journal(JournalFile):
                 self._insert("batch_members", (episode_id, batch.id, g, position))
 
     def remove_batch(self, batch_id: int) -> None:
-        """As if the batch had not been composed; its episodes and groups stay."""
-        for table, column in (("batch_members", "batch_id"), ("batch_groups", "batch_id"), ("batches", "id")):
-            self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (batch_id,))
+        """Delete a composed batch. Its episodes and groups stay."""
+        for table in ("operations", "batch_members", "batch_groups"):
+            self._db.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch_id,))
+        self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
     def undo_batches(self, start: int, reason: str, for_batch: int) -> tuple[int, int]:
-        """Drop the groups of the batches from `start` on, counted with `for_batch`, and forget these batches; returns
-        how many batches and episodes they were.
+        """Drop the groups of the batches from `start` on, counted with `for_batch`, and delete these batches. Returns
+        the numbers of batches and episodes.
         """
         self._db.execute(
             "UPDATE groups SET state = 'dropped', reason = ?, for_batch = ? "
@@ -349,6 +350,7 @@ class Journal(JournalFile):
         )
         episodes = self._db.execute("DELETE FROM batch_members WHERE batch_id >= ?", (start,)).rowcount
         self._db.execute("DELETE FROM batch_groups WHERE batch_id >= ?", (start,))
+        self._db.execute("DELETE FROM operations WHERE batch_id >= ?", (start,))
         batches = self._db.execute("DELETE FROM steps WHERE batch_id >= ?", (start,)).rowcount
         self._db.execute("DELETE FROM batches WHERE id >= ?", (start,))
         return batches, episodes
@@ -370,7 +372,7 @@ class Journal(JournalFile):
         ]
 
     def carry(self) -> dict[str, float]:
-        """What each task set is owed since the newest batch."""
+        """Groups owed to each task set since the newest batch."""
         row = self._db.execute("SELECT carry FROM batches ORDER BY id DESC LIMIT 1").fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -384,11 +386,22 @@ class Journal(JournalFile):
             groups.setdefault(position, []).append(episode_id)
         return tuple(tuple(members) for members in groups.values())
 
+    def put_operation(self, number: int, kind: str, batch_id: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?)", (number, kind, batch_id))
+
+    def has_operation(self, number: int, kind: str, batch_id: int) -> bool:
+        query = "SELECT 1 FROM operations WHERE number = ? AND kind = ? AND batch_id = ?"
+        return self._db.execute(query, (number, kind, batch_id)).fetchone() is not None
+
+    def operations(self) -> list[tuple[int, str, int]]:
+        """All operations on the policy, in order: number, kind and batch."""
+        return list(self._db.execute("SELECT number, kind, batch_id FROM operations ORDER BY number"))
+
     def add_step(self, batch_id: int, metrics: Mapping[str, float], learned: float) -> None:
         self._insert("steps", (batch_id, to_json(metrics), learned))
 
     def step(self, batch_id: int) -> dict[str, float]:
-        """The metrics of a learned batch; empty when it was not learned here."""
+        """The metrics of a learned batch; empty if this run did not learn it."""
         row = self._db.execute("SELECT metrics FROM steps WHERE batch_id = ?", (batch_id,)).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -429,7 +442,7 @@ class Journal(JournalFile):
         return int(self._db.execute("SELECT MAX(seq) FROM events").fetchone()[0] or 0)
 
     def prune(self, policy_version: int, now: float) -> None:
-        """Let go of the calls that no replay from `policy_version` on needs, of old keys and old events."""
+        """Delete calls that no replay from `policy_version` on needs, old keys and old events."""
         self._db.execute(
             "DELETE FROM calls WHERE episode_id IN (SELECT e.id FROM episodes e JOIN calls c ON c.episode_id = e.id "
             "LEFT JOIN finishes f ON f.episode_id = e.id LEFT JOIN aborts a ON a.episode_id = e.id "

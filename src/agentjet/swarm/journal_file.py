@@ -1,19 +1,18 @@
-"""The origin of a policy: what its weights follow from besides the batches of the journal.
+"""`JournalFile`: the SQLite file of a journal. One process opens it, and one transaction runs at a time.
 
-Recorded when a data dir begins, compared whenever it is taken up again: from another origin the same `policy_version`
-would be other weights. Keys are settings, but for `model_weights`, the fingerprint of what is under `model.name`, and
-`branched_from`, the data dir and the policy version that a branch began at.
+`open` migrates an older schema. A write that the disk refuses is undone and reported.
 
-`WalSync`: waits until a journal's write-ahead log is on disk, and moves it into the database file now and then.
-
-Both may take as long as the disk likes, so both may be called from a thread that is not the journal's. Invariants:
+`WalSync` waits until the write-ahead log is on disk, and now and then checkpoints it into the database file. Both may
+take as long as the disk needs, so they may run in another thread than the journal's. Invariants:
 
 * what was committed before `wait` was called is on disk when it returns;
-* a log that could not be synced is never called synced later: after a failure the system may have dropped what it
-  could not write, and a second try would find nothing to do and succeed.
+* after a failed `fdatasync` every later `wait` fails: the kernel may have dropped the pages, and a second call would
+  succeed without writing them.
 
-`JournalFile`: the SQLite file of a journal. One process has it, one transaction at a time; an older schema is
-brought forward; what a disk refuses is undone and said.
+An `Origin` is what the weights of a policy follow from, besides the batches of the journal. It is recorded when a data
+dir is created and compared at every start, because from another origin the same `policy_version` would be other
+weights. Keys are settings, except `model_weights` (the fingerprint of the weights under `model.name`) and
+`branched_from` (the data dir and the policy version that a branch began at).
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ Origin = Mapping[str, str | int]
 
 BRANCHED_FROM = "branched_from"
 FREE = ("model.device", "model.threads")
-"""Change the weights by rounding only, and with the machine: said, not refused."""
+"""Change the weights by rounding only, and depend on the machine: logged, not refused."""
 
 
 def of_settings(model: ModelConfig) -> Origin:
-    """What is known before the worker is up."""
+    """The part of an origin that is known before a worker runs."""
     origin: dict[str, str | int] = {"model.name": model.name, "model.lora.rank": model.lora.rank}
     if model.lora.rank:
         origin["model.lora.alpha"] = model.lora.alpha
@@ -52,7 +51,7 @@ def of_settings(model: ModelConfig) -> Origin:
 
 
 def of_worker(card: ModelInfo) -> Origin:
-    """What only the worker knows, before it has loaded or learned anything."""
+    """The part of an origin that a worker reports, before it loads or learns anything."""
     origin: dict[str, str | int] = {"model.dtype": card.dtype, "model.device": card.device}
     if card.weights:
         origin["model_weights"] = card.weights
@@ -62,7 +61,7 @@ def of_worker(card: ModelInfo) -> Origin:
 
 
 def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
-    """What differs and may, in words. Raises `ConfigError` for the first thing that may not."""
+    """Sentences about allowed differences. Raises `ConfigError` for the first one that is not allowed."""
     differing = [key for key in given if key in recorded and recorded[key] != given[key]]
     for key in differing:
         if key not in FREE:
@@ -75,7 +74,7 @@ def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
                 "this policy (`agentjet export`) as model.name."
             )
     return [
-        f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may come to "
+        f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may lead to "
         "weights that differ by rounding"
         for key in differing
     ]
@@ -84,24 +83,24 @@ def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
 log = logging.getLogger(__name__)
 
 CHECKPOINT_EVERY = 256
-"""Waits between two moves. A move keeps pace with the writer but cannot begin the log anew under it: that is left to
-the writer, which finds next to nothing to move when the log is `LONGEST_LOG` pages long.
+"""Waits between two checkpoints. A checkpoint in this thread cannot restart the log while the writer uses it. The
+writer restarts it at `LONGEST_LOG` pages, and then has almost nothing left to copy.
 """
 LONGEST_LOG = 16_384
 """Pages of 4 KiB."""
 
 
 class WalSync:
-    """Of one open database in WAL mode."""
+    """The write-ahead log of one open database."""
 
     def __init__(self, path: Path) -> None:
-        """`path` is the database's. Raises `OSError` where it has no log."""
+        """`path` is the database's. Raises `OSError` if it has no log."""
         self._path = path
         self._file = os.open(f"{path}-wal", os.O_RDONLY)
-        self._mover: sqlite3.Connection | None = None
+        self._connection: sqlite3.Connection | None = None
         self._waits = 0
         self.failed: OSError | None = None
-        """Why the disk is trusted no longer."""
+        """The first failure, if any."""
 
     def wait(self) -> None:
         """Return once the log is on disk. Raises `OSError`, from then on always."""
@@ -114,35 +113,33 @@ class WalSync:
             raise
         self._waits += 1
         if self._waits % CHECKPOINT_EVERY == 0:
-            self._move()
+            self._checkpoint()
 
     def close(self) -> None:
         """Idempotent. Not while another thread waits."""
-        if self._mover is not None:
-            self._mover.close()
-            self._mover = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    def _move(self) -> None:
-        """Into the database file what nobody reads in the log; a failure leaves it in the log, where it is safe."""
+    def _checkpoint(self) -> None:
+        """Copy pages that no reader needs from the log into the database file. After a failure they stay in the log."""
         try:
-            if self._mover is None:
-                self._mover = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
-            self._mover.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            if self._connection is None:
+                self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         except sqlite3.OperationalError as error:
-            log.warning("the journal's log could not be moved into the journal: %s", error)
+            log.warning("the journal's write-ahead log could not be checkpointed: %s", error)
 
-
-log = logging.getLogger(__name__)
 
 DISK_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
-"""Of SQLite's primary error codes those that say nothing about what is in the file."""
+"""SQLite's primary error codes for a failing disk, as opposed to a damaged file."""
 
 
 class JournalFile:
-    """The file and its transactions. Build with `open`."""
+    """The file and its transactions. Construct it with `open`."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
         self.path = path
@@ -152,19 +149,19 @@ class JournalFile:
         self._lost: sqlite3.OperationalError | None = None
         self._log: WalSync | None = None
         self._distrusted: BaseException | None = None
-        """Why nothing is written any more."""
+        """Why writes are refused until the file is opened again."""
         self.refusal = ""
-        """Why the disk takes no writes now, and the way out; empty from the next write that it takes."""
-        self._traced: dict[str, str | int] = {}
+        """Why the disk refuses writes, and what to do; empty again after the next successful write."""
+        self._checked_origin: dict[str, str | int] = {}
 
     # ---- the file ------------------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, path: Path, *, model: ModelConfig | None = None) -> Self:
-        """Open or create.
+        """Open or create a journal.
 
-        Raises `ConfigError` when another process has it, the disk refuses to, its policy has another origin than
-        `model`, or a newer AgentJet wrote it.
+        Raises `ConfigError` if another process has it open, the disk refuses it, a newer AgentJet wrote it, or its
+        policy has another origin than `model`.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,12 +173,12 @@ class JournalFile:
         except OSError:
             os.close(lock)
             raise ConfigError(
-                f"server.data_dir = {str(path.parent)!r} is in use by another server: "
-                "stop that one, or choose another folder"
+                f"server.data_dir = {str(path.parent)!r} is in use by another server: stop that server, or choose "
+                "another folder"
             ) from None
         try:
             if not path.exists():
-                path.touch(0o600)  # SQLite makes the files beside it likewise.
+                path.touch(0o600)  # SQLite creates the files beside it with the same mode.
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.OperationalError) as error:
             os.close(lock)
@@ -201,13 +198,13 @@ class JournalFile:
 
     @classmethod
     def open_read_only(cls, path: Path) -> Self:
-        """Open an existing journal to read it, whether or not a server writes to it; nothing in its folder changes.
+        """Open an existing journal to read it, also beside a running server. Nothing in its folder changes.
 
-        Raises `ConfigError` when there is none, or it has another schema than this AgentJet's.
+        Raises `ConfigError` if there is none, or if it has another schema than this AgentJet's.
         """
         if not path.is_file():
             raise ConfigError(f"{str(path.parent)!r} is not a data dir of AgentJet: it has no {path.name}")
-        # Without a write-ahead log the file is all there is, and SQLite need not make one beside it.
+        # Without a write-ahead log the file is complete. `immutable` keeps SQLite from creating a log beside it.
         log = path.with_name(path.name + "-wal")
         how = "mode=ro" if log.exists() and log.stat().st_size else "immutable=1"
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None)
@@ -227,12 +224,12 @@ class JournalFile:
 
     @contextmanager
     def reading(self) -> Iterator[Self]:
-        """The same journal on a connection that only reads, for work in another thread. It sees what is committed."""
+        """The same journal on a read-only connection, for another thread. It reads committed changes only."""
         with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             yield type(self)(self.path, connection, -1)
 
     def close(self) -> None:
-        """Close the file and let others have it; idempotent."""
+        """Close and unlock the file. Idempotent."""
         if self._log is not None:
             self._log.close()
         self._db.close()
@@ -263,45 +260,43 @@ class JournalFile:
         if model is not None:
             is_new = not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone()
             if is_new and BRANCHED_FROM not in self.origin:
-                # A setting may be mistyped at the first start: it counts once something was recorded.
+                # A setting may be mistyped at the first start, so it counts only once an episode has begun.
                 self._db.execute("DELETE FROM meta WHERE key = 'origin'")
             self.check_origin(of_settings(model))
 
     @property
     def origin(self) -> Origin:
-        """As far as it is recorded: an older AgentJet knew the model's name only."""
+        """The recorded origin. An older AgentJet recorded the model's name only."""
         recorded: dict[str, str | int] = json.loads(self._meta("origin", "{}"))
         return recorded
 
     def branch(self, origin: Origin, branched_from: str) -> None:
-        """Begin a new journal with the origin of another one, and remember which that was."""
+        """Start a new journal with the origin of another one, and record which one."""
         self._set_meta("origin", json.dumps({**origin, BRANCHED_FROM: branched_from}))
 
     def check_origin(self, given: Origin) -> list[str]:
-        """Compare with the policy's origin; returns, in words, what changed that may. Raises `ConfigError` for what
-        may not.
+        """Compare with the recorded origin. Returns sentences about allowed differences; raises `ConfigError` for
+        others.
         """
         changed = changes(self.origin, given, self.path.parent)
-        self._traced |= given
+        self._checked_origin |= given
         return changed
 
     def record_origin(self) -> None:
-        """Keep all that was traced: the policy came up with it."""
-        if (now := {**self.origin, **self._traced}) != self.origin:
+        """Store the checked origin, because the policy was loaded with it."""
+        if (now := {**self.origin, **self._checked_origin}) != self.origin:
             self._set_meta("origin", json.dumps(now))
 
-    def commit_together(self) -> None:
-        """From here on transactions are committed by the next `commit`, and on disk after the `sync` that follows it,
-        so that many share one wait.
-        """
+    def defer_commits(self) -> None:
+        """From here on `commit` commits transactions, and `sync` has them on disk, so that many share one wait."""
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG}")
         self._log = WalSync(self.path)
-        self.sync()  # What a server committed that was then killed is seen, and thus acknowledged, from here on.
+        self.sync()  # Commits of a killed server may not be synced, and reading acknowledges them.
 
     @property
-    def commits_itself(self) -> bool:
-        """Whether every transaction is committed, and on disk, as it ends."""
+    def commits_each(self) -> bool:
+        """True if each transaction is committed, and on disk, when it ends."""
         return self._log is None
 
     @property
@@ -314,14 +309,14 @@ class JournalFile:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing; nested ones join the outermost. An error undoes it, and nothing that ended before it.
+        """Group changes: all or none. Nested ones join the outermost. An error undoes this transaction only.
 
-        Raises `Later` (503) when the disk refuses the write.
+        Raises `Later` (503) if the disk refuses the write.
         """
         if self._depth:
             yield
             return
-        self._refuse_to_build_on_sand()
+        self._require_trusted()
         try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -329,32 +324,30 @@ class JournalFile:
             self._depth = 1
             yield
             self._db.execute("RELEASE one")
-            if self.commits_itself:
+            if self.commits_each:
                 self._db.execute("COMMIT")
-                self._taken()
+                self._mark_written()
         except BaseException as error:
             self._undo(error)
             if isinstance(error, sqlite3.OperationalError):
                 raise self._refused(error) from error
-            if type(error) is sqlite3.DatabaseError:  # SQLite's word for a damaged file.
+            if type(error) is sqlite3.DatabaseError:  # The file is damaged.
                 raise self.refuse_writes(error) from error
             raise
         finally:
             self._depth = 0
 
     def commit(self) -> None:
-        """Make what ended transactions wrote one change, for `sync` to have on disk. Raises `Later`, and then all of
-        it is undone.
-        """
+        """Commit all ended transactions together, before `sync`. Raises `Later` if that failed; all are then undone."""
         assert not self._depth, "a commit comes between transactions"
-        self._refuse_to_build_on_sand()
+        self._require_trusted()
         lost, self._lost = self._lost, None
         try:
             if lost is not None:
                 raise lost
             if self._db.in_transaction:
                 self._db.execute("COMMIT")
-                self._taken()
+                self._mark_written()
         except sqlite3.DatabaseError as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -362,9 +355,9 @@ class JournalFile:
             raise (self._refused(error) if is_disk else self.refuse_writes(error)) from error
 
     def sync(self) -> None:
-        """Have on disk what was committed. May be called from another thread.
+        """Return once the committed changes are on disk. May be called from another thread.
 
-        Raises `Later`: then nobody may be told of it, and nothing more is written until the file is opened again.
+        Raises `Later`: the changes must not be acknowledged, and writes are refused until the file is opened again.
         """
         assert self._log is not None, "transactions that commit themselves wait for the disk themselves"
         try:
@@ -373,40 +366,40 @@ class JournalFile:
             raise self.refuse_writes(error) from error
 
     def refuse_writes(self, error: BaseException) -> Later:
-        """Refuse every further write until the file is opened again, because it is not known what of it is on disk.
-        Returns what those get who wait for a write.
+        """Refuse all writes until the file is opened again, because it is unknown which changes are on disk.
+        Returns the error for those who wait for a write.
         """
         self._distrusted = self._distrusted or error
         return self._refusing(
-            f"The journal {self.path} is not trusted any more ({error}): check the disk. Nothing is recorded until the "
-            "server is started again.",
+            f"The journal {self.path} is not trusted any more ({error}): check the disk, then restart the "
+            "server. Nothing is recorded until then.",
             retry_after=30.0,
         )
 
-    def try_disk(self) -> None:
-        """Write something of no meaning: whether the disk takes it is told by `refusal`."""
-        self._set_meta("tries", str(int(self._meta("tries", "0")) + 1))  # SQLite writes only what is another value.
+    def probe_disk(self) -> None:
+        """Write a meaningless value. `refusal` then shows if the disk accepted it."""
+        self._set_meta("tries", str(int(self._meta("tries", "0")) + 1))  # SQLite skips a write of an equal value.
 
-    def _refuse_to_build_on_sand(self) -> None:
-        """Raises `Later`, and nothing is written any more, when it is not known what of the journal is on disk."""
+    def _require_trusted(self) -> None:
+        """Raises `Later` if writes are refused until the file is opened again."""
         if self._distrusted is not None:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise self.refuse_writes(self._distrusted) from self._distrusted
 
     def _undo(self, error: BaseException) -> None:
-        """Back to before the transaction. A disk that refuses a write may take all that is uncommitted with it: then
-        the next `commit` fails, so that nobody is told that it succeeded.
+        """Undo the transaction. After a refused write SQLite may have undone everything uncommitted: then the next
+        `commit` fails, so that none of it is acknowledged.
         """
-        if self._db.in_transaction and not self.commits_itself:
+        if self._db.in_transaction and not self.commits_each:
             self._db.execute("ROLLBACK TO one")
             self._db.execute("RELEASE one")
         elif self._db.in_transaction:
             self._db.execute("ROLLBACK")
-        elif isinstance(error, sqlite3.OperationalError) and not self.commits_itself:
+        elif isinstance(error, sqlite3.OperationalError) and not self.commits_each:
             self._lost = error
 
-    def _taken(self) -> None:
+    def _mark_written(self) -> None:
         if self.refusal:
             log.warning("the journal %s is written again", self.path)
             self.refusal = ""
@@ -414,13 +407,13 @@ class JournalFile:
     def _refused(self, error: sqlite3.DatabaseError) -> Later:
         way_out = "free some space there" if "full" in str(error) else "check the disk"
         return self._refusing(
-            f"The journal {self.path} could not be written ({error}), nothing was recorded: {way_out}, the server goes "
-            "on by itself.",
+            f"The journal {self.path} could not be written ({error}), nothing was recorded: {way_out}. The server goes "
+            "on by itself then.",
             retry_after=5.0,
         )
 
     def _refusing(self, sentence: str, *, retry_after: float) -> Later:
-        if not self.refusal:  # else it goes on, and was said
+        if not self.refusal:  # Logged once, when it begins.
             log.error("%s", sentence)
         self.refusal = sentence
         return Later(sentence, code="journal_unavailable", status=503, retry_after=retry_after)

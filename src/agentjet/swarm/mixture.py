@@ -1,100 +1,127 @@
-"""`Presence`: which task sets take part just now. Like leases it is not journaled: a restart grants everybody known one
-lease to show up again.
+"""`Mixture`: the groups that make the next batch, and the task set that may begin more of them.
 
-A set is present while it has undecided episodes or asked for one within `lease_seconds`. One that has finished nothing
-for as long as an episode may last, while the batch waits for it, has stalled: that batch is filled without it.
+Without `job.task_weights` groups train in the order of completion. With weights every batch has groups of all present
+task sets by weight, so that a fast set cannot crowd out a slow one.
 
-`Mixture`: which groups make the next batch, and which task set may begin more of them.
+* A set is present while it has live or prepared episodes, or asked for one within `lease_seconds`. An absent set keeps
+  no places. Presence is not journaled: after a restart every known set stays present for one lease.
+* A set is stalled if it finished nothing for as long as an episode may last while the batch waited for it. The present
+  batch is filled without it.
 
-Without `job.task_weights` it is first come, first served. With them every batch is made up by weight, of the sets that
-are present, so that a fast set cannot crowd out a slow one; a set that left keeps no places. The arithmetic is
-`quotas`', who is there is `presence`'s.
+Places are dealt in turns: each turn every set is owed its share of a group, and the set that is owed the most gets one.
+The rest is carried over to the next batch, so small batches and small weights come out right in the long run. The first
+`n` turns are the same for every batch size above `n`, so groups that are begun ahead fit the next batch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
-from agentjet.swarm import quotas
 from agentjet.swarm.records import Episode, Group, TaskSetShare
 from agentjet.swarm.state_store import Store
-
-
-class Presence:
-    """Task sets by name, and when each last gave a sign. Times are the clock's, in Unix seconds."""
-
-    def __init__(self, clock: Callable[[], float], known: Iterable[str]) -> None:
-        self._clock = clock
-        now = clock()
-        self._shown = dict.fromkeys(known, now)
-        self._progress: dict[str, float] = {}
-        self._filling_since = now
-        self.stalled: set[str] = set()
-        """Those that the present batch is filled without."""
-
-    def shown(self, task_set: str, *, progress: bool = False) -> bool:
-        """It wants an episode, or ended one, with a reward if that is `progress`. Returns whether it was away."""
-        joined = task_set not in self._shown
-        self._shown[task_set] = self._clock()
-        if joined or progress:
-            self._progress[task_set] = self._clock()
-        return joined
-
-    def refilling(self) -> None:
-        """The next batch begins to be filled: everybody has another chance."""
-        self._filling_since = self._clock()
-        self.stalled.clear()
-
-    def present(self, busy: Iterable[str]) -> set[str]:
-        """The sets that take part; `busy` have undecided episodes."""
-        return self._shown.keys() | set(busy)
-
-    def leaves_at(self, task_set: str, job: JobConfig) -> float:
-        return self._shown[task_set] + job.lease_seconds
-
-    def stalls_at(self, task_set: str, job: JobConfig) -> float:
-        """When a set that the batch waits for has had the time of a whole episode and a lease more."""
-        begun = max(self._filling_since, self._progress.get(task_set, 0.0))
-        return begun + job.max_episode_seconds + job.lease_seconds
-
-    def away(self, job: JobConfig, busy: set[str]) -> list[str]:
-        """The sets that have shown nothing for a lease; from here on they are not present."""
-        now = self._clock()
-        gone = [name for name in self._shown.keys() - busy if self.leaves_at(name, job) <= now]
-        for name in gone:
-            del self._shown[name]
-            self._progress.pop(name, None)
-            self.stalled.discard(name)
-        return sorted(gone)
-
-    def next_departure(self, job: JobConfig, busy: set[str]) -> float | None:
-        return min((self.leaves_at(name, job) for name in self._shown.keys() - busy), default=None)
-
 
 RETRY_SECONDS = 1.0
 OTHERS = "*"
 """The name in `job.task_weights` of every set that it does not name."""
+MAX_CARRY = 2.0
+"""Groups that a set may be owed, or be ahead, at most. Rounding owes about one. More comes from sets that join or leave
+in the middle of a batch, and is not made up for."""
+
+# ---- arithmetic --------------------------------------------------------------------------------------------
+
+
+def deal(weights: Mapping[str, float], carry: Mapping[str, float]) -> Iterator[str]:
+    """Yields the set of each next group, without end. Equal claims go by name. `weights` has at least one set."""
+    total = sum(weights.values())
+    owed = {name: carry.get(name, 0.0) for name in sorted(weights)}
+    while True:
+        for name in owed:
+            owed[name] += weights[name] / total
+        name = max(owed, key=owed.__getitem__)
+        owed[name] -= 1
+        yield name
+
+
+def quotas(
+    weights: Mapping[str, float], carry: Mapping[str, float], held: Mapping[str, int], num_places: int
+) -> dict[str, int]:
+    """Groups that each set of `weights` may have, of `num_places` in all.
+
+    Places that are taken are not given back: `held` may be above a set's due, and counts sets without a weight, too.
+    """
+    due = dict.fromkeys(weights, 0)
+    taken = sum(held.values())
+    dealer = deal(weights, carry) if weights else iter(())
+    while taken < num_places and (name := next(dealer, None)) is not None:
+        due[name] += 1
+        taken += due[name] > held.get(name, 0)
+    return {name: max(number, held.get(name, 0)) for name, number in due.items()}
+
+
+def needs(
+    weights: Mapping[str, float], carry: Mapping[str, float], limits: Mapping[str, int], size: int
+) -> dict[str, int] | None:
+    """Groups of each set among the next `size`, within the set's limit. None if the limits allow fewer than `size`."""
+    if sum(limits.values()) < size:
+        return None
+    needed = dict.fromkeys(weights, 0)
+    dealer = deal(weights, carry) if weights else iter(())
+    while sum(needed.values()) < size and (name := next(dealer, None)) is not None:
+        needed[name] += needed[name] < limits[name]
+    return needed
+
+
+def carried(weights: Mapping[str, float], carry: Mapping[str, float], used: Mapping[str, int]) -> dict[str, float]:
+    """Groups that each set of `weights` is owed after a batch with `used` groups of each. The sum is 0."""
+    total, size = sum(weights.values()), sum(used.get(name, 0) for name in weights)
+    owed = {name: carry.get(name, 0.0) + size * w / total - used.get(name, 0) for name, w in weights.items()}
+    excess = sum(owed.values()) / max(1, len(owed))
+    return {name: min(MAX_CARRY, max(-MAX_CARRY, value - excess)) for name, value in owed.items()}
+
+
+def places(store: Store) -> int:
+    """Number of groups that may be open or complete at a time.
+
+    A waiting group ages by one version with each batch ahead of it. The number is limited so that none gets too old.
+    """
+    job = store.job
+    batches_ahead = job.max_staleness + 1 - (store.pending is not None)
+    return job.batch_size * batches_ahead + job.spare_groups
+
+
+def weight(job: JobConfig, task_set: str) -> float | None:
+    """The weight of a set; None if it has none."""
+    return job.task_weights.get(task_set, job.task_weights.get(OTHERS))
+
+
+# ---- task sets ---------------------------------------------------------------------------------------------
 
 
 class Mixture:
-    """The task sets of one swarm. Reads the ledger; what it emits is in the ledger's transactions."""
+    """The task sets of one run. Reads the store, and emits `task_set` events in its transactions."""
 
-    def __init__(self, ledger: Store, clock: Callable[[], float]) -> None:
-        self._ledger = ledger
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store = store
         self._clock = clock
-        self._presence = Presence(clock, {*ledger.carry, *self._held()})
+        now = clock()
+        self._active = dict.fromkeys({*store.carry, *self._held()}, now)
+        """Time at which each set last began or ended an episode."""
+        self._progress: dict[str, float] = {}
+        """Time at which each set joined or last finished an episode."""
+        self._filling_since = now
+        self._stalled: set[str] = set()
+        """The sets that the present batch is filled without."""
 
-    # ---- beginning -----------------------------------------------------------------------------------------
-
-    def asked(self, job: JobConfig, task_set: str) -> None:
-        """A client wants a training episode of this set.
+    def register(self, task_set: str) -> None:
+        """Record that a client asks for a training episode of this set.
 
         Raises `Conflict` (`task_set_unknown`) when the weights have no place for it.
         """
+        job = self._store.job
         if not job.task_weights:
             return
         if weight(job, task_set) is None:
@@ -104,38 +131,44 @@ class Mixture:
                 f"job.task_weights.{task_set or OTHERS}, or '{OTHERS}' for every set that is not named.",
                 code="task_set_unknown",
             )
-        if self._presence.shown(task_set):
-            self._ledger.emit("task_set", {"task_set": task_set, "state": "joined"})
+        if self._mark_active(task_set):
+            self._store.emit("task_set", {"task_set": task_set, "state": "joined"})
 
-    def check_room(self, job: JobConfig, task_set: str) -> None:
+    def check_room(self, task_set: str) -> None:
         """Raises `Later` (`task_set_full`) when the set has its share of the groups and others wait for theirs."""
-        if not job.task_weights:
+        if not self._store.job.task_weights:
             return
-        quota, held = self._quotas(job), self._held()
+        quota, held = self._quotas(), self._held()
         if held[task_set] >= quota.get(task_set, 0):
             short = [f"{name!r} ({held[name]} of {number})" for name, number in quota.items() if held[name] < number]
             raise Later(
-                f"Task set {task_set!r} has its {held[task_set]} of {places(self._ledger, job)} groups, by "
-                f"job.task_weights; the rest is for {', '.join(short) or 'nobody'}.",
+                f"Task set {task_set!r} has its {held[task_set]} of {places(self._store)} groups, by "
+                f"job.task_weights; the rest is for {', '.join(short) or 'no set'}.",
                 code="task_set_full",
                 retry_after=RETRY_SECONDS,
             )
 
-    def ended(self, episode: Episode) -> None:
-        """A client finished or aborted an episode: its set is there."""
+    def record_end(self, episode: Episode) -> None:
+        """Record that a client finished or aborted an episode: its set is present."""
         if episode.mode == "train":
-            self._presence.shown(episode.task_set, progress=episode.status == "finished")
+            self._mark_active(episode.task_set, progress=episode.status == "finished")
 
-    # ---- composing -----------------------------------------------------------------------------------------
+    def start_batch(self) -> None:
+        """The next batch begins to be filled, with the stalled sets."""
+        self._filling_since = self._clock()
+        self._stalled.clear()
 
-    def chosen(self, job: JobConfig) -> list[Group] | None:
-        """The groups of the next batch in the order they were completed; None while it has not all it needs."""
+    # ---- the next batch ------------------------------------------------------------------------------------
+
+    def chosen(self) -> list[Group] | None:
+        """The groups of the next batch in the order they were completed; None while some are missing."""
+        job = self._store.job
         complete = sorted(self._complete(), key=lambda group: (group.closed, group.id))
         if len(complete) < job.batch_size:
             return None
         if not job.task_weights:
             return complete[: job.batch_size]
-        needed = self.needed(job)
+        needed = self._needed()
         have = Counter(group.task_set for group in complete)
         if needed is None or any(have[name] < number for name, number in needed.items()):
             return None
@@ -147,81 +180,91 @@ class Mixture:
                 chosen.append(group)
         return chosen
 
-    def needed(self, job: JobConfig) -> dict[str, int] | None:
-        """How many groups of each set the next batch has, by weight. None when it cannot be filled yet.
+    def _needed(self) -> dict[str, int] | None:
+        """Number of groups of each set in the next batch, by weight; None when it cannot be filled yet.
 
-        Complete groups of sets that are away come first: nothing will be added to them, and they are not lost.
+        Complete groups of absent sets come first, so that they are not lost.
         """
-        weights = self._weights(job)
-        orphaned = Counter(group.task_set for group in self._complete() if group.task_set not in weights)
-        from_those_away: Counter[str] = Counter()
-        for name, number in sorted(orphaned.items()):
-            from_those_away[name] = min(number, job.batch_size - from_those_away.total())
-        rest = quotas.needs(weights, self._ledger.carry, self._quotas(job), job.batch_size - from_those_away.total())
-        return None if rest is None else {**from_those_away, **rest}
+        weights, size = self._weights(), self._store.job.batch_size
+        left_behind = Counter(group.task_set for group in self._complete() if group.task_set not in weights)
+        first: Counter[str] = Counter()
+        for name, number in sorted(left_behind.items()):
+            first[name] = min(number, size - first.total())
+        rest = needs(weights, self._store.carry, self._quotas(), size - first.total())
+        return None if rest is None else {**first, **rest}
 
-    def carry(self, job: JobConfig, chosen: Sequence[Group]) -> dict[str, float]:
-        """What each set present is owed after a batch of these groups."""
-        if not job.task_weights:
+    def carry(self, chosen: Sequence[Group]) -> dict[str, float]:
+        """Groups that each present set is owed after a batch of these groups."""
+        if not self._store.job.task_weights:
             return {}
-        return quotas.carried(self._weights(job), self._ledger.carry, Counter(group.task_set for group in chosen))
-
-    def refilling(self) -> None:
-        """The next batch begins to be filled."""
-        self._presence.refilling()
+        return carried(self._weights(), self._store.carry, Counter(group.task_set for group in chosen))
 
     # ---- time ----------------------------------------------------------------------------------------------
 
-    def reap(self, job: JobConfig) -> list[Group]:
-        """Let go of the sets that left, and for this batch of those that stalled; returns the latter's open groups."""
-        if not job.task_weights:
+    def reap(self) -> list[Group]:
+        """Remove absent sets, and for this batch stalled ones; returns the open groups of the latter."""
+        if not self._store.job.task_weights:
             return []
-        for name in self._presence.away(job, self._busy()):
-            self._ledger.emit("task_set", {"task_set": name, "state": "left"})
-        late = [name for name in self._waited_for(job) if self._presence.stalls_at(name, job) <= self._clock()]
-        late = late[: len(self._weights(job)) - 1]  # somebody must be left to fill the batch
+        now = self._clock()
+        for name in sorted(name for name, leaves_at in self._departures().items() if leaves_at <= now):
+            del self._active[name]
+            self._progress.pop(name, None)
+            self._stalled.discard(name)
+            self._store.emit("task_set", {"task_set": name, "state": "left"})
+        late = [name for name in self._waited_for() if self._stalls_at(name) <= now]
+        late = late[: len(self._weights()) - 1]  # One set must stay to fill the batch.
         for name in late:
-            self._presence.stalled.add(name)
-            self._ledger.emit("task_set", {"task_set": name, "state": "stalled"})
-        return [group for group in self._ledger.groups.values() if group.state == "open" and group.task_set in late]
+            self._stalled.add(name)
+            self._store.emit("task_set", {"task_set": name, "state": "stalled"})
+        return [group for group in self._store.groups.values() if group.state == "open" and group.task_set in late]
 
-    def next_deadline(self, job: JobConfig) -> float | None:
-        """When `reap` next has something to do, as things stand."""
-        if not job.task_weights:
+    def next_deadline(self) -> float | None:
+        """Time at which `reap` next has an effect, if nothing changes."""
+        if not self._store.job.task_weights:
             return None
-        departure = self._presence.next_departure(job, self._busy())
-        deadlines = [self._presence.stalls_at(name, job) for name in self._waited_for(job)]
-        return min(deadlines + ([] if departure is None else [departure]), default=None)
+        return min([*self._departures().values(), *map(self._stalls_at, self._waited_for())], default=None)
 
-    def _waited_for(self, job: JobConfig) -> list[str]:
-        """The sets that others wait for: none while there is only one."""
-        weights = self._weights(job)
-        if len(weights) < 2 or self._ledger.pending is not None:
+    def _departures(self) -> dict[str, float]:
+        """Time at which each set without live or prepared episodes becomes absent."""
+        seconds = self._store.job.lease_seconds
+        busy = self._busy()
+        return {name: active + seconds for name, active in self._active.items() if name not in busy}
+
+    def _stalls_at(self, task_set: str) -> float:
+        """Time at which a set that the batch waits for had the time of a whole episode and one lease."""
+        job = self._store.job
+        begun = max(self._filling_since, self._progress.get(task_set, 0.0))
+        return begun + job.max_episode_seconds + job.lease_seconds
+
+    def _waited_for(self) -> list[str]:
+        """The present sets whose groups the batch lacks; empty while there is only one set."""
+        weights = self._weights()
+        if len(weights) < 2 or self._store.pending is not None:
             return []
         have = Counter(group.task_set for group in self._complete())
-        return [name for name, number in (self.needed(job) or {}).items() if name in weights and have[name] < number]
+        return [name for name, number in (self._needed() or {}).items() if name in weights and have[name] < number]
 
-    # ---- what others may know ------------------------------------------------------------------------------
+    # ---- views ---------------------------------------------------------------------------------------------
 
-    def waiting_for(self, job: JobConfig) -> str:
-        """In words: the sets whose groups the next batch lacks; empty without weights."""
-        needed = self.needed(job) if job.task_weights else None
+    def waiting_for(self) -> str:
+        """A phrase for the sets whose groups the next batch lacks; empty without weights."""
+        needed = self._needed() if self._store.job.task_weights else None
         have = Counter(group.task_set for group in self._complete())
         short = [f"{n!r} ({have[n]} of {number} groups)" for n, number in (needed or {}).items() if have[n] < number]
         return f"task set{'s' if len(short) > 1 else ''} {' and '.join(short)}" if short else ""
 
-    def shares(self, job: JobConfig) -> dict[str, TaskSetShare]:
-        """Every set that has a weight of its own, or groups in the present or a recent batch; unnamed ones apart."""
-        recent, prefix = self._ledger.recent_steps, "batch/share/"
+    def shares(self) -> dict[str, TaskSetShare]:
+        """Every named set that has a weight, or groups in the present or a recent batch."""
+        recent, prefix = self._store.recent_steps, "batch/share/"
         seen = {name.removeprefix(prefix) for step in recent for name in step if name.startswith(prefix)}
-        names = seen | {group.task_set for group in self._ledger.groups.values()} | set(job.task_weights)
-        return {name: self._share(job, name, recent) for name in sorted(names - {"", OTHERS})}
+        names = seen | {group.task_set for group in self._store.groups.values()} | set(self._store.job.task_weights)
+        return {name: self._share(name, recent) for name in sorted(names - {"", OTHERS})}
 
-    def _share(self, job: JobConfig, name: str, recent: Sequence[Mapping[str, float]]) -> TaskSetShare:
-        states = Counter(group.state for group in self._ledger.groups.values() if group.task_set == name)
+    def _share(self, name: str, recent: Sequence[Mapping[str, float]]) -> TaskSetShare:
+        states = Counter(group.state for group in self._store.groups.values() if group.task_set == name)
         rewards = [step[key] for step in recent if (key := f"reward/{name}/mean") in step]
         return TaskSetShare(
-            weight=weight(job, name),
+            weight=weight(self._store.job, name),
             share=fmean(step.get(f"batch/share/{name}", 0.0) for step in recent) if recent else 0.0,
             groups_open=states["open"],
             groups_complete=states["complete"],
@@ -230,34 +273,28 @@ class Mixture:
 
     # ---- inside --------------------------------------------------------------------------------------------
 
-    def _busy(self) -> set[str]:
-        return {episode.task_set for episode in self._ledger.undecided() if episode.mode == "train"}
+    def _mark_active(self, task_set: str, *, progress: bool = False) -> bool:
+        """Returns True if the set was absent."""
+        joined = task_set not in self._active
+        self._active[task_set] = self._clock()
+        if joined or progress:
+            self._progress[task_set] = self._clock()
+        return joined
 
-    def _weights(self, job: JobConfig) -> dict[str, float]:
-        """Of the sets that are present and have not stalled; of all that are present when every one has."""
-        present = self._presence.present(self._busy())
-        weights = {name: found for name in present if (found := weight(job, name)) is not None}
-        return {name: found for name, found in weights.items() if name not in self._presence.stalled} or weights
+    def _busy(self) -> set[str]:
+        return {episode.task_set for episode in self._store.live_or_prepared() if episode.mode == "train"}
+
+    def _weights(self) -> dict[str, float]:
+        """Weights of the present sets that have not stalled, or of all present sets if every one has."""
+        present = self._active.keys() | self._busy()
+        weights = {name: found for name in present if (found := weight(self._store.job, name)) is not None}
+        return {name: found for name, found in weights.items() if name not in self._stalled} or weights
 
     def _held(self) -> Counter[str]:
-        return Counter(group.task_set for group in self._ledger.groups.values())
+        return Counter(group.task_set for group in self._store.groups.values())
 
     def _complete(self) -> list[Group]:
-        return [group for group in self._ledger.groups.values() if group.state == "complete"]
+        return [group for group in self._store.groups.values() if group.state == "complete"]
 
-    def _quotas(self, job: JobConfig) -> dict[str, int]:
-        return quotas.quotas(self._weights(job), self._ledger.carry, self._held(), places(self._ledger, job))
-
-
-def places(ledger: Store, job: JobConfig) -> int:
-    """How many groups may be open or complete at a time.
-
-    One that waits behind whole batches grows older by one version with each: so many may wait that none gets too old.
-    """
-    batches_ahead = job.max_staleness + 1 - (ledger.pending is not None)
-    return job.batch_size * batches_ahead + job.spare_groups
-
-
-def weight(job: JobConfig, task_set: str) -> float | None:
-    """The weight of a set; None when it has none."""
-    return job.task_weights.get(task_set, job.task_weights.get(OTHERS))
+    def _quotas(self) -> dict[str, int]:
+        return quotas(self._weights(), self._store.carry, self._held(), places(self._store))

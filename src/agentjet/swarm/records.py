@@ -1,19 +1,12 @@
-"""What the swarm knows of an episode, a group and a batch, as frozen values: replaced, never edited.
+"""Episodes, groups and batches as frozen values, the tables of the journal, and the rows between the two.
 
-Times are Unix seconds of the swarm's clock.
+Times are Unix seconds of the run's clock. Token arrays are little-endian blobs: int32 for tokens and versions, float64
+for log-probabilities (the reported bits). `allowed` is packed by `timeline.support`. `pieces` holds the encoded bytes
+of the tokens of suffix and completion, joined; `piece_lengths` (int32) has the length of each. `ask` is a JSON object:
+see `types.NewContext`. `carry`, `noted` and `refused` are objects of numbers: see `Batch` and `Episode`.
 
-The journal's tables. Rows are only ever added, except groups (their state), notes (their counts) and what a durable
-checkpoint lets go.
-
-Token arrays are little-endian blobs: int32 for tokens and versions, float64 for log-probabilities (bit for bit what
-was reported); `allowed` is packed by `timeline.support`. `pieces` are the encoded bytes of the suffix's and the
-completion's tokens, joined, with the length of each in `piece_lengths` (int32). `ask` is a JSON object, see
-`types.NewContext`; `carry` is one of numbers, see `Batch.carry`. `noted` and `refused` are objects of counts, see
-`Episode`.
-
-A journal of an older schema is brought forward by `MIGRATIONS` when it is opened.
-
-Rows of the journal as values, and values as what its columns hold.
+Rows are only added, except groups (their state), notes (their counts), and rows that a durable checkpoint makes
+obsolete.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ from agentjet.types import Call, EpisodeStatus, Message, Mode, NewContext, ToolC
 RECOVERABLE = frozenset(
     {"context_length_exceeded", "thread_unsupported_request", "previous_response_not_found", "item_not_found"}
 )
-"""Codes of refusals that are part of the protocol: the agent compacts its history, or sends all of it."""
+"""Codes of refusals that agents recover from: they compact their history, or send all of it."""
 GroupState = Literal["open", "complete", "dropped"]
 
 
@@ -47,7 +40,7 @@ class Episode:
     task_id: str
     task_set: str
     group: str
-    """The group's name as the client knows it; empty in an eval episode that named none."""
+    """The client's name for the group; empty in an eval episode without one."""
     group_id: int | None
     """The group instance; None for eval episodes, which are never grouped."""
     mode: Mode
@@ -57,7 +50,7 @@ class Episode:
     status: EpisodeStatus = "live"
     ended: float | None = None
     reward: float | None = None
-    """Of a prepared episode: the one it promised. None of one that aborted or expired."""
+    """Also the promised reward of a prepared episode. None for an aborted or expired one."""
     by_role: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
@@ -66,7 +59,7 @@ class Episode:
     num_tokens: int = 0
     """Sampled tokens, over all calls that may train."""
     trained_in: int | None = None
-    """The batch that trained it, once it was learned."""
+    """The batch that trained it; None before that."""
     dropped: str = ""
     """Why a finished episode will never train (its group's reason), else empty."""
     code_version: str = ""
@@ -74,7 +67,7 @@ class Episode:
     at_version: int | None = None
     """The policy version that an eval episode is pinned to."""
     temperature: float | None = None
-    """Of all calls of an eval episode that was begun with one."""
+    """Temperature of all calls of an eval episode, if it was begun with one."""
     instance_id: str = ""
     """The process of the client that began it, if the client named one."""
     noted: Mapping[str, int] = field(default_factory=dict)
@@ -98,7 +91,7 @@ def new_episode_id(now: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCounts:
-    """What became of the training episodes of one code version. `aborted` includes expired ones."""
+    """Outcomes of the training episodes of one code version. `aborted` includes expired ones."""
 
     episodes: int
     finished: int
@@ -130,7 +123,7 @@ class Group:
     name: str
     opened: float
     touched: float
-    """When a member last began or ended: what the patience with a short group counts from."""
+    """Time at which a member last began or ended. The wait for further members counts from it."""
     members: tuple[str, ...] = ()
     state: GroupState = "open"
     reason: str = ""
@@ -143,7 +136,7 @@ class Group:
     """The batch that was being filled when it closed."""
     task_set: str = ""
     code_version: str = ""
-    """Of the episode that opened it."""
+    """Code version of the episode that opened it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +173,14 @@ class Batch:
     job: JobConfig
     composed: float
     carry: Mapping[str, float] = field(default_factory=dict)
-    """What each task set present was still owed after it, in groups; see `quotas`. Empty without `job.task_weights`."""
+    """Groups that each present task set was owed after it: see `mixture`. Empty without `job.task_weights`."""
 
     @property
     def episode_ids(self) -> tuple[str, ...]:
         return tuple(episode_id for group in self.groups for episode_id in group)
 
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -319,6 +312,13 @@ CREATE TABLE steps (
     learned REAL NOT NULL
 );
 
+CREATE TABLE operations (
+    number INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
+    batch_id INTEGER NOT NULL REFERENCES batches (id)
+);
+CREATE INDEX operations_of_batch ON operations (batch_id);
+
 CREATE TABLE checkpoints (
     policy_version INTEGER PRIMARY KEY,
     digest TEXT NOT NULL
@@ -391,6 +391,14 @@ MIGRATIONS = {
         refused TEXT NOT NULL
     ) WITHOUT ROWID;
     ALTER TABLE calls ADD COLUMN untrained TEXT NOT NULL DEFAULT '';
+    """,
+    7: """
+    CREATE TABLE operations (
+        number INTEGER PRIMARY KEY,
+        kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
+        batch_id INTEGER NOT NULL REFERENCES batches (id)
+    );
+    CREATE INDEX operations_of_batch ON operations (batch_id);
     """,
 }
 """From each older version to the next."""

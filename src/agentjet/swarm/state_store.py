@@ -1,12 +1,8 @@
-"""`Store`: the journal and the part of it that is held in memory, always equal to what a reopened journal would give.
+"""`Store`: the journal and the part of it that is in memory. `Leases`: activity, the one state that is not journaled.
 
-It knows what is where, not what is allowed: the rules are `state.SwarmState`'s. Held are live and prepared episodes and
-finished ones that still wait to train, the groups of the present batch, the batch being learned and the counts; all
-else is looked up in the journal, so memory does not grow with the length of a run.
-
-`CodeVersionStats`: what became of the training episodes of each version of the agents' code.
-
-The job settings that hold: given when the server starts, replaced while it runs, kept over restarts.
+Memory holds live and prepared episodes, finished ones that wait to train, the groups of the present batch, the batch
+being learned and the counts. Everything else is read from the journal, so memory does not grow with a run's length.
+The store finds and keeps; the rules are in `episodes`, `groups`, `mixture` and `batches`.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from agentjet.config import JobConfig, changed_settings
@@ -26,20 +23,26 @@ from agentjet.swarm.records import Batch, Episode, Group, JobSettings, OutcomeCo
 from agentjet.timeline.tree import ConversationTree
 
 COUNTED = ("live", "prepared", "finished", "aborted", "expired", "trained", "waiting", "dropped")
-RECENT = 50
-"""Batches that shares and rewards of task sets are shown over."""
+RECENT_STEPS = 50
+"""Batches over which the shares and rewards of task sets are computed."""
+CODE_VERSIONS_KEPT = 20
+"""Code versions in memory, by last use. The counts of others are read from the journal when they are used again."""
+MAX_CLIENTS_SHOWN = 256
+STALL_SECONDS = 3.0
+"""The server checks leases every second. A longer gap between two checks means that the event loop was blocked."""
 
 
 class Store:
-    """Every change happens inside `transaction()`: rows first, then memory. What fails rebuilds memory."""
+    """Journal and memory, changed together inside `transaction()`. A failed transaction reloads memory."""
 
     def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
         self.journal = journal
         self.on_event: Callable[[Event], None] | None = None
+        """Called with each event after it is on disk."""
         self.on_uncommitted: Callable[[], None] = lambda: None
-        """Called when something was written that a `commit` must follow."""
+        """Called after a transaction that a `commit` must follow."""
         self.undelivered_calls: Callable[[str], Sequence[str]] = lambda episode_id: ()
-        """Which recorded calls of an episode are still on their way to its agent."""
+        """Returns the recorded calls of an ending episode that are still on their way to its agent."""
         self._clock = clock
         self.revision = 0
         """Rises with every change. Not journaled."""
@@ -48,38 +51,43 @@ class Store:
         self.load()
 
     def load(self) -> None:
-        """Memory anew from the journal."""
+        """Replace memory with the content of the journal."""
         self.revision += 1
         journal = self.journal
         self.episodes: dict[str, Episode] = {episode.id: episode for episode in journal.unsettled_episodes()}
         self.groups: dict[int, Group] = {group.id: group for group in journal.unlearned_groups()}
         settings = journal.job_settings()
-        assert settings is not None, "a swarm takes up its job settings before it reads its journal"
+        assert settings is not None, "job settings are stored before a store is loaded"
         self.settings: JobSettings = settings
         self.policy_version: int = journal.policy_version()
         batches = journal.batches(self.policy_version)
         self.pending: Batch | None = batches[0] if batches else None
+        """The batch that is composed and not yet learned."""
         self.carry: Mapping[str, float] = journal.carry()
-        """What each task set is owed, in groups, since the newest batch."""
+        """Groups owed to each task set since the newest batch."""
         self.last_step: dict[str, float] = journal.step(self.policy_version - 1)
-        self.recent_steps: deque[dict[str, float]] = deque(journal.recent_steps(RECENT), RECENT)
+        self.recent_steps: deque[dict[str, float]] = deque(journal.recent_steps(RECENT_STEPS), RECENT_STEPS)
         """Metrics of the newest learned batches, the newest last."""
         self.oldest: dict[str, int] = journal.oldest_versions()
         """The policy version of the oldest token of each episode held here."""
         self.trees: dict[tuple[str, str], ConversationTree] = {}
         self._counts: Counter[str] = Counter(journal.counts())
-        self.code_versions = CodeVersionStats(journal)
+        self.code_versions: dict[str, OutcomeCounts] = journal.code_versions(CODE_VERSIONS_KEPT)
+        """Training episodes by code version, the version that was begun last at the end."""
 
     @property
     def next_batch(self) -> int:
         """The batch that is being filled."""
         return self.policy_version + (self.pending is not None)
 
+    @property
+    def job(self) -> JobConfig:
+        """The job settings in force."""
+        return self.settings.job
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Several changes as one: all or nothing; nested ones join the outermost. Its events go out once it is
-        committed.
-        """
+        """Group changes: all or none. Nested ones join the outermost. Events are sent after the commit."""
         outermost = not self.journal.in_transaction
         self.revision += 1
         kept = len(self._outbox)
@@ -98,8 +106,17 @@ class Store:
                 self._committed, self._outbox = self._outbox, []
                 self.announce()
 
+    def defer_commits(self, on_uncommitted: Callable[[], None]) -> None:
+        """From here on the next `commit` commits a change, and the `sync` after it has the change on disk.
+
+        One commit may serve many changes. `on_uncommitted` is called when there is something to commit. A change must
+        be on disk before it is acknowledged.
+        """
+        self.journal.defer_commits()
+        self.on_uncommitted = on_uncommitted
+
     def commit(self) -> None:
-        """Commit what was written. Raises `Later`, and then all of it is undone, in memory, too."""
+        """Commit what was written. Raises `Later` if that failed; all of it is then undone, also in memory."""
         try:
             self.journal.commit()
         except Later:
@@ -110,53 +127,77 @@ class Store:
         self._outbox.clear()
 
     def announce(self) -> None:
-        """Send out the events of what was committed."""
+        """Send the committed events. Call it once they are on disk."""
         committed, self._committed = self._committed, []
         for event in committed:
             if self.on_event is not None:
                 self.on_event(event)
 
     def emit(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Journal an event; it reaches `on_event` after the commit."""
+        """Journal an event and pass it to `on_event` once it is on disk."""
         with self.transaction():
             self._outbox.append(self.journal.add_event(kind, self._clock(), body))
+
+    def probe_disk(self) -> None:
+        """Write something, which ends `journal.refusal` if the disk accepts it. Raises `Later` if not."""
+        with self.transaction():
+            self.journal.probe_disk()
 
     # ---- episodes and groups -------------------------------------------------------------------------------
 
     def put(self, episode: Episode) -> None:
-        """Replace an episode in memory and in the counts; one that is settled leaves memory."""
+        """Replace an episode in memory and in the counts. A settled one leaves memory."""
         before = self.episodes.pop(episode.id, None)
         if before is not None:
             self._counts.subtract(_categories(before))
         self._counts.update(_categories(episode))
-        self.code_versions.put(before, episode)
+        self._count_code_version(before, episode)
         if {"live", "prepared", "waiting"} & set(_categories(episode)):
             self.episodes[episode.id] = episode
         else:
             self.oldest.pop(episode.id, None)
 
     def put_group(self, group: Group) -> None:
-        """Write a group; a dropped one leaves memory."""
+        """Write a group. A dropped one leaves memory."""
         self.journal.put_group(group)
         if group.state == "dropped":
             self.groups.pop(group.id, None)
         else:
             self.groups[group.id] = group
 
+    def advance(self, batch: Batch, metrics: dict[str, float]) -> None:
+        """Take the policy to the version that `batch` makes."""
+        self.policy_version, self.pending, self.last_step = batch.id + 1, None, metrics
+        self.recent_steps.append(metrics)
+        for episode_id in batch.episode_ids:
+            self.put(replace(self.episodes[episode_id], trained_in=batch.id))
+
     def live(self) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
 
-    def undecided(self) -> list[Episode]:
-        """Live and prepared episodes: those whose reward may yet count or not."""
+    def live_or_prepared(self) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.ended is None]
 
     def counts(self) -> dict[str, int]:
+        """Episodes since the data dir was made, by `COUNTED`."""
         return {name: self._counts[name] for name in COUNTED}
+
+    def _count_code_version(self, before: Episode | None, episode: Episode) -> None:
+        version, counts = episode.code_version, self.code_versions
+        if not version or episode.mode != "train":
+            return
+        if before is None:
+            known = counts.pop(version, None)
+            counts[version] = self.journal.code_version(version) if known is None else known.begun()
+            if len(counts) > CODE_VERSIONS_KEPT:
+                del counts[next(iter(counts))]
+        elif before.ended is None and episode.ended is not None and version in counts:
+            counts[version] = counts[version].ended(episode.reward)
 
     # ---- idempotency ---------------------------------------------------------------------------------------
 
     def recall(self, scope: str, key: str | None, request: Request) -> str | None:
-        """The episode that this very request was about before, if it was.
+        """The episode that an earlier request with this key was about; None for a new key.
 
         Raises `Conflict` for the key with another body.
         """
@@ -172,54 +213,15 @@ class Store:
         return episode_id
 
     def remember(self, scope: str, key: str | None, request: Request, episode_id: str) -> None:
-        """Inside the transaction that has the effect, so that key and effect are on disk together or not at all."""
+        """Store a key inside the transaction with its effect, so that both are on disk or neither."""
         if key is not None:
             self.journal.remember(scope, key, _fingerprint(request), episode_id, self._clock())
 
 
-def _categories(episode: Episode) -> list[str]:
-    if episode.status != "finished" or episode.mode == "eval":
-        return [episode.status]
-    if episode.trained_in is not None:
-        return ["finished", "trained"]
-    return ["finished", "dropped" if episode.dropped else "waiting"]
-
-
-def _fingerprint(request: Request) -> str:
-    """Digest of what a request asks for. `wait` and `instance_id` are how it asks and who does."""
-    return hashlib.sha256(request.model_dump_json(exclude={"wait", "instance_id"}).encode()).hexdigest()
-
-
-KEPT = 20
-"""Versions in memory, by last use; what the journal knows of the others is looked up when they are used again."""
-
-
-class CodeVersionStats:
-    """Equal at any time to what the journal would give. Episodes that name no version are in none."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self.tallies: dict[str, OutcomeCounts] = journal.code_versions(KEPT)
-        """By version, the one last begun last."""
-
-    def put(self, before: Episode | None, episode: Episode) -> None:
-        """An episode was journaled as new (`before` is None), or as changed."""
-        version = episode.code_version
-        if not version or episode.mode != "train":
-            return
-        if before is None:
-            tally = self.tallies.pop(version, None)
-            self.tallies[version] = self._journal.code_version(version) if tally is None else tally.begun()
-            if len(self.tallies) > KEPT:
-                del self.tallies[next(iter(self.tallies))]
-        elif before.ended is None and episode.ended is not None and version in self.tallies:
-            self.tallies[version] = self.tallies[version].ended(episode.reward)
-
-
 def load_or_create_job(journal: Journal, given: JobConfig) -> str:
-    """Put in force what was in force before the restart, or `given`, where that is not what was given then.
+    """Keep the stored job settings, or store `given` if it differs from what was given at the start before.
 
-    Returns, in words, what somebody who knows only the one may not expect; empty where there is nothing to say.
+    Returns a sentence for the log if the settings in force may surprise, else an empty string.
     """
     kept = journal.job_settings()
     if kept is None:
@@ -236,3 +238,87 @@ def load_or_create_job(journal: Journal, given: JobConfig) -> str:
     lost = f" (those in force were of revision {kept.revision})" if kept.job != kept.given else ""
     changed = changed_settings(kept.job, given)
     return f"the job settings are the ones given at this start{lost}: {', '.join(changed) or 'nothing changed'}"
+
+
+def _categories(episode: Episode) -> list[str]:
+    if episode.status != "finished" or episode.mode == "eval":
+        return [episode.status]
+    if episode.trained_in is not None:
+        return ["finished", "trained"]
+    return ["finished", "dropped" if episode.dropped else "waiting"]
+
+
+def _fingerprint(request: Request) -> str:
+    """Digest of a request, without `wait` and `instance_id`, which do not change its effect."""
+    return hashlib.sha256(request.model_dump_json(exclude={"wait", "instance_id"}).encode()).hexdigest()
+
+
+class Leases:
+    """Time of the last activity of each live episode and of each client, in Unix seconds of the clock.
+
+    A restart renews every lease, because heartbeats cannot reach a stopped server. `max_episode_seconds` runs on.
+    """
+
+    def __init__(self, clock: Callable[[], float], stopwatch: Callable[[], float]) -> None:
+        self._opened = clock()
+        self._stopwatch = stopwatch
+        self._checked_at = stopwatch()
+        self.clients: dict[str, float] = {}
+        self._clock = clock
+        self._last_seen: dict[str, float] = {}
+        self._calling: Counter[str] = Counter()
+        self.revision = 0
+        """Rises when a lease may end earlier than before."""
+
+    def lease_epoch(self) -> float:
+        """Time from which leases count. Reset to now if the event loop was blocked for more than `STALL_SECONDS`,
+        because heartbeats of that time may still be queued.
+        """
+        before, self._checked_at = self._checked_at, self._stopwatch()
+        if self._checked_at - before > STALL_SECONDS:
+            self._opened = self._clock()
+        return self._opened
+
+    def expires_at(self, episode: Episode, job: JobConfig) -> float:
+        """Time at which a live episode expires without activity; at most its begin + `max_episode_seconds`.
+
+        A prepared episode has no lease. It expires one lease after that maximum, or one lease after a restart.
+        """
+        last, opened = episode.begun + job.max_episode_seconds, self.lease_epoch()
+        if episode.status == "prepared":
+            return max(last, opened) + job.lease_seconds
+        if self._calling[episode.id]:
+            return last
+        seen = max(self._last_seen.get(episode.id, episode.begun), opened)
+        return min(seen + job.lease_seconds, last)
+
+    def renew(self, episode: Episode) -> None:
+        """Record activity of a live episode and of its client."""
+        self._last_seen[episode.id] = self._clock()
+        self.client_seen(episode.client_id)
+
+    def client_seen(self, client_id: str) -> None:
+        """Record activity of a client, with or without an episode."""
+        self.clients.pop(client_id, None)
+        self.clients[client_id] = self._clock()
+        if len(self.clients) > MAX_CLIENTS_SHOWN:
+            del self.clients[next(iter(self.clients))]
+
+    @contextmanager
+    def calling(self, episode: Episode) -> Iterator[None]:
+        """Suspend the episode's lease during a call and renew it afterwards."""
+        self.renew(episode)
+        self._calling[episode.id] += 1
+        try:
+            yield
+        finally:
+            self._calling[episode.id] -= 1
+            self.revision += 1
+            if not self._calling[episode.id]:
+                del self._calling[episode.id]
+            if episode.id in self._last_seen:
+                self.renew(episode)
+
+    def remove(self, episode: Episode) -> None:
+        """Forget the lease of an ended episode."""
+        self._last_seen.pop(episode.id, None)

@@ -91,7 +91,7 @@ class _Tokens:
 
     def __init__(self, info: ModelInfo, count: int) -> None:
         self._vocabulary = Vocabulary(info.tokenizer_path)
-        self.tokens = [self._vocabulary.raw(id, literals=True) for id in range(count)]
+        self.tokens = [self._vocabulary.displayed_bytes(id, literals=True) for id in range(count)]
         self.special_token_ids = [id for id in sorted(self._vocabulary.control) if id < count]
         self.eos_token_id = info.end_tokens[0]
         self.bos_token_id = None

@@ -1,0 +1,270 @@
+"""`TrainingLoop`: learns batch after batch on a worker that is up, and runs maintenance tasks between batches.
+
+A batch is learned by operations on the policy: `forward_backward` and `optim_step`, once per optimiser step. Then the
+new weights are published to the sampler.
+
+Invariants:
+* calls sample from `swarm.policy_version`: the gate opens only once the worker has learned all batches of the journal;
+* nothing is saved or exported while a call is inside the gate. Nothing is learned then either, unless
+  `job.max_staleness` is above 0;
+* no failure loses a batch, and none applies it twice. The journal has the batch and each of its operations before the
+  operation is applied. A new worker loads the newest checkpoint and gets the later operations again, with the same
+  numbers. Only a batch that `MAX_CRASHES` workers crashed on is quarantined, counted and shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+from agentjet.compute.protocol import Compute, learn
+from agentjet.errors import AgentJetError, CheckpointError, Conflict, Later, WorkerDied
+from agentjet.gateway import observability
+from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
+from agentjet.gateway.observability import DIVERGED, MetricsFile, StepTimer, Tracing, emit_event, has_diverged
+from agentjet.gateway.views import zero_variance
+from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
+from agentjet.swarm import Batch, SwarmState
+from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId
+
+log = logging.getLogger(__name__)
+
+MAX_CRASHES = 2
+"""Workers that may fail on a batch, or crash while they learn it, before it is quarantined."""
+
+MaintenanceTask = Callable[[], Awaitable[Any]]
+"""Work on the worker that needs it to neither sample nor learn: a checkpoint, an export."""
+
+
+class TrainingLoop:
+    """Trains the policy. `Engine` provides the worker."""
+
+    def __init__(
+        self,
+        policy: PolicyId,
+        swarm: SwarmState,
+        commits: GroupCommit,
+        compute: Compute,
+        gate: Gate,
+        store: CheckpointStore,
+        metrics: MetricsFile,
+        changed: Broadcast,
+        *,
+        enter: Callable[[Literal["sampling", "learning"]], None],
+        tracing: Tracing,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`enter` is called at each change between sampling and learning."""
+        self.stopping = False
+        """If set, the loop ends after the present batch. Notify `changed` after setting it."""
+        self.num_learned = 0
+        """Number of batches that were learned for the first time."""
+        self.timer = StepTimer(gate.busy_seconds, monotonic=monotonic)
+        self._policy = policy
+        self._next_operation = Op.of(policy, 0)
+        """First operation of the next batch. Unchanged until the present batch is recorded: a repetition reuses it."""
+        self._swarm = swarm
+        self._commits = commits
+        self._compute = compute
+        self._gate = gate
+        self._store = store
+        self._metrics = metrics
+        self._changed = changed
+        self._enter = enter
+        self._tracing = tracing
+        self._sleep = sleep
+        self._maintenance: deque[tuple[MaintenanceTask, asyncio.Future[Any]]] = deque()
+        self._learning: int | None = None
+        """Id of the batch that the worker is learning."""
+        self._crashes: Counter[int] = Counter()
+        """Failures by batch id."""
+
+    async def run(self) -> None:
+        """Learns batches and runs maintenance tasks until `stopping`. Raises the worker's failure."""
+        swarm = self._swarm
+        while True:
+            await self._changed.until(
+                lambda: bool(self.stopping or self._maintenance or swarm.pending or swarm.batches.ready())
+            )
+            if self.stopping:
+                return
+            # With `max_staleness`, completions continue during a step: the worker learns between two of their tokens.
+            if (self._maintenance or not swarm.job.max_staleness) and not await self._calls_ended():
+                return
+            try:
+                await self._run_maintenance()
+                if not self.stopping and (swarm.pending or swarm.batches.ready()):
+                    await self._step()
+                    self.timer.start_sampling()
+            except Later as later:  # The journal refuses writes. The batch stays pending; learning it again is safe.
+                await self._sleep(later.retry_after)
+            if not self.stopping:
+                self._sample()
+
+    async def _calls_ended(self) -> bool:
+        """Holds new calls and waits until none is inside. Returns False if the loop is to end."""
+        self._gate.hold()
+        await self._gate.drained()
+        return not self.stopping
+
+    async def catch_up(self, batches: Iterable[Batch], operation: Op) -> None:
+        """Learns the `batches` that the journal has and the loaded checkpoint has not. Then opens the gate.
+
+        `operation` is the next one of the loaded policy.
+        """
+        self._next_operation = operation
+        for batch in batches:
+            if self.stopping:
+                return
+            await self._learn(batch)
+        if not self.stopping:
+            self.timer.start_sampling()
+            self._sample()
+
+    def _sample(self) -> None:
+        self._enter("sampling")
+        self._gate.open()
+
+    # ---- batches ----------------------------------------------------------------------------------------------------
+
+    async def _step(self) -> None:
+        self._enter("learning")
+        batch = self._swarm.pending or self._swarm.batches.compose()
+        await self._commits.durable()
+        await self._learn(batch)
+        job, version = self._swarm.job, self._swarm.policy_version
+        if (job.checkpoint_every and version % job.checkpoint_every == 0) or version == job.max_steps:
+            await self._try_checkpoint()
+
+    async def _learn(self, batch: Batch) -> None:
+        """Learns a batch for the first time, or again after a crash. Only the first time is recorded."""
+        replay = batch.id < self._swarm.policy_version
+        self._learning = batch.id
+        try:
+            with observability.batch_context(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
+                training = self._swarm.batches.training_batch(batch)
+                self.timer.start_learning()
+                metrics, following = await learn(
+                    self._compute, self._next_operation, training, batch.job, before=partial(self._journal, batch)
+                )
+                await self._compute.publish(self._policy, batch.id + 1)
+                if not replay:
+                    await self._record(batch, {**metrics, **self.timer.metrics(training.forest.num_targets)})
+                self._next_operation = following
+        except Later:  # A failure of the journal, not of the batch.
+            self._learning = None
+            raise
+        self._learning = None
+
+    async def _journal(self, batch: Batch, op: Op, kind: OperationKind) -> None:
+        self._swarm.batches.record_operation(op.number, kind, batch)
+        await self._commits.durable()
+
+    async def _record(self, batch: Batch, metrics: dict[str, float]) -> None:
+        merged = self._swarm.batches.learned(batch, metrics)
+        await self._commits.durable()
+        self._metrics.append(batch.id + 1, merged)
+        if has_diverged(merged):
+            log.error(DIVERGED)
+        if (found := zero_variance(self._swarm)) and found.batches == REPORTED_BATCHES:
+            log.warning("\n".join(report_lines(found)))
+        self.num_learned += 1
+
+    def worker_failed(self, error: Exception) -> None:
+        """Counts a failure of the worker against the batch that it was learning. Quarantines the batch if needed."""
+        failed, self._learning = self._learning, None
+        if failed is None:
+            return
+        self._crashes[failed] += 1
+        pending = self._swarm.pending
+        if pending is not None and pending.id == failed and self._crashes[failed] >= MAX_CRASHES:
+            del self._crashes[failed]
+            log.error("%d workers failed on batch %d: it is quarantined", MAX_CRASHES, failed)
+            self._swarm.batches.quarantine(pending, str(error))
+
+    # ---- maintenance ------------------------------------------------------------------------------------------------
+
+    def submit(self, task: MaintenanceTask) -> asyncio.Future[Any]:
+        """Queues a maintenance task and returns the future of its result."""
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._maintenance.append((task, done))
+        self._changed.notify()
+        return done
+
+    def reject_maintenance(self, refusal: Callable[[], Later]) -> None:
+        """Refuses all queued tasks."""
+        while self._maintenance:
+            done = self._maintenance.popleft()[1]
+            if not done.done():
+                done.set_exception(refusal())
+
+    async def _run_maintenance(self) -> None:
+        while self._maintenance:
+            task, done = self._maintenance.popleft()
+            if done.done():
+                continue
+            try:
+                result = await task()
+            except WorkerDied:
+                self._maintenance.appendleft((task, done))
+                raise
+            except Exception as error:  # The boundary: the submitter gets it.
+                if not done.done():  # The submitter may have been cancelled during the task.
+                    done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(result)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self) -> CheckpointInfo:
+        """Saves the present policy version unless it is saved already. To be run as a maintenance task.
+
+        Raises `CheckpointError`, and `Conflict` if the policy has diverged: its checkpoint would displace a good one.
+        """
+        version = self._swarm.policy_version
+        if (written := self._store.good(version)) is not None:
+            return written
+        try:
+            self.refuse_diverged()
+            keep = self._swarm.job.keep_checkpoints
+            save = partial(self._compute.save, self._policy)
+            info = await self._store.write(version, save, self._record_checkpoint, keep=keep)
+        except (CheckpointError, Conflict) as error:
+            emit_event(self._swarm, "checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
+            raise
+        if (covered := self._store.covers(keep)) is not None:
+            self._swarm.batches.checkpointed(covered)
+        emit_event(self._swarm, "checkpoint", {"ok": True, "policy_version": version, "path": info.path})
+        return info
+
+    async def save_last_checkpoint(self) -> None:
+        """Saves a checkpoint at a stop. After a failure, the journal still has all batches since the last good one."""
+        if self._swarm.policy_version:
+            try:
+                await self._try_checkpoint()
+            except (AgentJetError, OSError) as error:
+                log.error("no checkpoint at the stop: %s", error)
+
+    def refuse_diverged(self) -> None:
+        """Raises `Conflict` if the policy has diverged: its weights are useless."""
+        if has_diverged(self._swarm.last_step):
+            raise Conflict(DIVERGED, code="policy_diverged")
+
+    async def _try_checkpoint(self) -> None:
+        """Saves a checkpoint. A failure is logged and recorded, and training continues."""
+        try:
+            await self.checkpoint()
+        except (CheckpointError, Conflict) as error:
+            log.error("no checkpoint of policy version %d: %s", self._swarm.policy_version, error)
+
+    async def _record_checkpoint(self, stamp: CheckpointStamp) -> None:
+        self._swarm.batches.record_checkpoint(stamp)
+        await self._commits.durable()

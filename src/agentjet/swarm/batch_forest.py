@@ -1,0 +1,216 @@
+"""The forest of a batch and the batch's metrics. Reads the journal and changes nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from statistics import fmean, pstdev
+
+import numpy as np
+
+from agentjet.swarm.groups import all_equal
+from agentjet.swarm.journal import Journal
+from agentjet.swarm.records import Batch, Episode
+from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.forest import Row, build_forest, call_row
+from agentjet.timeline.forks import OrphanReason, orphans
+from agentjet.timeline.identity import context_digest
+from agentjet.timeline.support import unpack_sets
+from agentjet.timeline.tree import ConversationTree
+from agentjet.types import Call
+
+log = logging.getLogger(__name__)
+
+Sequences = dict[str, tuple[ConversationTree, list[Call]]]
+"""The conversation and the trained calls of each role of an episode."""
+
+
+def load_trees(journal: Journal, episode_id: str) -> dict[str, ConversationTree]:
+    """An episode's conversations by agent role, in the order the roles first spoke."""
+    trees: dict[str, ConversationTree] = {}
+    for call, encoded_suffix, encoded_completion in journal.calls(episode_id):
+        trees.setdefault(call.role, ConversationTree()).add(call, encoded_suffix, encoded_completion)
+    return trees
+
+
+def find_orphans(journal: Journal, episode_id: str, trees: Mapping[str, ConversationTree]) -> dict[str, OrphanReason]:
+    """The calls of an episode that are not trained, with the reason, over all its roles."""
+    return orphans([call for tree in trees.values() for call in tree.calls], journal.undelivered(episode_id))
+
+
+def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tuple[TrainingBatch, dict[str, float]]:
+    """Returns the forest with one row per trained call, the facts about episodes and calls, and metrics of the trees.
+
+    A sequence is what one episode and one role produced. Orphans are left out. So is a call whose tokens differ from
+    the sampled ones; these are counted as `forest/drift`, which is 0 unless the journal is damaged.
+    """
+    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "side_calls", "drift", "truncated"), 0))
+    members_E = [episodes[episode_id] for episode_id in batch.episode_ids]
+    sequences_E = [_trained_sequences(journal, episode, shape) for episode in members_E]
+    facts = _facts(batch, members_E, sequences_E)
+    rows: list[Row] = []
+    trained = [calls for sequences in sequences_E for calls in sequences.values()]
+    for sequence, (tree, calls) in enumerate(trained):
+        rows += [_row(tree, call, sequence, number) for number, call in enumerate(calls, len(rows))]
+    metrics = {
+        "episode/timelines": shape.pop("timelines") / len(members_E),
+        "completion/truncated": shape.pop("truncated") / max(1, len(rows)),
+        **_left_out(batch, members_E, facts),
+        **{f"forest/{name}": float(count) for name, count in shape.items()},
+    }
+    return TrainingBatch(batch.id, build_forest(rows), facts), metrics
+
+
+def _facts(batch: Batch, members_E: Sequence[Episode], sequences_E: Sequence[Sequences]) -> Facts:
+    roles = tuple(dict.fromkeys(role for sequences in sequences_E for role in sequences))
+    calls = [
+        (e, roles.index(role), turn)
+        for e, sequences in enumerate(sequences_E)
+        for role, (_, trained) in sequences.items()
+        for turn in range(len(trained))
+    ]
+    of_call = np.asarray(calls, np.int32).reshape(-1, 3)
+    shape_ER = len(members_E), len(roles)
+    spoke = [[role in sequences for role in roles] for sequences in sequences_E]
+    named = [[member.by_role.get(role, np.nan) for role in roles] for member in members_E]
+    return Facts(
+        groups=np.repeat(np.arange(len(batch.groups), dtype=np.int32), [len(group) for group in batch.groups]),
+        rewards=np.asarray([member.reward for member in members_E], np.float64),
+        roles=roles,
+        role_rewards=np.asarray(named, np.float64).reshape(shape_ER),
+        spoke=np.asarray(spoke, bool).reshape(shape_ER),
+        call_episode=of_call[:, 0].copy(),
+        call_role=of_call[:, 1].copy(),
+        call_turn=of_call[:, 2].copy(),
+    )
+
+
+def _left_out(batch: Batch, members_E: Sequence[Episode], facts: Facts) -> dict[str, float]:
+    """Warns of roles without a reward in groups with rewards for that role. The recipe does not train them."""
+    is_named_ER = ~np.isnan(facts.role_rewards)
+    named_in_group_ER = np.zeros_like(is_named_ER)
+    for group in range(len(batch.groups)):
+        named_in_group_ER[facts.groups == group] = is_named_ER[facts.groups == group].any(0)
+    left_out = np.argwhere(facts.spoke & named_in_group_ER & ~is_named_ER)
+    if not len(left_out):
+        return {}
+    episode, role = left_out[0]
+    log.warning(
+        "batch %d: %d roles have no reward, such as %r of %s, in groups in which other episodes have one for the same "
+        "role. They are not trained, because the episode's reward may have another scale: give by_role in every "
+        "episode, or in none",
+        batch.id,
+        len(left_out),
+        facts.roles[role],
+        members_E[episode].id,
+    )
+    return {"reward/roles_left_out": float(len(left_out))}
+
+
+def _trained_sequences(journal: Journal, episode: Episode, shape: Counter[str]) -> Sequences:
+    """An episode's conversations and their trained calls by agent role. Roles without trained calls are left out."""
+    trees = load_trees(journal, episode.id)
+    unheard = find_orphans(journal, episode.id, trees)
+    calls = {role: _trained_calls(tree, unheard, shape) for role, tree in trees.items()}
+    return {role: (tree, calls[role]) for role, tree in trees.items() if calls[role]}
+
+
+def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Counter[str]) -> list[Call]:
+    """The calls of a tree whose sampled tokens are trained. The others are counted in `shape`."""
+    trained = []
+    for call in tree.calls:
+        if call.fork:
+            shape[f"forks_{call.fork}"] += 1
+        if call.untrained:
+            shape["side_calls"] += 1
+        elif call.id in unheard:
+            shape["orphans"] += 1
+            shape["orphan_tokens"] += len(call.completion)
+        elif call.context and call.context != context_digest(tree.tokens(call.id)):
+            shape["drift"] += 1
+            log.error(
+                "the tokens of call %s of episode %s differ from the sampled ones: the call is not trained",
+                call.id,
+                call.episode_id,
+            )
+        elif call.completion:
+            trained.append(call)
+            shape["truncated"] += call.finish_reason == "length"
+    shape["timelines"] += sum(call.id not in unheard for call in tree.leaves())
+    return trained
+
+
+def _row(tree: ConversationTree, call: Call, sequence: int, number: int) -> Row:
+    return call_row(
+        np.asarray(tree.tokens(call.id), np.int32),
+        np.asarray(call.logprobs, np.float32),
+        np.asarray(call.versions, np.int32),
+        None,
+        call.temperature,
+        sequence,
+        unpack_sets(call.support, len(call.completion)) if call.support else (),
+        number,
+    )
+
+
+def forest_metrics(batch: TrainingBatch) -> dict[str, float]:
+    forest = batch.forest
+    return {
+        "forest/tree_token_ratio": forest.tree_token_ratio,
+        "forest/tokens": float(forest.num_nodes),
+        "batch/staleness_max": float(batch.id - int(forest["version"].min(initial=batch.id))),
+    }
+
+
+def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
+    """Means over a batch's episodes; `agent/...` are the metrics that clients sent with their rewards."""
+    rewards = [episode.reward for episode in members if episode.reward is not None]
+    num_tokens = sum(episode.num_tokens for episode in members)
+    num_calls = sum(episode.num_calls for episode in members)
+    metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "episode/num_turns": num_calls / len(members),
+        "completion/tokens": num_tokens / max(1, num_calls),
+        "batch/episodes": float(len(members)),
+        "batch/unscorable": float(sum(episode.unscorable for episode in members)),
+        "batch/sampled_tokens": float(num_tokens),
+    }
+    by_set: dict[str, list[float]] = {}
+    by_code: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
+    for episode in members:
+        for name, by in ((episode.task_set, by_set), (episode.code_version, by_code)):
+            if name and episode.reward is not None:
+                by.setdefault(name, []).append(episode.reward)
+        for name, value in episode.metrics.items():
+            by_name.setdefault(name, []).append(value)
+    metrics |= {f"reward/{task_set}/mean": fmean(values) for task_set, values in by_set.items()}
+    metrics |= {f"code/{version}/reward_mean": fmean(values) for version, values in by_code.items()}
+    metrics |= {f"agent/{name}": fmean(values) for name, values in by_name.items()}
+    return metrics
+
+
+def share_metrics(batch: Batch, episodes: Mapping[str, Episode]) -> dict[str, float]:
+    """Shares of the named task sets in the batch's groups, and the share of groups without variance in a reward."""
+    groups = Counter(episodes[group[0]].task_set for group in batch.groups)
+    shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
+    equal = sum(all_equal([episodes[member] for member in group]) for group in batch.groups)
+    return {"groups/zero_variance": equal / len(batch.groups), **shares}
+
+
+def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, int]) -> dict[str, float]:
+    """Groups dropped while the batch was filled, by reason, and episodes that ended without a reward."""
+    reasons = {reason: float(count) for reason, count in dropped_groups.items() if reason != "no_members"}
+    return {
+        "groups/dropped": sum(reasons.values()),
+        **{f"groups/dropped_{reason}": count for reason, count in reasons.items()},
+        "episodes/aborted": float(lost_episodes.get("aborted", 0)),
+        "episodes/expired": float(lost_episodes.get("expired", 0)),
+        **{
+            f"episodes/{how}": float(lost_episodes[how])
+            for how in ("surplus", "stale", "in_doubt", "not_needed", "replaced")
+            if how in lost_episodes
+        },
+    }
