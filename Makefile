@@ -34,21 +34,21 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	$(PIP) -e '.[bench]'
 	touch $@
 
-demo: setup  ## train SmolLM2-135M from an agent: reward curve, report and exported model in OUT
+demo: setup  ## train SmolLM2-135M with an agent: reward curve, report and exported model in OUT
 	$(BIN)/agentjet demo --seed $(SEED) --out $(OUT)
 
 # Four processes for two cores: who starts servers mostly waits for them. The order is that of `tests/conftest.py`.
-test: setup  ## run the tests, but for the thorough ones
+test: setup  ## run the tests, except the thorough ones
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not thorough"
 
 thorough: setup  ## run what takes minutes and rarely breaks: chaos, fuzzing, studies, benches; before a release
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m thorough
 	git rev-parse HEAD > .ci/thorough-passed
 
-fast: setup  ## run the tests that start no server and take no time
+fast: setup  ## run the quick tests, which do not start a server
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "not e2e and not slow and not thorough"
 
-check: setup  ## format, lint, types, and who may import whom
+check: setup  ## format, lint, types, and the imports between packages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src

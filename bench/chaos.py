@@ -1,14 +1,20 @@
-"""Nothing is lost, trained twice, or scored by its failure, whatever is killed: `python -m bench.chaos`.
+"""Nothing is lost, trained twice, or scored by its failure under any fault: `python -m bench.chaos`.
 
-A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. Faults come one after the other,
-drawn from a seed: the gateway is killed at every transition of its journal and at random times, its log's tail torn;
-the worker is killed while it samples, learns, saves and starts, and stopped (SIGSTOP) at work; clients are killed;
-requests and answers are lost, cut and sent twice; the disk is full; agents hang; the clock jumps; clients wait for room
-for minutes, by their clock, and then see the gateway die. Afterwards the journal is held against the clients' own
-books, and an undisturbed worker learns the same episodes: its weights must be the same, bit by bit. Then checkpoints
-are damaged in copies of the data dir: each copy must come back to those weights or be refused.
+A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. Faults come one after the
+other, drawn from a seed:
 
-A table, then one JSON object as the last line. The exit code is 1 when a promise was not kept.
+* the gateway is killed at every transition of its journal and at random times, and its log's tail is torn;
+* the worker is killed while it samples, learns, saves and starts, and stopped (SIGSTOP) at work;
+* clients are killed, and agents hang;
+* requests and answers are lost, cut and sent twice;
+* the disk is full, and the clock jumps;
+* clients wait for room for minutes, by their clock, and then the gateway dies.
+
+Afterwards the journal is compared with the clients' own books. An undisturbed worker learns the same episodes: its
+weights must be equal bit by bit. Then checkpoints are damaged in copies of the data dir: each copy must restore those
+weights or be refused.
+
+Prints a table, then one JSON object as the last line. The exit code is 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ LEASE_SECONDS = 3.0
 NUM_CLIENTS = 3
 GROUP_SIZE = 3
 MAX_TRIES = 3
-"""Of a fault whose moment does not come."""
+"""Tries of a fault whose moment does not occur."""
 AIMS = {"gateway_p95": 3.0, "worker_p95": 10.0}
 """Seconds."""
 JOB = {
@@ -69,7 +75,7 @@ class Outcome:
     """Forests that were other bytes when they were made again."""
     weights_equal: bool
     damage: list[dict[str, Any]]
-    """What each kind of damage to the checkpoints came to; see `recovery.Verdict`."""
+    """Results of each kind of damage to the checkpoints; see `recovery.Verdict`."""
     seconds: float
 
     def kept(self) -> dict[str, bool]:

@@ -1,8 +1,8 @@
-"""What constrained and truncated sampling costs, on SmolLM2: bytes of the stored sets, and CPU time.
+"""The cost of constrained and truncated sampling on SmolLM2: bytes of the stored sets, and CPU time.
 
-Eight completions at a time of each kind, the kinds in turns, by the worker's own sampler on one thread. Steps are
-compared while all eight run, learning by its forward pass. Sets are packed as the journal has them, one call at a time.
-Prints a table, then one JSON object.
+Eight completions of a kind run at a time, the kinds in turns, by the worker's own sampler on one thread. Sampling
+steps are compared while all eight run, and learning by its forward pass. Sets are packed as in the journal, one call
+at a time. Prints a table, then one JSON object.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def sample(sampler: PrefixSampler, prompt: np.ndarray, kind: Kind, round: int) -
 
 
 def report(policy: Policy, prompt: np.ndarray, kind: Kind) -> dict[str, float]:
-    """What a kind's tokens and sets come to."""
+    """Figures of a kind's tokens and sets."""
     sets = [new.support for call in kind.calls for new in call]
     alone = sum(bool(one) and int(decode_set(one, policy.vocabulary).sum()) == 1 for one in sets)
     forest = build_forest([row(prompt, call, i) for i, call in enumerate(kind.calls)])

@@ -1,12 +1,12 @@
-"""How often the researcher calls what it must not, by simulation: `python -m bench.error_rates`.
+"""Error rates of the researcher's verdicts, by simulation: `python -m bench.error_rates`.
 
-Normal scores of two arms, looked at by the rule of `agentjet.research.confirmation`; nothing is given up, which
-could only
-call less. Wrong is "supported" or "refuted" of an effect no larger than the smallest effect of interest: of none, and
-of one of just that size. That size is in what seeds differ by, which is the root mean square of both arms' deviations,
-and one arm's scores spread `UNEQUAL` times as far as the other's. Several claims share alpha by Holm's procedure:
-before the first wrong call each of those that must not be called is read at no more than an equal share, so that the
-sum of their chances is the most that all of them err by. A table, then one JSON object as the last line.
+Normal scores of two arms are judged by the rule of `agentjet.research.confirmation`. No claim is stopped early,
+because that could only reduce the number of verdicts. A verdict is wrong if it is "supported" or "refuted" for an
+effect that is not above the smallest effect of interest: for no effect, and for one of exactly that size. The size is
+measured in the root mean square of both arms' deviations over seeds. One arm's scores spread `UNEQUAL` times as far as
+the other's. Several claims share alpha by Holm's procedure: before the first wrong verdict, each claim that must not
+be supported is tested at no more than an equal share. So the sum of their rates bounds the rate of all. Prints a
+table, then one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ CLAIMS = (1, 2, 4, 10)
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Of many studies of twins at once: the differences of means, Welch's errors and degrees of freedom."""
+    """One look at many studies of equal arms: the differences of means, Welch's errors and degrees of freedom."""
 
     estimates: NDArray[np.float64]
     errors: NDArray[np.float64]
     degrees: NDArray[np.float64]
 
     def half_widths(self, level: float) -> NDArray[np.float64]:
-        """Of the intervals at `level` of both sides; Student's quantile is interpolated over 1/degrees."""
+        """Half widths of the two-sided intervals at `level`; Student's quantile is interpolated over 1/degrees."""
         grid = np.linspace((1 / self.degrees).min(), (1 / self.degrees).max(), 1_000)
         quantiles = special.stdtrit(1 / grid, 1 - level / 2)
         return np.asarray(np.interp(1 / self.degrees, grid, quantiles) * self.errors)
@@ -64,7 +64,7 @@ def looked_at(scores: NDArray[np.float64], unequal: float, looks: Sequence[int])
 
 
 def called(looks: Sequence[Look], *, effect: float, sesoi: float, level: float) -> NDArray[np.bool_]:
-    """Whether any look calls a difference, by study (`agentjet.research.statistics.read`)."""
+    """True for each study in which a look finds a difference (`agentjet.research.statistics.read`)."""
     any_look = np.zeros(len(looks[0].errors), bool)
     for look in looks:
         half = look.half_widths(level)
@@ -74,7 +74,8 @@ def called(looks: Sequence[Look], *, effect: float, sesoi: float, level: float) 
 
 
 def single(scores: NDArray[np.float64]) -> dict[float, list[tuple[float, float]]]:
-    """Of one claim, by how unequal spreads are, then by `INTERESTS`: called without an effect, and with that one."""
+    """Error rates of one claim, by the ratio of spreads, then by `INTERESTS`: without an effect, and with one of that
+    size."""
     level = nominal_level(LOOKS, 2 * ALPHA)
     return {
         unequal: [

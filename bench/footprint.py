@@ -1,8 +1,8 @@
-"""What the light parts weigh: `python -m bench.footprint`.
+"""Memory and import time of the parts without a model: `python -m bench.footprint`.
 
-Resident memory of the gateway process of a real `agentjet serve` that is ready for work (the worker holds the model and
-is counted apart), and the time `import agentjet` with its client takes, beside that of its two dependencies alone. A
-table, then one JSON object as the last line.
+Measures the resident memory of the gateway process of a real, ready `agentjet serve`; the worker holds the model and
+is counted apart. Measures the time of `import agentjet` with its client, beside that of its two dependencies alone.
+Prints a table, then one JSON object as the last line.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What the gateway costs a call: `python -m bench.gateway`.
+"""The gateway's cost per call: `python -m bench.gateway`.
 
-A real gateway (HTTP on loopback, keys, renderer, trees, journal on disk) over a scripted model that costs nothing, and
-agents that each send a growing history, every second call streamed, all episodes open at once:
+A real gateway (HTTP on loopback, keys, renderer, trees, journal on disk) over a scripted model that costs nothing.
+Agents each send a growing history, every second call is streamed, and all episodes are open at once:
 
-* **capacity**: every agent sends its next call as soon as it is answered; the requests per second that come out;
-* **overhead**: the same calls at a share of that rate, completions taking half a second; the time from a request's
-  first byte to its answer's last, less that half second. Once as served, once without waiting for the disk, once with
-  cores that are kept from falling asleep between two calls;
+* **capacity**: every agent sends its next call as soon as it is answered; the figure is requests per second.
+* **overhead**: the same calls at a share of that rate, with completions of half a second. The figure is the time from
+  a request's first byte to its answer's last, less that half second. It is measured as served, without waiting for the
+  disk, and with cores that cannot sleep between two calls.
 * **the peer**: LiteLLM's proxy, one worker, over a scripted backend, under the load of `capacity` with fewer episodes.
-  It authenticates and forwards; it has one HTTP hop more (its backend), and neither tokens nor a journal.
+  It authenticates and forwards. It has one HTTP hop more (its backend), and neither tokens nor a journal.
 
-Server, generator and backend are processes of their own. A table, then one JSON object as the last line.
+Server, generator and backend are separate processes. Prints a table, then one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from bench.gatewaying.report import Load, Outcome
 from bench.gatewaying.scripted import MODEL
 
 COMPLETION_SECONDS = 0.5
-"""What a completion takes while the overhead is measured."""
+"""Duration of a completion while the overhead is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. `share` of the capacity is the rate at which the overhead is measured."""
+    """The loads of a run. `share` of the capacity is the rate at which the overhead is measured."""
 
     episodes: int = 1000
     calls: int = 10
@@ -51,7 +51,7 @@ QUICK = Plan(episodes=20, calls=3, share=0.3, peer_episodes=0)
 
 
 def measure(load: Load) -> Outcome:
-    """Put a load on a server that is up, from a process of its own."""
+    """Puts a load on a running server, from a separate process."""
     done = subprocess.run([*module("load"), load.to_json()], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"the load generator ended with exit code {done.returncode}:\n{done.stderr}")
@@ -59,7 +59,7 @@ def measure(load: Load) -> Outcome:
 
 
 def ours(plan: Plan, folder: Path, *, rate: float = 0.0, seconds: float = 0.0, wait: bool = True) -> Outcome:
-    """One measurement of a gateway with a data dir of its own."""
+    """One measurement of a gateway with a fresh data dir."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         data_dir = Path(made) / "data"
         command = module("serve", "--data-dir", str(data_dir), "--seconds", str(seconds))

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What a CUDA GPU has to show: `bench/gpu.sh [FOLDER]`, on a machine with one, after `make setup`.
+# The checks for a CUDA GPU: `bench/gpu.sh [FOLDER]`, on a machine with one, after `make setup`.
 #
-# Runs the tests marked `gpu`, the demo, `bench.step` and `bench.merge`, each with its log in FOLDER, and goes on where one
-# fails. The last line is one JSON object: exit codes, seconds, and the benches' own figures. Never run so far.
+# Runs the tests marked `gpu`, the demo, `bench.step` and `bench.merge`, each with its log in FOLDER, and continues after a
+# failure. The last line is one JSON object: exit codes, seconds, and the benches' own figures. It has never run.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-agentjet-gpu}

@@ -1,14 +1,14 @@
-"""What one hostile request costs everybody else: `python -m bench.hostile`.
+"""The cost of one hostile request for all other clients: `python -m bench.hostile`.
 
-A real gateway process, and requests as large as `server.max_body_mb` allows, one after the other: empty objects,
-numbers, keys, levels, texts, escapes, schemas, to every inference route and to control routes, without a key and with
-one. Of each is told:
+A real gateway process receives requests as large as `server.max_body_mb` allows, one after the other: empty objects,
+numbers, keys, levels, texts, escapes, schemas. They go to every inference route and to control routes, without a key
+and with one. Two figures of each:
 
-* **stall**: the longest time that the server's event loop stood still, in CPU seconds of its process, so that a busy
-  machine does not count;
-* **memory**: how far the server's memory rose above that at its start, as a multiple of the body.
+* **stall**: the longest stop of the server's event loop, in CPU seconds of its process, so that a busy machine does
+  not count;
+* **memory**: the growth of the server's memory since its start, as a multiple of the body.
 
-A table, then one JSON object as the last line. The exit code is 1 where a limit is exceeded: 0.05 s without a key,
+Prints a table, then one JSON object as the last line. The exit code is 1 if a limit is exceeded: 0.05 s without a key,
 0.5 s with one, 20 times the body.
 """
 
@@ -56,7 +56,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What came of it."""
+    """The cost of one attack."""
 
     attack: Attack
     status: int
@@ -86,7 +86,7 @@ class Server:
             return json.load(answer)
 
     def attacks(self) -> Iterator[Attack]:
-        """All there are. Each with a key has an episode of its own, which it may end."""
+        """All attacks. Each attack with a key has a separate episode, which it may end."""
         for path in ITEMS:
             for shape in ANSWERED_BEFORE_BODY:
                 yield Attack("POST", path, shape, SHAPES[shape])
@@ -131,7 +131,7 @@ class Server:
 
 
 def measure(megabytes: int, folder: Path, console: Console) -> list[Damage]:
-    """Every attack on a server of its own."""
+    """Measures every attack on a fresh server."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         data_dir = Path(made) / "data"
         command = [sys.executable, "-m", "bench.hostility.serve"]

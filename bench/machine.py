@@ -1,7 +1,7 @@
-"""How contenders run: in the served worker's environment, with the machine's load average printed before and after.
+"""Runs contenders in the served worker's environment, and prints the machine's load average before and after.
 
-Every contender is a process of its own. How the threads of OpenMP wait for each other is part of the environment, and
-decides more than most code: threads that spin are quick on an idle machine, and slow beside other programs.
+Every contender is a separate process. The way in which OpenMP's threads wait for each other is part of the environment
+and matters more than most code: spinning threads are quick on an idle machine, and slow beside other programs.
 """
 
 from __future__ import annotations

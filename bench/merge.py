@@ -1,9 +1,9 @@
-"""What merging saves: `python -m bench.merge`. One row per call, one row per timeline, and the forest.
+"""The gain from merging: `python -m bench.merge`. One row per call, one row per timeline, and the forest.
 
 Forward, backward and optimiser step of the embedded learner on the same batch, with the same packing budget, four
-layers of SmolLM2's width. Every mode runs in a process of its own, one after the other; memory is measured in a step
-apart, whose allocator gives everything back at once. A table, then one JSON object as the last line; ratios are the
-baseline's seconds over the forest's. `token_ratio` is the ratio that counting tokens alone would give.
+layers of SmolLM2's width. Every mode runs in a separate process, one after the other. Memory is measured in an extra
+step, whose allocator gives everything back at once. Prints a table, then one JSON object as the last line. Ratios are
+the baseline's seconds over the forest's. `token_ratio` is the ratio of token counts alone.
 
 In bfloat16 matrix products are five times as fast on some machines and attention is not: there the ratios are lower,
 and follow the attention's arithmetic rather than the tokens.
@@ -48,7 +48,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What a child process must know."""
+    """The settings of a child process."""
 
     folder: str
     vocabulary: int
@@ -141,7 +141,7 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
 
 
 def possible(names: list[str], real: str, console: Console) -> list[str]:
-    """The workloads without `real` where there are no conversations; says so."""
+    """The workloads that can run: without `real` if `--real` is missing, which is printed."""
     if REAL not in names or Path(real).is_file():
         return names
     console.print(f"real: skipped, --real {real or 'PATH'} names no file of recorded conversations", soft_wrap=True)

@@ -1,8 +1,8 @@
 """AgentJet's worker on the workload of `bench.step`, in process. Prints one JSON object as its last line.
 
 The sampler and the learner are those of the embedded backend, on one copy of the weights, with the worker's
-deterministic algorithms, fingerprints and memory handling. Its caller gives it the worker's environment. What a server
-adds around them (HTTP, the journal) is not measured here, and neither is what TRL's users build around its trainer.
+deterministic algorithms, fingerprints and memory handling. The caller sets the worker's environment. The server around
+them (HTTP, the journal) is not measured here, and neither are the programs that TRL's users build around its trainer.
 """
 
 from __future__ import annotations

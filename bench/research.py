@@ -1,13 +1,13 @@
-"""Does the researcher conclude what is true, and at what price: `python -m bench.research`.
+"""Correctness and cost of the researcher's conclusions: `python -m bench.research`.
 
-Studies with computed answers, each conducted many times with fresh seeds; beside it, the verdicts of the whole grid
-with 1 to 24 seeds. A table, then one JSON object as the last line; keys of what is not built yet are null. `wrong` and
-`abstain` are means over all claims, `correct` over the decidable ones; a study with two claims counts twice.
-`cost_vs_grid` is against the cheapest grid that is wrong no more often and right no less often; a grid that is seldom
-wrong because it seldom answers is no match. Then one study is killed by SIGKILL at every entry of its journal:
-`resume_identical`. Language models and coding agents attack a study: `adversarial_refused`. At the end come planted
-failures and their healthy twins: `diagnosis_correct` is a mean over kinds, `false_alarms` over healthy runs. The method
-was developed in environment 0; others say more.
+Studies with computed answers are each conducted many times with fresh seeds, beside the verdicts of the whole grid
+with 1 to 24 seeds. Prints a table, then one JSON object as the last line; keys of parts that do not exist are null.
+`wrong` and `abstain` are means over all claims, `correct` over the decidable ones; a study with two claims counts
+twice. `cost_vs_grid` compares with the cheapest grid that is wrong no more often and right no less often. So a grid
+that is seldom wrong because it seldom answers does not count. Then one study is killed by SIGKILL at every entry of
+its journal: `resume_identical`. Language models and coding agents attack a study: `adversarial_refused`. At the end
+come planted failures and their healthy twins: `diagnosis_correct` is a mean over kinds, `false_alarms` over healthy
+runs. The method was developed in environment 0, so the other environments are better evidence.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def scores(tallies: Sequence[Tally]) -> tuple[float, float, float]:
 
 
 def standard_error(rates: Sequence[tuple[float, int]]) -> float:
-    """Of the mean of rates, each measured so many times."""
+    """Standard error of the mean of rates, each with its number of measurements."""
     return float(np.sqrt(sum(rate * (1 - rate) / times for rate, times in rates)) / len(rates))
 
 

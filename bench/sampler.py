@@ -1,12 +1,12 @@
 """The embedded sampler against `transformers`' continuous batching: `python -m bench.sampler`.
 
-Same model, weights, prompts, machine and number of sampled tokens; each contender in a process of its own. The `mixed`
-workload runs 32 requests of 2,000 tokens of context beside 32 short ones. A table, then one JSON object as the last
-line; `ratio` is our tokens per second over the library's.
+Same model, weights, prompts, machine and number of sampled tokens; each contender is a separate process. The `mixed`
+workload runs 32 requests of 2,000 tokens of context beside 32 short ones. Prints a table, then one JSON object as the
+last line; `ratio` is our tokens per second over the library's.
 
-`mixed_arrivals` is of our sampler alone: short calls keep coming, one whenever one ends, and a long prompt among every
-sixteen, in a cache that finished calls fill. `mixed_ratio` is its throughput over that of the same requests sorted by
-length, all of them there at the start, in an idle cache.
+`mixed_arrivals` runs our sampler alone. Each short call that ends is replaced by another, with a long prompt among
+every sixteen, in a cache that finished calls fill. `mixed_ratio` is its throughput over that of the same requests
+sorted by length, all present at the start, in an idle cache.
 """
 
 from __future__ import annotations

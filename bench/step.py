@@ -1,13 +1,14 @@
 """One RL step, ours against TRL's `GRPOTrainer` in four modes: `python -m bench.step`.
 
-Same model, prompts, number of sampled tokens, reward, machine and number of threads; each contender in a process of
-its own, one after the other. Ours runs in the environment of the served worker. Each mode of TRL runs in it, too, and
-in OpenMP's default one, and the faster run counts; the result says which.
+Same model, prompts, number of sampled tokens, reward, machine and number of threads. Each contender is a separate
+process, one after the other. Ours runs in the environment of the served worker. Each mode of TRL runs in it, too, and
+in OpenMP's default one, and the faster run counts; the result names it.
 
 The last line is one JSON object. `speedup` is the step of TRL's fastest mode over ours, each the median of the counted
-steps; `speedup_shared` the same beside a program that keeps one core busy, with the mode that was fastest without.
+steps. `speedup_shared` is the same beside a program that keeps one core busy, with the mode that was fastest without.
 
-`--waiting` compares instead how our threads may wait for each other, on 1 and 2 threads, beside 0, 1 and 2 busy cores.
+`--waiting` compares instead the ways in which our threads wait for each other, on 1 and 2 threads, beside 0, 1 and 2
+busy cores.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MATRIX_THREADS, MATRIX_BUSY = (1, 2), (0, 1, 2)
 
 
 def measure(contender: str, workload: Workload, waiting: str = SERVED) -> dict[str, Any]:
-    """Run one contender; a failure is a result too, with the last line of what it said."""
+    """Runs one contender. A failure is a result too, with the last line of its output."""
     command = [*CONTENDERS[contender], "--workload", workload.to_json()]
     done = run_contender(f"{contender}, waiting {waiting}", command, environment(workload.threads, waiting))
     told = {"waiting": waiting, "load": done.load}

@@ -1,14 +1,14 @@
-"""What a team costs: `python -m bench.team`.
+"""The cost of a team: `python -m bench.team`.
 
 Two servers on tiny models, one core each. The same calls to both, the same episodes and batches, in two ways:
 
-* **apart**: a run of its own on each server, side by side; the time until both are done;
-* **team**: one run of a team, whose agent asks both members at once, so that what is measured is the team and not that
-  one member waits for the other's answer.
+* **apart**: a separate run on each server, side by side; the time until both are done;
+* **team**: one run of a team. Its agent calls both members at once, so the bench measures the team and not the time in
+  which one member waits for the other's answer.
 
 The two ways take turns, in the order apart, team, team, apart, ...; the figure is the ratio of the medians. With
-`--size small` the models answer at once, and requests are most of the work; with the others an episode takes seconds,
-as the figures say. A table, then one JSON object as the last line.
+`--size small` the models answer at once, and requests are most of the work. With the others an episode takes seconds,
+as the figures show. Prints a table, then one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.tiny import make_model
 
 MEMBERS = ("planner", "coder")
 CALLS = 2
-"""Of each member in an episode."""
+"""Calls of each member in an episode."""
 TASKS = [Task(f"t{number}") for number in range(16)]
 SETTINGS = """
 [model]
@@ -57,7 +57,7 @@ SIZES = {"small": (2, 32, 48), "medium": (4, 256, 96), "large": (6, 384, 160)}
 
 
 async def talk(http: httpx.AsyncClient, part: AsyncEpisode, task: Task, talks: list[float] | None = None) -> float:
-    """What a member does in an episode, and what it is rewarded for; how many seconds it took goes to `talks`."""
+    """The calls of a member in an episode; returns its reward. Its duration in seconds is appended to `talks`."""
     began = time.perf_counter()
     messages = [{"role": "user", "content": f"Say something about {task.id}"}]
     length = 0
@@ -110,7 +110,7 @@ async def measured(
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=120, verify=False, trust_env=False))
         swarms = {m: await stack.enter_async_context(AsyncSwarm(*where)) for m, where in servers.items()}
-        team = await stack.enter_async_context(AsyncTeam({m: swarm.again() for m, swarm in swarms.items()}))
+        team = await stack.enter_async_context(AsyncTeam({m: swarm.clone() for m, swarm in swarms.items()}))
         await apart(swarms, http, 1, seed=0)
         await together(team, http, 1, seed=0)
         for number in range(rounds):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is measured. The first `warmup` steps are run and not counted."""
+    """The measured workload."""
 
     model: str = "smollm2-135m"
     num_prompts: int = 8
@@ -62,7 +62,7 @@ def reward(text: str) -> float:
 
 
 def report(workload: Workload, steps: list[StepTime], device: str) -> dict[str, object]:
-    """What a contender prints: medians over the counted steps, in seconds, and the peak of its resident memory."""
+    """The output of a contender."""
     counted = steps[workload.warmup :]
     return {
         "step_s": statistics.median(s.sampling + s.learning for s in counted),

@@ -1,8 +1,8 @@
-"""`python -m conformance [CLIENT ...]`: run the exercises, write `docs/compatibility.md`, print what was found.
+"""`python -m conformance [CLIENT ...]`: runs the exercises, writes `docs/compatibility.md`, prints the results.
 
-The page is written by a run of all clients only. The last line of the output is JSON, in which a client that did not
-run is false; the client that evaluates and trains nothing has a place of its own. The exit code is 0 when all that ran
-are green. Without Node the clients from npm do not run, without Python 3.12 OpenHands does not.
+Only a run of all clients writes the page. The last line of the output is JSON, in which a client that did not run is
+false. The client that evaluates and trains nothing has a separate key. The exit code is 0 if all that ran are green.
+Without Node the clients from npm do not run, without Python 3.12 OpenHands does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE = HERE.parent / "docs" / "compatibility.md"
 
 
 Evaluated = tuple[str, ...] | None
-"""What was wrong with the evaluation; None where it did not run."""
+"""The problems of the evaluation; None if it did not run."""
 
 
 async def check(exercise: Exercise, room: asyncio.Semaphore) -> Result:

@@ -1,15 +1,15 @@
-"""Whether an exercise went as it must, told from what was sampled and not from what the server believes.
+"""Judges an exercise by the sampled tokens, not by the server's own records.
 
-1. The client ended well, printed the policy's own answer and reached nobody but the server. The files that it was asked
-   to change are as they must be.
-2. The policy was asked exactly as often as the exercise has turns; nothing was asked twice, no answer got lost.
-3. Each prompt says what the client had to send: the very words that a faithful history adds, no more and no less.
-4. The recorded tree holds exactly the tokens that the sampler was fed and said. Its mask covers those it said.
-5. The sampler was told to follow a grammar where the client asked for one, and the answer is one that it allows.
+1. The client ended well, printed the policy's own answer and reached only the server. The files that it was to change
+   have the expected content.
+2. The policy was called exactly as often as the exercise has turns; no call was repeated, no answer was lost.
+3. Each prompt has exactly the words that a faithful history adds, no more and no less.
+4. The recorded tree holds exactly the tokens that the sampler received and sampled. Its mask covers the sampled ones.
+5. The sampler followed a grammar where the client asked for one, and the answer matches it.
 6. Timelines begin where they must and nowhere else, and the reason is counted.
-7. The forest trains every sampled token once, behind its exact context, with the advantage that the reward makes,
-   that of its agent role where it has one, and with the set it was chosen among where there was a grammar; and it holds
-   nothing else. Of a call that a rule of the job leaves out it holds nothing.
+7. The forest trains every sampled token once, behind its exact context, with the advantage of the reward (that of its
+   agent role if it has one), and with the set it was chosen among where there was a grammar. It holds nothing else. It
+   holds nothing of a call that a rule of the job leaves out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from conformance.policy import Said
 
 
 def problems(exercise: Exercise, evidence: Evidence) -> list[str]:
-    """What is wrong, worst first; nothing when the exercise is green."""
+    """The problems, worst first; empty if the exercise is green."""
     found = [*_client(exercise, evidence), *_files(exercise.leaves, evidence.files)]
     if unsaid := [turn.says for turn in evidence.turns if all(turn is not one.turn for one in evidence.said)]:
         found.append(f"the policy was never asked for {unsaid[0]!r}")

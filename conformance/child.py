@@ -1,7 +1,6 @@
-"""A client as a process of its own: it knows address, key and model of an episode, and nothing of AgentJet.
+"""A client as a separate process: it gets address, key and model of an episode, and nothing else of AgentJet.
 
-Nothing phones home: telemetry is switched off, and the guard refuses every connection that leaves this machine and
-writes it down.
+Telemetry is switched off. The guard refuses every connection that leaves this machine and records it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SILENT = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a client's process ended; `reached` are the addresses outside this machine that it tried to reach."""
+    """The end of a client's process; `reached` are the addresses outside this machine that it tried to reach."""
 
     code: int
     output: str
@@ -63,17 +62,17 @@ class Ended:
 
 
 def is_node(script: str) -> bool:
-    """Whether a script is one of `node/`."""
+    """True if a script is one of `node/`."""
     return script.endswith(".mjs")
 
 
 def is_product(script: str) -> bool:
-    """Whether a script is one of `products/`."""
+    """True if a script is one of `products/`."""
     return (PRODUCTS / script).is_file()
 
 
 def command(script: str, *arguments: str) -> list[str]:
-    """How a script of `clients/`, `node/` or `products/` is run. The guard comes first."""
+    """The command line of a script of `clients/`, `node/` or `products/`. The guard comes first."""
     if is_node(script):
         return ["node", "--require", str(NODE / "guard.cjs"), str(NODE / script), *arguments]
     if script.endswith(".sh"):
@@ -147,7 +146,7 @@ def _of_products(proxy: str) -> dict[str, str]:
 
 
 def _environment(episode: dict[str, Any], folder: Path, reached: Path) -> dict[str, str]:
-    """Of this process's environment only the search path comes along. The rest is that of `agentjet run`."""
+    """The environment of `agentjet run`, and of this process's environment the search path only."""
     url, key = episode["base_url"], episode["api_key"]
     return {
         **SILENT,

@@ -1,8 +1,8 @@
-"""What the policy says in an exercise, and what its prompts must have brought.
+"""The policy's turns in an exercise, and the expected content of its prompts.
 
 The policy has SmolLM2's template, or Qwen3's where it thinks, with a tiny tokenizer; both write tool calls in Hermes
-form. An agent that sends its history back faithfully adds exactly `asked(...)` or `told(...)` to what the policy knows
-already; one that rewrites it begins a timeline, for a reason that the exercise names.
+form. An agent that sends its history back faithfully adds exactly `asked(...)` or `told(...)` to the policy's tokens.
+One that rewrites it begins a timeline, for a reason that the exercise names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from agentjet.types import Fork
 
 OPENING = "<|im_start|>assistant\n"
 WORK = "/WORK"
-"""In what the policy says and is told: the folder that a product works in, which every run has anew."""
+"""In prompts and turns: the working directory of a product, which is new in every run."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Turn:
     says: str
     """The completion's text, as sampled, without the token that ends it."""
     adds: str | None = None
-    """Exactly what the prompt adds to the calls before. None where the client puts it in words of its own."""
+    """Exactly the text that the prompt adds to the calls before. None if the client writes it in its own words."""
     sees: tuple[str, ...] = ()
-    """What the prompt must hold somewhere, in this order."""
+    """Texts that the prompt must contain, in this order."""
     fork: Fork = ""
     stopped: bool = False
     """`says` ends with a stop string of the client's, so the token that ends a turn is never sampled."""
@@ -52,12 +52,12 @@ def calling(*calls: tuple[str, str], content: str = "") -> str:
 
 
 def asked(question: str) -> str:
-    """What a user's message adds to a conversation."""
+    """The text that a user's message adds to a conversation."""
     return f"\n<|im_start|>user\n{question}<|im_end|>\n{OPENING}"
 
 
 def told(*results: str) -> str:
-    """What the results of tool calls add to a conversation."""
+    """The text that the results of tool calls add to a conversation."""
     blocks = "".join(f"\n<tool_response>\n{result}\n</tool_response>" for result in results)
     return f"\n<|im_start|>user{blocks}<|im_end|>\n{OPENING}"
 
@@ -65,7 +65,7 @@ def told(*results: str) -> str:
 FIRST = "What is 17 + 25? Use the tool."
 SECOND = "Now double it, and add 1 to it, both at once."
 ADD = ("add", '{"a":17,  "b": 25}')
-"""Spaced as no library would, so that a client which writes the JSON anew does so in other words."""
+"""Spaced differently from every library, so that a client which rewrites the JSON changes it."""
 BOTH = (("multiply", '{"a": 42, "b":2}'), ("add", '{"b":1,"a":42.0}'))
 ANSWERS = ("17 + 25 = 42 €.", "84 and 43.")
 

@@ -21,7 +21,7 @@ REWARD, OTHER_REWARD = 0.75, 0.25
 OTHER_ADVANTAGE = (OTHER_REWARD - REWARD) / 2
 """Under `dr_grpo`: a reward minus the mean of both."""
 ROLE_REWARD = 1.25
-"""Of the agent role that the client speaks as, where it has one."""
+"""Reward of the agent role of the client, if it has one."""
 OTHER_TURN = Turn("Nothing to add.")
 JOB = {"batch_size": 1, "group_size": 2, "max_tokens": 10_000, "algorithm": {"advantage": "dr_grpo"}}
 
@@ -32,7 +32,7 @@ class Exercise:
 
     client: str
     name: str
-    """What is exercised, for the table."""
+    """The name of the exercise in the table."""
     dialect: str
     command: tuple[str, ...]
     """A script of `clients/` or `node/`, and its arguments."""
@@ -45,21 +45,21 @@ class Exercise:
     history: str = "template"
     """`job.history`."""
     is_constrained: bool = False
-    """Whether the client asks for answers that follow a grammar: strict tools, a tool that must be called, JSON."""
+    """True if the client asks for answers that follow a grammar: strict tools, a tool that must be called, JSON."""
     role: str = ""
     """The agent role that the client speaks as, by the model's name."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the job beside `JOB`."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What a product's working directory holds at the start: names and texts."""
+    """Files in a product's working directory at the start, by name."""
     leaves: Mapping[str, str] = field(default_factory=dict)
-    """What it must hold at the end."""
+    """Files that it must have at the end."""
     reaches: tuple[str, ...] = ()
-    """Hosts that a product asks for whatever its settings, and does without."""
+    """Hosts that a product tries to reach with any settings, and does not need."""
 
     @property
     def is_product(self) -> bool:
-        """Whether the client is a program that people use as it is, not a library."""
+        """True if the client is a program that people use as it is, not a library."""
         return is_product(self.command[0])
 
     @property
@@ -69,24 +69,24 @@ class Exercise:
 
     @property
     def advantage(self) -> float:
-        """Of what the client's episode says."""
+        """Advantage of the sampled tokens of the client's episode."""
         return ((ROLE_REWARD if self.role else REWARD) - OTHER_REWARD) / 2
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an exercise afterwards, from the three sides: client, sampler and learner."""
+    """Evidence about an exercise from its three sides: client, sampler and learner."""
 
     ended: Ended
     turns: tuple[Turn, ...]
-    """Of the exercise, with the names of its folder."""
+    """The turns of the exercise, with the names of its folder."""
     said: tuple[Said, ...]
     other: tuple[Said, ...]
     tree: dict[str, Any]
     """`GET /swarm/v1/episodes/{id}` of the client's episode."""
     forest: Forest | None
     files: dict[str, str]
-    """Of `Exercise.leaves`, those that are there."""
+    """The files of `Exercise.leaves` that exist."""
     unanswered: tuple[str, ...]
     """Prompts that the exercise has no turn for."""
     text: Callable[[tuple[int, ...]], str]

@@ -1,7 +1,7 @@
 """lm-eval against an evaluation episode: it trains nothing, so its own results are judged.
 
-The policy gives every token a log-probability by a rule, and says one word. lm-eval must report the sums of that rule
-over exactly the tokens of each answer, and the word.
+The policy gives every token a log-probability by a rule, and samples one word. lm-eval must report the sums of that
+rule over exactly the tokens of each answer, and the word.
 """
 
 from __future__ import annotations

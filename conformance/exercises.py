@@ -36,7 +36,7 @@ PACKAGES = {
     NODE_AI: ("npm ai", "npm @ai-sdk/openai"),
     **PRODUCT_PACKAGES,
 }
-"""What a client is installed as, where that is not its name."""
+"""Package names that differ from the client's name."""
 
 ASKS_TO_ADD, ASKS_STRICTLY = TWO_QUESTIONS[0], STRICT_TWO_QUESTIONS[0]
 JSON_ANSWER = '{"total":42,"currency":"€"}'
@@ -48,7 +48,7 @@ def faithful(client: str, name: str, dialect: str, *command: str, remark: str = 
 
 
 def strict(exercise: Exercise) -> Exercise:
-    """The same by a client that says of every tool that calls must follow its schema."""
+    """The same with strict tools: calls must follow the tool's schema."""
     return replace(exercise, turns=STRICT_TWO_QUESTIONS, is_constrained=True)
 
 
@@ -60,7 +60,7 @@ def thinks(exercise: Exercise, remark: str, *, history: str = "as_sampled") -> E
 
 
 def speaking(exercise: Exercise) -> Exercise:
-    """The same by a client whose model's name says which agent role speaks, and that is rewarded as this role."""
+    """The same by a client whose model name selects an agent role, and that is rewarded as this role."""
     return replace(exercise, name="as `policy@reckoner`, rewarded by role", role="reckoner")
 
 
@@ -141,7 +141,7 @@ SMOL_CODE_AGENT = Exercise(
     ("smolagents_agent.py", "code"),
     SMOL_CODE,
     "84 €",
-    "words its calls anew, but behind what was sampled: one timeline",
+    "rewrites its calls, but behind the sampled tokens: one timeline",
 )
 DSPY_NATIVE_TOOLS = Exercise(
     DSPY,
@@ -150,7 +150,7 @@ DSPY_NATIVE_TOOLS = Exercise(
     ("dspy_agent.py", "native"),
     DSPY_NATIVE,
     ANSWERS[0],
-    "asks for its fields again after every result; must be told that the model takes tools",
+    "asks for its fields again after every result; needs a setting that the model takes tools",
 )
 
 EXERCISES = (
@@ -200,7 +200,7 @@ EXERCISES = (
         ("openai_agents.py", "handoff"),
         HANDOFF,
         ANSWERS[0],
-        "the second agent has instructions and tools of its own",
+        "the second agent has other instructions and tools",
         is_constrained=True,
     ),
     speaking(strict(faithful(AGENTS, "", RESPONSES, "openai_agents.py", "responses"))),
@@ -232,7 +232,7 @@ EXERCISES = (
         ("smolagents_agent.py", "tools"),
         SMOL_TOOLS,
         "84 €",
-        'words every tool call and result anew, as text ("Calling tools: ...")',
+        'rewrites every tool call and result as text ("Calling tools: ...")',
         is_constrained=True,
     ),
     SMOL_CODE_AGENT,
@@ -253,7 +253,7 @@ EXERCISES = (
         ("dspy_agent.py", "react"),
         DSPY_REACT,
         ANSWERS[0],
-        "has no history: every step is a question of its own that quotes the steps before",
+        "has no history: every step is a new question that quotes the steps before",
     ),
     DSPY_NATIVE_TOOLS,
     speaking(replace(DSPY_NATIVE_TOOLS, remark="")),

@@ -17,25 +17,29 @@ HEAD = """# Compatibility
 
 Made by `make conformance`; do not edit.
 
-This page is for everybody who asks whether an agent can be trained as it is: it lists libraries and products that were.
-The blocks at its end point each product at AgentJet.
+This page is for readers who want to train an existing agent unchanged: it lists the libraries and products that were
+tried. The blocks at its end show the settings of each product.
 
-Each client below ran an agent through an episode of a real server, as a process that knew an address and a key.
-The agents use tools and take several turns. The policy's answers were scripted, and the run checked what was *trained*:
-every sampled token, behind exactly the context that the sampler was given, masked in, with the advantage that the
-episode's reward makes; each prompt in the very words that a faithful history adds; timelines that begin only where this
-page says so. Where a client asks for strict tools, a tool that must be called or JSON, the sampler was given a grammar
-that allows the scripted answer, and the sets of tokens it chose among are trained with it. Where the model's name says
-an agent role (`policy@reckoner`), the calls are that role's, and the advantage is the one that its own reward makes.
-A product edited a real file with its own tools and ran a command; the run checked the files.
+Each client below ran an agent through an episode of a real server, as a process that got an address and a key. The
+agents use tools and take several turns. The policy's answers were scripted. The run checked the *trained* tokens:
+
+* Every sampled token is trained once, behind exactly the sampler's context, with the advantage of the episode's reward.
+* Each prompt has exactly the words that a faithful history adds. A new timeline begins only where this page lists it.
+* With strict tools, a tool that must be called, or JSON, the sampler followed a grammar, and the sets of allowed tokens
+  are trained with the answer.
+* With an agent role in the model's name (`policy@reckoner`), the calls and the advantage are those of that role.
+* A product edited a real file with its own tools and ran a command; the run checked the files.
 
 """
 FOOT = """
-**Timelines.** A client that sends back the history it was given continues one timeline, and every token is computed
-once. One that words its history anew makes the policy see another prompt; this is how it was trained, too: the
-timeline forks there, the reason is counted (`edit`: what the policy said came back in other words; `template`: the
-model's own template wrote it in other words; `tools`: other tools are on offer; `branch`: a prompt of its own), and
-every branch is trained in its exact context. It costs speed, never exactness.
+**Timelines.** A client that sends back its history unchanged continues one timeline, and every token is computed once.
+A client that rewrites its history makes another prompt. There the timeline forks, and every branch is trained in its
+exact context. It costs speed, not exactness. The reason is counted:
+
+* `edit`: the policy's answer came back in other words;
+* `template`: the model's template wrote it in other words;
+* `tools`: the request has other tools;
+* `branch`: the request has another prompt.
 
 **Side calls.** Some products ask for a title or a summary beside the conversation. The column "calls" counts them after
 a plus. They are trained like the rest, unless a [rule](black-box.md) of the job gives them a role or leaves them out.
@@ -44,7 +48,7 @@ NETWORK = """
 **Network.** A guard in the interpreter of each Python and Node client refuses and records every connection that leaves
 the machine. Native programs (Claude Code, Codex, opencode) cannot load it. Each product has a proxy that refuses and
 records every target. {namespace}
-Only the server answered a client. The remarks name each host that a product requests whatever its settings are.
+Only the server answered a client. The remarks name each host that a product requests with any settings.
 """
 NAMESPACE = {
     True: "The whole run, server included, was in a network namespace with the loopback interface only.",
@@ -157,7 +161,7 @@ def _calls(exercise: Exercise) -> str:
 
 
 def _timelines(result: Result) -> str:
-    """How many there are, and why calls began one."""
+    """The number of timelines, and the reasons why calls began one."""
     forks = result.forks
     reasons = ", ".join(f"{forks.count(reason)} `{reason}`" for reason in sorted(set(forks)))
     return f"{result.num_timelines} ({reasons})" if forks else str(result.num_timelines)

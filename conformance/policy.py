@@ -1,6 +1,6 @@
-"""The policy of an exercise: a sampler that says its turns one after another and remembers what it was fed.
+"""The policy of an exercise: a sampler that returns its turns one after another and records its prompts.
 
-A side call of a product (a title, a summary) is answered by what it asks, whenever it comes; see `Turn.asked_by`.
+A side call of a product (a title, a summary) is answered by its question, at any time; see `Turn.asked_by`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tests.timeline.models import Model
 
 @dataclass(frozen=True)
 class Said:
-    """One sample as the sampler knows it, whatever the gateway makes of it."""
+    """One sample as the sampler records it, independent of the gateway."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
     turn: Turn
-    """The scripted turn that the completion says."""
+    """The scripted turn of the completion."""
     grammar: str = ""
-    """What the sampler was told to follow; empty when it was free."""
+    """The grammar of the sampler; empty if it was free."""
     is_allowed: bool = True
-    """Whether a sampler that follows `grammar` can say it."""
+    """True if a sampler that follows `grammar` can produce the turn."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Policy:
 
     model: Model
     turns: list[Turn]
-    """In the order in which they are said, but for those of side calls."""
+    """In the order of the conversation, except for those of side calls."""
     said: list[Said] = field(default_factory=list)
     learned: list[Forest] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Policy:
         return completion
 
     def _turn(self, text: str) -> Turn | None:
-        """The first turn that was not said: of the side call that `text` is, or else of the conversation."""
+        """The first turn that was not sampled: of the side call that `text` is, or else of the conversation."""
         spoken = [one.turn for one in self.said]
         left = [turn for turn in self.turns if not any(turn is one for one in spoken)]
         sides = [turn for turn in left if turn.asked_by and turn.asked_by in text]
@@ -91,5 +91,5 @@ class Policy:
         compute.piece = 3
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What tokens say, control tokens by name."""
+        """The text of tokens, control tokens by name."""
         return str(self.model.tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -56,7 +56,7 @@ OPENCODE = task(
     Turn(use("edit", filePath=FILE, oldString="helo", newString="hello"), sees=("1: helo world",)),
     Turn(use("bash", command=COPY, description="copies"), sees=("Edit applied successfully.",)),
     Turn(ANSWER, sees=(COPY, "(no output)")),
-    remark="its title is a side call, trained like the rest; it wants a plugin from npm whatever its settings",
+    remark="its title is a side call, trained like the rest; it requests a plugin from npm with any settings",
     reaches=("registry.npmjs.org",),
 )
 TITLE_RULE = {"name": "title", "system": "You are a title generator*", "train": False}
@@ -134,7 +134,7 @@ AIDER = replace(
         ),
         remark="moves what the files hold behind the conversation after each edit: every answer begins a timeline",
     ),
-    name="edit a file, mend it after a failed test",
+    name="edit a file, correct it after a failed test",
     command=(
         "aider.sh",
         PROMPT,

@@ -1,13 +1,14 @@
-"""What the documents say is true.
+"""Checks the documents against the program, and their language against `STYLE.md`, "How we write".
 
-1. Every `agentjet ...` command in them parses, with its options; every `make ...` target exists; the folders that
-   commands write to are ignored.
-2. Python snippets compile, what they import exists, and what they call on a swarm or episode takes those arguments.
-3. `docs/settings.md` is what `make docs` would write; every setting has a meaning; settings named in prose exist.
-4. Every metric of a step that the program names has its line in `docs/operations.md`.
+1. Every `agentjet ...` command in them parses, with its options. Every `make ...` target exists. The output folders of
+   commands are ignored by git.
+2. Python snippets compile; their imports exist, and their calls on a swarm or episode have valid arguments.
+3. `docs/settings.md` is the output of `make docs`; every setting has a description; settings named in prose exist.
+4. Every metric of a step in the code has its line in `docs/operations.md`.
 5. Links lead somewhere; the table of packages is the enforced one; the tree in the README is the tree.
-6. Reports of the studies shipped are what their journals print.
-7. (e2e) The README's first example runs, commands and agent, as printed.
+6. Reports of the shipped studies are what their journals print.
+7. No sentence of a docstring or page has a banned opening or word.
+8. (e2e) The README's first example runs, commands and agent, as printed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,21 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "exa
 PAGES += sorted((ROOT / "examples").glob("*/*.md"))  # no deeper: npm's packages may lie there
 PAGES.append(ROOT / "docs" / "studies" / "README.md")
 README = ROOT / "README.md"
+SOURCE = ROOT / "src" / "agentjet"
+OPENINGS = re.compile(r"(What|Of|Who|Whose|Whom|How|Whether|So many|So much)\b(?!.*\?$)")
+WORDS = re.compile(
+    r"\b(nobody|whoever|whatever|anew|meanwhile|of (?:its|their|his) own|but for|goodbye|lest|errands?"
+    r"|(?<!there )(?:is|are|was|were) no\b(?! longer| more| less)"
+    r"|hears|heard|tells|told|knows|knew|wishes|says|said)\b",
+    re.IGNORECASE,
+)
+UNREWRITTEN = {
+    *("client", "compute", "config", "gateway", "protocol", "recipes", "rendering", "research", "server", "swarm"),
+    *("timeline", "types.py", "errors.py", "__init__.py", "cli/research"),
+    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md") if page.name != "benchmarks.md"),
+    "docs/studies/README.md",
+}
+"""Packages and pages whose language is not checked yet."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -101,7 +117,7 @@ def test_python_snippets_are_true(page: Path) -> None:
 
 
 def check_call(node: ast.Call) -> None:
-    """A method called on a name that always means the same thing in our pages exists and takes these arguments."""
+    """Checks a method call on `swarm` or `episode`: the method exists and takes these arguments."""
     kinds: dict[str, type] = {"swarm": Swarm, "episode": Episode}
     if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
         kind = kinds.get(node.func.value.id)
@@ -136,14 +152,14 @@ def test_settings_named_in_prose_exist(page: Path) -> None:
     known = {*setting_names(), *(name for name, _ in sections())}
     tops = {name.split(".")[0] for name in known}
     named = [code for code in inline(page) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", code) and code.split(".")[0] in tops]
-    assert [name for name in named if name not in known] == []
+    assert [name for name in named if name not in {*known, "job.toml"}] == []
 
 
 def test_every_metric_of_a_step_is_explained() -> None:
     kinds = "reward|code|agent|episodes?|completion|batch|groups|forest|policy|optim|weights|time|perf"
     literal = re.compile(rf'"((?:{kinds})/[\w/{{}}.-]*[\w}}])"')
-    folders = [ROOT / "src" / "agentjet" / folder for folder in ("swarm", "gateway", "compute")]
-    sources = [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
+    packages = [SOURCE / name for name in ("swarm", "gateway", "compute")]
+    sources = [path.read_text(encoding="utf-8") for package in packages for path in package.rglob("*.py")]
     named = {re.sub(r"{[^}]*}", "*", name) for text in sources for name in literal.findall(text)}
     table = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split("## What a step reports")[1]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
@@ -165,22 +181,92 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_table_of_packages_is_the_enforced_one() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Packages")[1]
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = page.split("## Packages")[1]
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| ?([^|]*?) ?\|$", text, re.MULTILINE))
     assert rows.pop("cli") == "everything"
-    enforced = {
-        name: set(rules.ours) for name, rules in PACKAGES.items() if (ROOT / "src" / "agentjet" / name).is_dir()
-    }
+    enforced = {name: set(rules.ours) for name, rules in PACKAGES.items() if (SOURCE / name).is_dir()}
     written = {name: set(filter(None, imports.split(", "))) for name, imports in rows.items()}
     assert written == {**enforced, "errors": set(), "types": set()}
 
 
 def test_tree_in_the_readme_is_the_tree() -> None:
     [tree] = [block for block in blocks(README, "") if block.startswith("src/agentjet/")]
-    shown = {name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()}
-    folders = {path.parent.name for path in (ROOT / "src" / "agentjet").glob("*/__init__.py")}
-    assert shown == {*folders, "errors.py", "types.py"}
+    packages = {
+        name.rstrip("/") for line in re.findall(r"^  (\S+(?: \S+)*)", tree, re.MULTILINE) for name in line.split()
+    }
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert packages == {*folders, "errors.py", "types.py"}
     assert [name for name in re.findall(r"^(\w+)/", tree, re.MULTILINE) if not (ROOT / name).is_dir()] == []
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a docstring or page. Code becomes `x`; table cells and list items are separate sentences."""
+    text = re.sub(r"`[^`]*`", "`x`", FENCE.sub("", text))
+    for paragraph in re.split(r"\n\s*\n|\n\s*[-*|]\s|\|", text):
+        for sentence in re.split(r"(?<=[.!?:;])\s+", " ".join(paragraph.split())):
+            yield sentence.strip(" *>-")
+
+
+def banned(text: str) -> list[str]:
+    """The sentences with a banned opening or word."""
+    return [sentence for sentence in sentences(text) if OPENINGS.match(sentence) or WORDS.search(sentence)]
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring, also of fields and constants."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text
+
+
+def is_rewritten(path: Path, root: Path) -> bool:
+    name = path.relative_to(root).as_posix()
+    return not any(name == pending or name.startswith(f"{pending}/") for pending in UNREWRITTEN)
+
+
+def test_docstrings_are_in_plain_words() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {sentence}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if is_rewritten(path, SOURCE)
+        for line, text in docstrings(path)
+        for sentence in banned(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_pages_are_in_plain_words() -> None:
+    past = {ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"}
+    found = [
+        f"{page.relative_to(ROOT)}: {sentence}"
+        for page in PAGES
+        if page not in past and is_rewritten(page, ROOT)
+        for sentence in banned(page.read_text(encoding="utf-8"))
+        if not sentence.startswith("#")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_banned"),
+    [
+        ("What the server knows.", True),
+        ("Of both policies.", True),
+        ("What is a lease?", False),
+        ("The server tells the client.", True),
+        ("A run is no episode.", True),
+        ("There is no limit, and it is no longer checked.", False),
+        ("Each has a key of its own.", True),
+        ("Returns `What` and the number of calls.", False),
+        ("Returns the reward.\n\n* Whether it is scored.", True),
+    ],
+)
+def test_the_rule_of_plain_words(text: str, is_banned: bool) -> None:
+    assert bool(banned(text)) == is_banned
 
 
 @pytest.mark.parametrize("study", sorted(path.parent for path in (ROOT / "docs" / "studies").glob("*/journal.jsonl")))

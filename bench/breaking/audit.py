@@ -1,6 +1,6 @@
-"""Afterwards: the journal against the clients' books, the forests that were learned, and the wire's notes.
+"""Compares the journal after a run with the clients' books, the forests that were learned, and the wire's notes.
 
-Three witnesses that do not know of each other. Everything that must be zero is a number here; the caller judges.
+The three records are independent. Everything that must be zero is a number here; the caller judges.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What became of everything."""
+    """The result of comparing the records."""
 
     begun: int
     finished: int
@@ -80,7 +80,7 @@ def rows(journal: Path) -> dict[str, Row]:
 
 
 def audit(journal: Path, books: Books, forests: Path, answers: Mapping[str, set[str]]) -> Audit:
-    """Hold the journal of a server that has ended against what others know."""
+    """Compares the journal of a server that has ended with the other records."""
     episodes = rows(journal)
     finished = [row for row in episodes.values() if row.reward is not None]
     dropped = Counter(row.group_reason or "?" for row in finished if row.group_state == "dropped")
@@ -178,7 +178,7 @@ class Stuck:
 
 
 def stuck(journal: Path, books: Books, since: float, offset: float) -> list[Stuck]:
-    """Of agents that hung after `since` (this machine's clock), while the server's clock was `offset` ahead."""
+    """The agents that hung after `since` (this machine's clock), while the server's clock was `offset` ahead."""
     episodes = rows(journal)
     found = []
     with sqlite3.connect(journal) as db:

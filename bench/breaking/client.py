@@ -1,8 +1,8 @@
 """A client process: `python -m bench.breaking.client SETTINGS`. Agents with OpenAI's SDK, some of which raise or hang.
 
-Groups one after the other, each as `Swarm.train` would run it: the members side by side, a member whose agent failed
-begun anew. Everything is written into a `Book`. Orders come as lines on standard input: `hang silent`, `hang busy`,
-`stop`; at its end the process ends at once, as when it is killed.
+Groups run one after the other, each as `Swarm.train` would run it: the members side by side, and a member whose agent
+failed is begun again. Everything is written into a `Book`. Orders arrive as lines on standard input: `hang silent`,
+`hang busy`, `stop`. At the end of the input the process ends at once, as if it were killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REWARDS = (0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """What a client is told on its command line."""
+    """The settings that a client reads from its command line."""
 
     url: str
     token: str
@@ -50,11 +50,11 @@ class ClientSettings:
 
 
 class ToolCrashed(Exception):
-    """What an agent of this bench raises: the environment's fault, not the policy's."""
+    """Raised by an agent of this bench: the environment's fault, not the policy's."""
 
 
 class ChaosClient:
-    """Runs until it is told to stop, or killed."""
+    """Runs until it is ordered to stop, or is killed."""
 
     def __init__(self, settings: ClientSettings, swarm: AsyncSwarm, llm: AsyncOpenAI) -> None:
         self._settings = settings
@@ -86,7 +86,7 @@ class ChaosClient:
         os._exit(1)  # The bench is gone.
 
     async def _member(self, group: str) -> None:
-        """One member of a group, begun anew when its agent fails."""
+        """One member of a group, begun again if its agent fails."""
         for _ in range(TRIES):
             while not self._stopping:
                 try:
@@ -100,7 +100,7 @@ class ChaosClient:
                     await asyncio.sleep(0.2)
 
     async def _attempt(self, group: str) -> bool:
-        """Whether the episode is over for this client; one whose agent raised is not."""
+        """True if the episode is over for this client; False if its agent raised."""
         episode: AsyncEpisode | None = None
         try:
             async with self._swarm.episode(group.rpartition("/")[0], group=group, wait=2.0) as episode:
@@ -133,7 +133,7 @@ class ChaosClient:
         self._book.note("finished", episode.id, reward=reward)
 
     async def _agent(self, episode: AsyncEpisode) -> float:
-        """A few turns; now and then it raises in the middle. Its reward has nothing to do with what was said."""
+        """A few turns; sometimes the agent raises in between. The reward does not depend on the completions."""
         dice = random.Random(self._dice.random())
         hang = self._hangs.pop() if self._hangs else ""
         messages: list[Any] = [{"role": "user", "content": f"Say something about {dice.randrange(100)}."}]

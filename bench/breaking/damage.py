@@ -74,7 +74,7 @@ def _off_by(versions: int, checkpoints: Path) -> None:
 
 
 def _sealed_again(folder: Path, policy_version: int) -> None:
-    """Give a checkpoint another version with digests that agree: only the journal can tell."""
+    """Gives a checkpoint another version and digests that match: only the journal shows the difference."""
     state = json.loads((folder / STATE_FILE).read_text())
     (folder / STATE_FILE).unlink()
     seal(folder, {**_bare(state), "policy_version": policy_version})
@@ -117,7 +117,7 @@ def _without_files(checkpoints: Path) -> None:
 
 
 def _half_written(checkpoints: Path) -> None:
-    """What a crash leaves beside the newest one, under the names of a write and under that of a checkpoint."""
+    """Adds leftovers of a crash beside the newest checkpoint: one with a temporary name, one with a checkpoint's."""
     newest = _newest(checkpoints)
     later = f"step_{int(newest.name.removeprefix('step_')) + 1:06d}"
     for name in (f".{later}.new", f"..{later}.new.partial", later):
@@ -182,7 +182,7 @@ REFUSED: dict[str, Damage] = {
 
 
 async def verdicts(settings: Path, exported: Path, number: int | None) -> list[dict[str, Any]]:
-    """Run `bench.breaking.recovery`, in a process of its own so that this one never loads torch."""
+    """Runs `bench.breaking.recovery` in a separate process, so that this process never loads torch."""
     few = [] if number is None else [str(number)]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.breaking.recovery", str(settings), str(exported), *few),

@@ -1,6 +1,6 @@
-"""Inside the server's process: where it dies, what its disk refuses, and what its clock says.
+"""Faults inside the server's process: where it dies, the errors of its disk, and jumps of its clock.
 
-Everything is put on from outside, on the objects of a gateway that was just made: `src/` knows nothing of it.
+The hooks are set from outside on the objects of a new gateway: `src/` does not contain them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, Sa
 from bench.breaking.plan import TRANSITIONS
 
 Say = Callable[..., None]
-"""Tells the bench, at once."""
+"""Sends a fact to the bench at once."""
 NO_PAGE_LIMIT = 2**30
 SMALL_FILE = 4096
 """Bytes that a file may have while writes are refused: every file of a run is longer."""
 
 
 def die() -> None:
-    """As by a power cut: nothing is flushed, nobody is told."""
+    """Ends the process as a power cut does: nothing is flushed or reported."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -93,7 +93,8 @@ class Trap:
             self._end()
 
     def _keep_wal(self) -> None:
-        """The log as it was before the commit that nobody is told of; SQLite must not tidy it up meanwhile."""
+        """Keeps the log as it was before the commit that is never reported. SQLite must not checkpoint the log during
+        that time."""
         self._journal._db.execute("PRAGMA wal_autocheckpoint = 0")
         shutil.copyfile(f"{self._journal.path}-wal", self._folder / "wal-before")
 
@@ -187,14 +188,14 @@ class MortalCompute(EmbeddedCompute):
 
 
 class Disk:
-    """Of the journal: full, or refusing, for a while."""
+    """The journal's disk: full, or refusing writes, for some seconds."""
 
     def __init__(self, journal: Journal, say: Say) -> None:
         self._journal = journal
         self._say = say
 
     def full(self, seconds: float) -> None:
-        """Not a page more: SQLite itself says that the disk is full."""
+        """Not one page more: SQLite itself reports a full disk."""
         self._journal._db.execute("PRAGMA max_page_count = 1")  # Means: as it is now.
         self._later(seconds, self._room)
 
@@ -216,7 +217,7 @@ class Disk:
 
 
 class JumpingClock:
-    """The time of day, off by what a file says: a clock that was set stays set when the server is started again."""
+    """The time of day plus an offset in a file: a clock that jumped keeps its offset after a restart."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

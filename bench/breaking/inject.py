@@ -1,6 +1,6 @@
-"""How each kind of fault is brought about, and how long what was hit takes to be back.
+"""Causes each kind of fault and measures the seconds until the server, worker or client works again.
 
-Every function returns whether the fault happened: some moments (an abort, a refill) must come by themselves.
+Every function returns whether the fault happened: some moments (an abort, a refill) occur by chance only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from bench.breaking.scene import Scene
 from bench.breaking.victims import ServerEnded
 
 MOMENT_SECONDS = 25.0
-"""How long a moment is waited for."""
+"""The longest wait for a moment."""
 HANG_UPS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6) * 4
 """Seconds into a call for several completions: when some are recorded and others not depends on the machine."""
 HANG_UP_SECONDS = 1.5
 POISON = 2
-"""Workers that one batch must fail to be set aside (`gateway.engine.MAX_CRASHES`)."""
+"""A batch is skipped after so many workers failed on it (`gateway.engine.MAX_CRASHES`)."""
 
 
 async def inject(scene: Scene, fault: Fault) -> bool:
@@ -125,7 +125,7 @@ async def _worker(scene: Scene, fault: Fault) -> bool:
 
 
 def _kill_worker(scene: Scene) -> bool:
-    """Whether there was one."""
+    """Returns whether there was a worker to kill."""
     pid = scene.server.worker_pid
     if pid is None:
         return False
@@ -135,7 +135,7 @@ def _kill_worker(scene: Scene) -> bool:
 
 
 class _Hits:
-    """Workers killed by order, of which the server told after its first `since` facts."""
+    """Workers that were killed by order, as the server reported after its first `since` facts."""
 
     def __init__(self, scene: Scene, since: int) -> None:
         self._said = scene.server.said

@@ -90,7 +90,7 @@ async def _keep(held: list[AsyncEpisode]) -> None:
 
 async def _begin(swarm: AsyncSwarm, book: Book) -> None:
     """As `swarm.begin` asks, whose requests the server holds for longer."""
-    request = swarm.asking("waited for", mode="eval").model_copy(update={"wait": HELD_SECONDS})
+    request = swarm.episode_request("waited for", mode="eval").model_copy(update={"wait": HELD_SECONDS})
     answer = await swarm.connection.request(
         "POST", "/episodes", body=request, key=uuid.uuid4().hex, patience=math.inf, server_wait=HELD_SECONDS
     )

@@ -32,13 +32,13 @@ TRANSITIONS = (
 )
 """Methods of the journal that write while the server runs; `commit` has them on disk."""
 MOMENTS = ("before", "after", "committed")
-"""Of a transition: before its row is written, after that, and once it is on disk while nobody was told."""
+"""Moments of a transition: before its row is written, after that, and on disk but not yet reported."""
 RARE = ("remove_batch", "add_undelivered")
 """Transitions that must be provoked; short runs leave them out."""
 WORKER_VERBS = ("sample", "forward_backward", "accumulated", "optim_step", "publish", "save", "start", "any")
-"""What a worker is doing when it is killed; `any`: whatever it does at a random time."""
+"""The work of a worker at the moment it is killed; `any`: at a random time."""
 HANGING_VERBS = ("sample", "forward_backward")
-"""What a worker is doing when it is stopped (SIGSTOP)."""
+"""The work of a worker at the moment it is stopped (SIGSTOP)."""
 REQUESTS = ("begin", "finish", "chat", "abort")
 WIRE = ("request lost", "answer lost", "answer cut", "request twice", "hung up")
 DISKS = ("journal full", "writes refused", "checkpoint full")
@@ -46,14 +46,14 @@ DISKS = ("journal full", "writes refused", "checkpoint full")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong. `at` and `when` say where, `amount` how much or when, by kind; see `inject`."""
+    """One fault. `at` and `when` give the place, `amount` a size or a time, by kind; see `inject`."""
 
     kind: str
     at: str = ""
     when: str = ""
     amount: float = 0.0
     skip: int = 0
-    """How many chances are passed over first."""
+    """Number of chances that are passed over first."""
 
 
 SHARES = {
@@ -90,7 +90,8 @@ def plan(num_faults: int, seed: int) -> list[Fault]:
 
 
 def _numbers(num_faults: int) -> dict[str, int]:
-    """How many of each kind: by their shares, at least one of each, the commonest kinds giving or taking the rest."""
+    """Number of faults of each kind: by their shares, at least one of each. The most frequent kinds absorb the
+    rounding."""
     every = sum(SHARES.values())
     numbers = {kind: max(1, share * num_faults // every) for kind, share in SHARES.items()}
     if num_faults >= WHOLE:

@@ -28,7 +28,7 @@ class Book:
 
 @dataclass(slots=True)
 class Books:
-    """What all clients together wrote."""
+    """The records of all clients together."""
 
     begun: set[str] = field(default_factory=set)
     """Episodes that a client was given."""
@@ -49,7 +49,7 @@ class Books:
 
 
 def read(folder: Path) -> Books:
-    """All books of a folder. A line that a killed client did not finish is nobody's word."""
+    """All books of a folder. A line that a killed client did not finish is ignored."""
     books = Books()
     for path in sorted(folder.glob("*.jsonl")):
         for line in _lines(path):

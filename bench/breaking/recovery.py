@@ -111,7 +111,7 @@ async def start(config: ServeConfig, compute: LocalWorker) -> Start:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a kind of damage came to."""
+    """The result of one kind of damage."""
 
     kind: str
     end: str

@@ -1,6 +1,6 @@
-"""The undisturbed one: a fresh worker that is killed by nobody and learns the same episodes. Its weights are the truth.
+"""The reference: a fresh worker that learns the same episodes without faults. Its weights are the expected ones.
 
-It also makes what a run begins with, a tiny model.
+Also makes the tiny model that a run starts with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 
 
 def make_model(folder: Path) -> None:
-    """In a process of its own, so that this one never loads torch."""
+    """Runs in a separate process, so that this process never loads torch."""
     program = f"from tests.tiny import make_model; make_model({str(folder)!r})"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), check=True)
 

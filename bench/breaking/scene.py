@@ -20,7 +20,7 @@ MAX_UNEXPECTED = 5
 
 @dataclass(slots=True)
 class Tally:
-    """What happened in a run."""
+    """The counts of a run."""
 
     faults: Counter[str] = field(default_factory=Counter)
     """That happened, by kind."""
@@ -30,7 +30,7 @@ class Tally:
     missed: list[Fault] = field(default_factory=list)
     """Faults whose moment did not come."""
     unexpected: list[str] = field(default_factory=list)
-    """A server that ended although nobody had killed it."""
+    """Servers that ended without being killed."""
     gave_up: list[str] = field(default_factory=list)
     """Clients that waited politely and did not outlive a restart."""
     gateway_s: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Scene:
                 await self.server.start()
 
     def tear_wal(self) -> None:
-        """Damage what the dead server's last commit wrote, of which it told nobody."""
+        """Damages the last commit of the dead server, which it had not reported."""
         how = tear(self.server.data_dir / "journal.sqlite-wal", self.folder / "wal-before", self.dice)
         self.tally.torn[how] += 1
 

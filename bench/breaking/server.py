@@ -1,10 +1,10 @@
-"""`agentjet serve`, and a bench that holds it by the throat: `python -m bench.breaking.server SETTINGS FOLDER`.
+"""`agentjet serve` under the control of a bench: `python -m bench.breaking.server SETTINGS FOLDER`.
 
-All is the real thing but for what `hooks` puts on. Orders come in as lines of JSON on standard input; what happened
-goes out the same way on standard output, between the server's own lines. When the bench is gone, so is this process.
+Everything is the product's code except for the objects of `hooks`. Orders arrive as lines of JSON on standard input.
+Facts leave the same way on standard output, between the server's own lines. The process ends when the bench does.
 
-Every forest that is about to be learned is kept in FOLDER: later, an undisturbed worker learns the same ones. One that
-is made again from the journal must be the same bytes; that it is not is told, too.
+Every forest that will be learned is kept in FOLDER, so that an undisturbed worker can learn the same ones later. A
+forest that is built again from the journal must have the same bytes; a difference is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgpack
 
-from agentjet.cli import runs, server_process
+from agentjet.cli import server_process
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
@@ -98,8 +98,8 @@ def main() -> int:
         return gateway
 
     put_in_place: list[tuple[Any, str, Any]] = [
-        (runs, "EmbeddedCompute", MortalCompute),
-        (runs, "Gateway", make_gateway),
+        (server_process, "EmbeddedCompute", MortalCompute),
+        (server_process, "Gateway", make_gateway),
         (server_process, "steady_clock", lambda: jumping),
     ]
     for module, name, instead in put_in_place:

@@ -35,7 +35,7 @@ MOST_LIVE = 8
 
 
 class GivenUp(Exception):
-    """The run cannot go on; says why, with the end of the server's log."""
+    """The run cannot continue. The message has the reason and the end of the server's log."""
 
 
 def free_port() -> int:
@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
 
 
 class Server:
-    """`bench.breaking.server` on a fixed port and data dir, with what it said."""
+    """`bench.breaking.server` on a fixed port and data dir, with its output."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Server:
         self.data_dir = folder / "data"
         self.log = folder / "server.log"
         self.said: list[dict[str, Any]] = []
-        """Every fact the server told, over all its lives."""
+        """Every fact that the server reported, over all its processes."""
         server = {
             "data_dir": str(self.data_dir),
             "port": self.port,
@@ -105,7 +105,7 @@ class Server:
                 log.flush()
 
     async def order(self, verb: str, /, **how: Any) -> bool:
-        """Send an order; whether the server lived to hear it."""
+        """Sends an order. Returns False if the server died before it received the order."""
         number, heard = next(self._numbers), len(self.said)
         with contextlib.suppress(ConnectionError):
             assert self.process.stdin is not None
@@ -115,7 +115,7 @@ class Server:
         return self.is_running
 
     async def dead(self, within: float) -> bool:
-        """Wait until the process is gone, and all it said was read; whether it is."""
+        """Waits until the process is gone and its whole output was read. Returns False after `within` seconds."""
         try:
             await asyncio.wait_for(self.process.wait(), within)
         except TimeoutError:
@@ -138,7 +138,7 @@ class Server:
         return self.process.returncode or 0
 
     async def close(self) -> None:
-        """Whatever state it is in."""
+        """Ends the process in any state."""
         if self.is_running:
             await self.kill()
         await self._http.aclose()
@@ -148,7 +148,7 @@ class Server:
         return (self.data_dir / "token").read_text().strip()
 
     async def status(self) -> StatusResponse | None:
-        """None while nobody answers."""
+        """None while the server does not answer."""
         try:
             answer = await self._http.get("/status", headers={"Authorization": f"Bearer {self.token}"})
             return StatusResponse.model_validate_json(answer.content) if answer.is_success else None
@@ -165,7 +165,7 @@ class Server:
         return await self._wait(lambda status: True)
 
     async def sampling(self, since: int = 0) -> StatusResponse:
-        """Wait until it samples, with a worker that it told of after the first `since` facts."""
+        """Waits until it samples, with a worker that it reported after the first `since` facts."""
         await self.until(lambda: not self.is_running or any("worker" in fact for fact in self._life(since)))
         return await self._wait(lambda status: status.state in ("sampling", "learning"))
 
@@ -195,7 +195,7 @@ class Server:
         return True
 
     def _life(self, since: int) -> list[dict[str, Any]]:
-        """What the present process said, after the first `since` facts."""
+        """The facts of the present process, after the first `since` facts."""
         born = max((i for i, fact in enumerate(self.said) if "gateway" in fact), default=0)
         return self.said[max(born, since) :]
 
@@ -210,7 +210,7 @@ class Server:
 
 
 class ServerEnded(Exception):
-    """The server ended while it was waited for, and nobody had killed it."""
+    """The server ended while the bench waited for it, and the bench had not killed it."""
 
 
 class Client:

@@ -1,6 +1,6 @@
-"""A torn tail: what a power cut in the middle of a commit leaves of SQLite's write-ahead log.
+"""A torn tail: the state of SQLite's write-ahead log after a power cut in the middle of a commit.
 
-Torn is only what the last commit wrote, of which nobody was told: where the log differs from what it was before.
+Only the last commit is torn, which was not yet reported: the part in which the log differs from its earlier copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The network between clients and server, on loopback: it loses requests and answers, sends them twice, hangs up.
+"""The network between clients and server, on loopback: loses requests and answers, sends them twice, closes
+connections.
 
-One request a connection: the server is told so, hence every answer ends with the connection. What was answered to which
-`Idempotency-Key` is kept, since one key must have one effect.
+One request a connection: a header asks the server for that, so every answer ends with the connection. The answers to
+each `Idempotency-Key` are kept, since one key must have one effect.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Wire:
             self._server.close()
 
     def order(self, fault: Fault) -> Order:
-        """Wait for its `done` to know that it happened; `cancel` it when that takes too long."""
+        """Orders a fault. Wait for `done` of the order; `cancel` it if that takes too long."""
         order = Order(fault, fault.skip)
         self._orders.append(order)
         return order

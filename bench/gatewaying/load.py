@@ -1,8 +1,7 @@
-"""The load generator, a process of its own: `python -m bench.gatewaying.load LOAD`, `LOAD` being a `Load` as JSON.
+"""The load generator, a separate process: `python -m bench.gatewaying.load LOAD`, with a `Load` as JSON.
 
-Plays agents: each sends its whole history, gets an answer, appends it and what its environment says to it, and sends
-again. Every second call streams. An answer is checked to be the script's, whole; anything else is an error. Prints an
-`Outcome` as JSON.
+Plays agents: each sends its whole history, appends the answer and the environment's next message, and sends again.
+Every second call streams. An answer must be the whole script; anything else is an error. Prints an `Outcome` as JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class WrongAnswer(ValueError):
 
 @dataclass(slots=True)
 class Agent:
-    """One episode's: its connection, its key, what was said."""
+    """The agent of one episode: its connection, key and messages."""
 
     number: int
     connection: Connection
@@ -45,7 +44,7 @@ class Agent:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def listen(self, turn: int) -> None:
-        """What the environment says before call `turn`."""
+        """Appends the environment's message before call `turn`."""
         if not turn:
             task = f"Table {self.number}: find the rows whose third column adds up to {self.number * 7 % 1000}."
             self.messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
@@ -59,7 +58,7 @@ class Agent:
 
 @dataclass(slots=True)
 class Tally:
-    """What was measured, call by call, in seconds."""
+    """The measured seconds, call by call."""
 
     plain: list[float] = field(default_factory=list)
     stream: list[float] = field(default_factory=list)
@@ -104,7 +103,7 @@ async def warm_up(load: Load, agents: Sequence[Agent]) -> None:
 
 
 async def converse(load: Load, agent: Agent, began: float, tally: Tally) -> None:
-    """An episode's calls. With a rate, calls are planned `period` apart, at a random place of their own in it."""
+    """The calls of an episode. With a rate, each call is planned at a random time within its `period`."""
     rng = random.Random(agent.number)
     period = load.episodes / load.rate if load.rate else 0.0
     for turn in range(load.calls):
@@ -116,7 +115,7 @@ async def converse(load: Load, agent: Agent, began: float, tally: Tally) -> None
 
 
 async def call(load: Load, agent: Agent, turn: int, tally: Tally) -> None:
-    """One call, checked and counted; a failed one leaves the answer out of the history, as it was not heard."""
+    """One call, checked and counted. The answer of a failed call is not appended to the history."""
     agent.listen(turn)
     streams = agent.streams(turn)
     body = json.dumps({"model": load.model, "messages": agent.messages, "stream": streams}).encode()
@@ -162,7 +161,7 @@ async def finish(load: Load, agent: Agent) -> None:
 
 
 async def ask_counters(load: Load) -> Counters | None:
-    """Of a server that has them: ours."""
+    """The counters of our server; None for a peer."""
     if not load.episodes_api:
         return None
     connection = Connection(load.url)
@@ -192,7 +191,7 @@ async def timed(agents: Sequence[Agent], work: Callable[[Agent], Awaitable[None]
 
 
 def summarise(load: Load, tally: Tally, seconds: float, cpu: float) -> Outcome:
-    """What the generator itself can say."""
+    """The figures that the generator measures itself."""
     plain, stream = ([1000 * (taken - load.seconds) for taken in kind] for kind in (tally.plain, tally.stream))
     calls = len(plain) + len(stream)
     return Outcome(

@@ -1,6 +1,6 @@
-"""LiteLLM's proxy, installed on first use in a virtual environment of its own and started with one worker.
+"""LiteLLM's proxy with one worker, installed on first use in a separate virtual environment.
 
-Its dependencies must not meet ours. It is set up as its documentation recommends for production: no debug output, no
+Its dependencies conflict with ours. It is set up as its documentation recommends for production: no debug output, no
 database, a master key that every request must bring, usage telemetry off. `litellm[proxy]` brings uvloop and orjson.
 """
 
@@ -32,7 +32,7 @@ ENVIRONMENT = {"LITELLM_MODE": "PRODUCTION", "LITELLM_LOG": "ERROR", "LITELLM_LO
 
 
 class NotInstalled(Exception):
-    """LiteLLM cannot be had here; says why and what to do."""
+    """LiteLLM cannot be installed here. The message has the reason and the way out."""
 
 
 def install() -> Path:
@@ -76,7 +76,7 @@ def _free_port() -> int:
 
 
 def _until_listening(port: int) -> None:
-    """The proxy says that it has its settings; that it listens it says to nobody."""
+    """Waits for the port: the proxy logs that its settings are loaded, but not that it listens."""
     for _ in range(100):
         try:
             socket.create_connection(("127.0.0.1", port)).close()

@@ -13,11 +13,11 @@ from pathlib import Path
 
 ADDRESS = re.compile(r"http://[\d.]+:\d+")
 PATIENCE = 120.0
-"""Seconds a server may take to say that it is ready: LiteLLM imports for a long time."""
+"""Seconds until a server must report that it is ready: LiteLLM imports for a long time."""
 
 
 class DidNotStart(Exception):
-    """A server that ended, or was silent, before it was ready; with the end of what it said."""
+    """A server ended, or stayed silent, before it was ready. The message has the end of its output."""
 
 
 @contextmanager
@@ -49,10 +49,11 @@ def started(
 
 @contextmanager
 def awake() -> Iterator[None]:
-    """While inside, no core sleeps: on each something of the lowest priority counts, and yields to all that has work.
+    """Keeps every core awake inside the context: a counter of the lowest priority runs on each, and yields to all
+    other work.
 
-    A core that sleeps takes a while to wake, in a virtual machine the more; that is the machine's cost, not the
-    server's, and a server with much to do does not have it. Whatever ends this process ends them.
+    A sleeping core takes some time to wake, and longer in a virtual machine. That is the machine's cost, not the
+    server's, and a busy server does not pay it. The counters end with this process.
     """
     command = [sys.executable, "-c", f"import os; os.nice(19)\nwhile os.getppid() == {os.getpid()}: pass"]
     counting = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]

@@ -1,4 +1,4 @@
-"""What the processes of the bench tell each other, as JSON: a load to put on a server, and how it went."""
+"""Messages between the processes of the bench, as JSON: the load for a server, and its outcome."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Load:
     rate: float = 0.0
     """Calls a second over all episodes, spread evenly; 0: the next call as soon as the last one is answered."""
     seconds: float = 0.0
-    """What the scripted completion takes: not the server's doing."""
+    """Duration of the scripted completion, which is not the server's cost."""
     episodes_api: bool = True
-    """Ours. A peer knows calls only."""
+    """True for our server; False for a peer, which has calls only."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -47,8 +47,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a load went. Overheads are milliseconds from a request's first byte to its answer's last, less the script's
-    own time."""
+    """The result of a load. Overheads are milliseconds from a request's first byte to its answer's last, less the
+    script's own time."""
 
     calls: int
     errors: int
@@ -60,7 +60,7 @@ class Outcome:
     plain_p50_ms: float
     stream_p50_ms: float
     lag_p99_ms: float
-    """How much later than planned the generator sent its calls: its own slowness."""
+    """Delay of the generator behind its plan."""
     generator_cpu: float
     """Cores that the generator kept busy."""
     begin_s: float = 0.0
@@ -68,11 +68,11 @@ class Outcome:
     server_cpu: float = 0.0
     """Cores that the server kept busy while it was called."""
     rss_mb: float = 0.0
-    """Of the server, with all episodes open and their calls done."""
+    """Resident memory of the server, with all episodes open and their calls done."""
     kb_per_episode: float = 0.0
     commits: int = 0
     commit_share: float = 0.0
-    """Of the wall clock that the server's thread spent waiting for the disk; its event loop went on."""
+    """Share of the wall clock in which the server's thread waited for the disk; its event loop went on."""
     commit_p50_ms: float = 0.0
     commit_p99_ms: float = 0.0
 

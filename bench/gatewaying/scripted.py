@@ -1,8 +1,7 @@
-"""A model that is a script: a `Compute` in the gateway's own process that always says the same twenty tokens.
+"""A model that is a script: a `Compute` in the gateway's own process that always samples the same twenty tokens.
 
-It costs next to nothing, so that what is measured is the gateway. The tokenizer is a real one (byte-level BPE without
-merges, so a token is a byte) in a real folder, with a real chat template. Nothing is ever learned: the bench takes
-care that no batch is filled.
+Its cost is negligible, so the bench measures the gateway. The tokenizer is a real one (byte-level BPE without merges,
+so a token is a byte) in a real folder, with a real chat template. Nothing is learned: the bench never fills a batch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def make_model_info(folder: Path) -> ModelInfo:
 
 
 def answer_tokens(card: ModelInfo) -> tuple[int, ...]:
-    """What the script says, as the card's tokenizer writes it, and the token that ends the turn."""
+    """The script in the tokens of the card's tokenizer, with the token that ends the turn."""
     made = Tokenizer.from_file(f"{card.tokenizer_path}/tokenizer.json")
     return (*made.encode(ANSWER, add_special_tokens=False).ids, card.end_tokens[0])
 

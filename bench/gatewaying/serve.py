@@ -1,8 +1,8 @@
 """The gateway under load, as a process: `python -m bench.gatewaying.serve --data-dir ...`.
 
-Everything of `agentjet serve` but the worker: uvicorn on loopback, keys, renderer, trees, and a journal on disk. Says
-its address on standard output when it is ready and ends on SIGTERM. Beside the product's routes it has `GET /counters`:
-resident memory, CPU seconds, and the waits for the disk since that was last asked.
+Everything of `agentjet serve` except the worker: uvicorn on loopback, keys, renderer, trees, and a journal on disk.
+Prints its address on standard output when it is ready and ends on SIGTERM. Adds the route `GET /counters`: resident
+memory, CPU seconds, and the waits for the disk since the last request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A lean HTTP/1.1 client: one keep-alive connection, one request at a time, answers as bytes.
 
-A general client (httpx) costs a request about as much as the gateway does, and would be what is measured. This one
-knows what the servers of this bench send: a body with its length, or a chunked one.
+A general client (httpx) costs about as much per request as the gateway, and would dominate the measurement. This
+client reads only the two forms that the servers of this bench send: a body with its length, or a chunked one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Connection(asyncio.Protocol):
         self._idle_since = 0.0
 
     async def request(self, method: str, path: str, token: str, body: bytes = b"") -> Reply:
-        """Raises `BrokenConnection`, or `OSError` when there is no connection to be had."""
+        """Raises `BrokenConnection`, or `OSError` if the server cannot be reached."""
         loop = asyncio.get_running_loop()
         if time.perf_counter() - self._idle_since > IDLE_SECONDS:
             self.close()

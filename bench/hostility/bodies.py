@@ -126,7 +126,7 @@ def near_limits(path: str) -> Iterator[tuple[str, Shape]]:
 
 
 def shapes_of(path: str) -> Iterator[tuple[str, Shape]]:
-    """What is sent to a route, by name."""
+    """The bodies that are sent to a route, by name."""
     yield from SHAPES.items()
     yield from near_limits(path)
     if path in SCHEMA:

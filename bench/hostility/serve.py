@@ -26,7 +26,7 @@ from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_model_info
 EVERY = 0.002
 """Seconds between two looks."""
 CONTEXT_LENGTH = 131_072
-"""Of a model that long texts are sent to."""
+"""Context length of the served model, large enough for long texts."""
 
 
 class Watch:

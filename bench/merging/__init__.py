@@ -1,1 +1,1 @@
-"""What `bench.merge` measures: workloads, the three ways to lay a batch out, and the gateway's own work per call."""
+"""The parts of `bench.merge`: workloads, the three layouts of a batch, and the gateway's own work per call."""

@@ -26,7 +26,7 @@ def gradient_error(rows: Sequence[Row], folder: Path, budget: int) -> float:
 
 
 def _gradient(policy: Policy, mode: str, rows: Sequence[Row], budget: int) -> Tensor:
-    """What the optimiser would be given."""
+    """The gradient that the optimiser would receive."""
     learner = make_learner(policy, mode)
     taken: list[Tensor] = []
 
@@ -41,7 +41,7 @@ def _gradient(policy: Policy, mode: str, rows: Sequence[Row], budget: int) -> Te
 
 
 def _in_double(policy: Policy) -> None:
-    """Float64 throughout: `transformers` computes norms in float32 whatever the weights are, so theirs are replaced."""
+    """Float64 throughout: `transformers` always computes norms in float32, so its norms are replaced."""
     policy.model.double()
     for module in policy.model.modules():
         if type(module).__name__.endswith("RMSNorm"):

@@ -42,7 +42,7 @@ def make_model(folder: Path, vocabulary: int, *, quick: bool = False) -> Path:
 
 
 def smollm2_card() -> ModelInfo:
-    """What the gateway must know of SmolLM2 to render its conversations."""
+    """The facts about SmolLM2 that the gateway needs to render its conversations."""
     source = Path(locate_model(BUNDLED))
     template, tool_format = template_for(BUNDLED, (source / "chat_template.jinja").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(source)

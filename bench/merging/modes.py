@@ -1,9 +1,9 @@
-"""One batch, three ways to lay it out: forward, backward and optimiser step of the embedded learner.
+"""One batch in three layouts: forward, backward and optimiser step of the embedded learner.
 
-The two baselines are meant to be as good as rows can be. They share the learner's code, its head (which multiplies out
-the vocabulary at sampled positions only), its packing budget and its optimiser with the forest, and differ in what is
-computed: whole rows, flat and without padding, the longest first, every group of equal lengths one causal attention
-call without a mask.
+The two baselines are as good as rows can be. They share the learner's code, its head (which multiplies out the
+vocabulary at sampled positions only), its packing budget and its optimiser with the forest. They differ in the
+computed tokens: whole rows, flat and without padding, the longest first. Every group of equal lengths is one causal
+attention call without a mask.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a mode is run: the type of the weights, threads, tokens of a micro-batch, most counted steps."""
+    """The options of a mode: the type of the weights, threads, tokens of a micro-batch, most counted steps."""
 
     dtype: str = "float32"
     threads: int = 2
@@ -45,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one mode on one workload: seconds of each counted step, and what a step computes and holds."""
+    """The figures of one mode on one workload: seconds of each counted step, and the tokens and memory of a step."""
 
     seconds: list[float]
     tokens: int
@@ -120,7 +120,7 @@ def lay_out(mode: str, rows: Sequence[Row]) -> Forest:
 
 
 def side_by_side(trees: Sequence[Forest]) -> Forest:
-    """One forest of trees that share nothing, whatever tokens they begin with."""
+    """One forest of trees that share nothing, even if their first tokens are equal."""
     offsets = np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist()
 
     def joined(name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:

@@ -1,7 +1,7 @@
-"""Conversations through the gateway's own renderer and tree, with a sampler that answers what was recorded.
+"""Conversations through the gateway's own renderer and tree, with a sampler that answers the recorded messages.
 
-Each assistant message becomes a call: its prompt is prepared as `gateway.calls` does, its completion is what the chat
-template writes for that message up to the end token, in the tokenizer's own tokens.
+Each assistant message becomes a call. Its prompt is prepared as in `gateway.calls`. Its completion is the text that
+the chat template writes for that message up to the end token, in the tokenizer's own tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Played:
 
 
 class Replay:
-    """One conversation after the other, each into a tree of its own."""
+    """One conversation after the other, each into a separate tree."""
 
     def __init__(self, card: ModelInfo) -> None:
         self._renderer = Renderer(replace(card, context_length=LONGEST))
@@ -80,7 +80,7 @@ class Replay:
         ]
 
     def _recorded(self, conversation: Conversation, answer: Message) -> tuple[int, ...]:
-        """What a policy would have sampled to say this, its end token included."""
+        """The tokens that a policy would have sampled for this message, with its end token."""
         asked = self._renderer.render(conversation)
         said = self._renderer.render(Conversation((*conversation.messages, answer), conversation.tools))
         assert said.startswith(asked), "the template rewrites what it was asked with"

@@ -35,7 +35,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the workloads are made: lengths are divided by `shrink`, which leaves their ratios as they are."""
+    """The size of the workloads: lengths are divided by `shrink`, which keeps their ratios."""
 
     vocabulary: int = VOCABULARY
     shrink: int = 1
@@ -113,7 +113,7 @@ def timelines(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def limits(rows: Sequence[Row]) -> Limits:
-    """What counting tokens alone would give."""
+    """The ratios of token counts alone."""
     distinct = build_forest(rows).num_nodes
     return Limits(
         calls=sum(len(row.tokens) for row in rows) / distinct,

@@ -1,11 +1,11 @@
-"""A world that can fail: a policy of answers and of their lengths, in NumPy, with everything planted that goes wrong.
+"""A world that can fail: a policy of answers and of their lengths, in NumPy, with every failure planted.
 
 A prompt is a context. The policy chooses one of a few answers (a softmax, linear in shared features and in a memory of
-each context) and writes on, token by token, with a chance that it learns too. An answer that is cut off is wrong. A
-`Plant` says what is broken; nothing else does: entropy, lengths, divergences and equal groups are those of the policy
-that came of it. Signals have the names that a server gives them, and are missing where it would report none.
+each context). It continues token by token, with a chance that it learns too. An answer that is cut off is wrong. Only
+the `Plant` is broken: entropy, lengths, divergences and equal groups follow from the policy. Signals have the names
+that a server gives them, and are missing where it would report none.
 
-What is random depends on the seed alone. Shapes: P prompts of a step, G answers each, A answers to choose from, F
+Random draws depend on the seed alone. Shapes: P prompts of a step, G answers each, A answers to choose from, F
 features, W weights.
 """
 
@@ -28,11 +28,11 @@ SAMPLES = 64
 CONTEXTS, ANSWERS, FEATURES = 20, 8, 16
 """Contexts are so many to train on, and as many held out."""
 GIBBERISH = ANSWERS
-"""One answer more, of the greatest length and always wrong: what a policy says that was moved too far."""
+"""One extra answer, of the greatest length and always wrong: the output of a policy that moved too far."""
 KNOWN = 4.0, 600.0
-"""How unlikely it is at first, as a logit, and the squared distance from the first weights that makes up for it."""
+"""Its initial logit, and the squared distance from the first weights that makes up for it."""
 MEMORY = 0.3
-"""What a context's own weights count for, beside the shared ones."""
+"""Weight of a context's own weights, beside the shared ones."""
 SHORT = -0.4
 """The logit of writing on, at first: answers of 1.7 tokens."""
 CLIP = 0.2
@@ -48,30 +48,30 @@ SERVER: Mapping[str, Value] = {
     "job.max_tokens": 24,
     "job.temperature": 1.0,
 }
-"""The settings it knows, and their defaults."""
+"""The settings of this world, and their defaults."""
 
 
 @dataclass(frozen=True)
 class Plant:
-    """What is wrong with an environment, a grader or a server; the defaults are healthy."""
+    """The faults of an environment, a grader or a server; the defaults are healthy."""
 
     world: int = 0
     difficulty: float = 0.0
-    """How far the bar for a right answer is raised."""
+    """Raises the bar for a right answer."""
     solvable: float = 1.0
-    """What is left of every chance,"""
+    """Factor of every chance,"""
     given: float = 0.0
     """and what is added to it."""
     harder_at: int = STEPS
-    """From this step on the bar is raised further: a curriculum, which is no failure."""
+    """From this step on the bar is higher: a curriculum, which is not a failure."""
     length_helps: bool = False
     """Short answers are often wrong: growing longer is learning."""
     length_paid: float = 0.0
-    """What the training grader pays for an answer of the greatest length, right or wrong."""
+    """The training grader's pay for an answer of the greatest length, right or wrong."""
     hackable: bool = False
-    """It also pays for an answer that is wrong and can be told in every context."""
+    """The training grader also pays for a wrong answer that is recognisable in every context."""
     drift: float = 0.0
-    """How much more often it says "right" at the end than at the beginning."""
+    """Growth of the rate of "right" from the beginning to the end."""
     mute_at: int = STEPS
     """From this step on it gives 0: an agent that scores its own crash."""
     hangs: float = 0.0
@@ -81,13 +81,13 @@ class Plant:
     leaks: bool = False
     """The held-out tasks are among those that are trained."""
     sign: float = 1.0
-    """Of the advantages."""
+    """Sign of the advantages."""
     entropy_coef: float = 0.0
     """Weight of the entropy in what is maximised: below 0, certainty is."""
     sampler_stops_at: int = STEPS
     """From this step on the sampler keeps its weights, and reports new versions."""
     broken_rows: tuple[int, int] = (STEPS, STEPS)
-    """Steps whose data holds a row that is no number: from, to."""
+    """Steps whose data has a row that is not a number: from, to."""
     ignores: tuple[str, ...] = ()
     """Settings that the server does not take up."""
     unused: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Plant:
 
 @dataclass(frozen=True)
 class Tasks:
-    """What is right where. The first half of the contexts is trained on."""
+    """The right answer of each context. The first half of the contexts is trained on."""
 
     features: Floats
     """(2C, A, F)."""
@@ -161,7 +161,7 @@ class Policy:
         )
 
     def entropies(self) -> tuple[Floats, float]:
-        """Of the answers, (N,), and of one decision to write on."""
+        """Entropy of the answers, (N,), and of one decision to continue."""
         sure = min(max(self.stay, 1e-12), 1 - 1e-12)
         return -(self.answers * np.log(self.answers + 1e-12)).sum(-1), float(
             -sure * np.log(sure) - (1 - sure) * np.log(1 - sure)
@@ -180,7 +180,7 @@ class Samples:
     """Tokens beyond the first."""
     truncated: NDArray[np.bool_]
     luck: Floats
-    """What decides, against the chance, whether the answer is right."""
+    """Random draws that are compared with the chance that the answer is right."""
     policy: Policy
     """That it was sampled from."""
 

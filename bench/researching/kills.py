@@ -50,7 +50,7 @@ Ending = tuple[list[dict[str, Any]], float, list[str]]
 
 
 def resume_identical(study: Study, world: World) -> tuple[bool, int]:
-    """Whether one journal, killed at each of its entries in turn, ends as an undisturbed one; and how many kills."""
+    """True if a journal, killed at each entry in turn, ends as an undisturbed one; and the number of kills."""
     with tempfile.TemporaryDirectory() as name:
         quiet, stormy = Path(name, "quiet"), Path(name, "stormy")
         quiet.mkdir()
@@ -69,7 +69,7 @@ def finish(study: Study, world: World, folder: Path) -> Ending:
 
 
 def begin_and_die(study: Study, world: World, folder: Path, number: int) -> None:
-    """In a process of its own. Raises `RuntimeError` when the study ended, or failed, before it was killed."""
+    """Runs in a separate process. Raises `RuntimeError` if the study ended, or failed, before it was killed."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,10 +1,9 @@
-"""The truth, and what the whole grid would have said: every arm at every learning rate with many seeds, kept on disk.
+"""The truth and the verdicts of the whole grid: every arm at every learning rate with many seeds, kept on disk.
 
-The whole grid chooses each arm's best learning rate; many more seeds of that one score it, without the noise of
-evaluation. An effect of at least the smallest of interest has its sign as the right verdict, a smaller one is
-equivalence. A claim is decidable when one look at the last number of seeds, at the level of that look, would read it
-rightly with a power of .8, from the oracle's effect and spreads; where even that is not given, being inconclusive is
-right.
+The whole grid chooses each arm's best learning rate; many more seeds score that one, without the noise of evaluation.
+An effect of at least the smallest of interest has its sign as the right verdict; a smaller one is equivalence. A claim
+is decidable if one look at the last number of seeds, at the level of that look, would decide it rightly with a power
+of .8, from the oracle's effect and spreads. For the other claims "inconclusive" is right.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def grid(case: Case, num_seeds: int, cache: Path) -> Grid:
 
 
 def table(case: Case, cells: list[Setting], num_seeds: int) -> tuple[Floats, Floats]:
-    """What the grid sees, (settings, seeds), and the true scores of its truly best setting, with seeds of its own."""
+    """The grid's scores, (settings, seeds), and the true scores of its truly best setting, with other seeds."""
     seeds = [FIRST_SEED + seed for seed in range(num_seeds)]
     every = [(cell, seed) for cell in cells for seed in seeds]
     scores = curves(case.world, [cell for cell, _ in every], [seed for _, seed in every], [STEPS])[:, 0]
@@ -107,9 +106,9 @@ def spread(case: Case, scores: Floats) -> float:
 
 
 def grid_verdicts(case: Case, found: Grid, num_seeds: int, rng: np.random.Generator) -> list[Verdict]:
-    """What a whole grid of so many seeds would say, drawn from the oracle's: each arm at its best mean, tested once.
+    """Verdicts of a whole grid of `num_seeds` seeds, drawn from the oracle's: each arm at its best mean, tested once.
 
-    Fewer than four seeds are judged as people do: a difference below the smallest of interest is none.
+    With fewer than four seeds a difference below the smallest of interest counts as none, as people judge it.
     """
     chosen = {}
     for name, scores in found.seen.items():

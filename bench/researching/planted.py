@@ -1,9 +1,9 @@
-"""Planted failures: is each one found, called by its cause, and is its healthy twin left alone?
+"""Planted failures: each must be found and named by its cause, and its healthy twin must stay without a finding.
 
 A kind is a `Plant` or a setting that fails, and a twin that looks like it and does not: entropy that falls because the
 policy learns, answers that grow because longer ones are right, rewards that fall because the tasks became harder. Each
-is run many times, every time in another world, through the researcher's own desk. `python -m bench.researching.planted`
-prints what was said of each kind.
+runs many times, every time in another world, through the researcher's own launcher. `python -m
+bench.researching.planted` prints the findings of each kind.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ HEALTHY = {
     "the first steps are not reported": single(Plant(silent=(0, 5))),
     "hardly any success at first": single(Plant(solvable=0.3)),
 }
-"""Runs that are no twin of any failure: what else a study has in it."""
+"""Healthy runs that are not the twin of a failure."""
 
 
 @cache
@@ -147,11 +147,11 @@ def trained(plant: Plant, setting: tuple[tuple[str, Any], ...], seed: int) -> Ru
 
 
 class FailingRunner:
-    """Runs in memory. What breaks the infrastructure breaks it once: the second attempt finds it mended."""
+    """Runs in memory. An infrastructure failure happens once: the second attempt succeeds."""
 
     def __init__(self, plant: Plant) -> None:
         self._plant = plant
-        self._mended = replace(plant, dies_at=STEPS, mute_at=STEPS, hangs_at=STEPS)
+        self._healthy = replace(plant, dies_at=STEPS, mute_at=STEPS, hangs_at=STEPS)
         self._trials: dict[str, Trial] = {}
 
     def has(self, key: str) -> bool:
@@ -189,7 +189,7 @@ class FailingRunner:
 
     def _run(self, key: str) -> Run:
         trial = self._trials[key]
-        plant = self._plant if key.endswith("-1") else self._mended
+        plant = self._plant if key.endswith("-1") else self._healthy
         return trained(plant, tuple(sorted(trial.setting.items())), trial.seed)
 
 
@@ -235,7 +235,7 @@ def said(name: str, side: Side, repeat: int) -> tuple[set[str], StudyLog]:
 
 
 Said = Counter[str]
-"""What was said how often; nothing is the empty name."""
+"""Number of runs by finding; the empty name counts runs without one."""
 
 
 def counted(name: str, side: Side, repeats: range) -> Said:
@@ -246,7 +246,7 @@ def counted(name: str, side: Side, repeats: range) -> Said:
 
 @dataclass(frozen=True)
 class Confusions:
-    """By name: what was said of the failures, of faint ones, and of their twins and other healthy runs."""
+    """By name: the findings of the failures, of faint ones, and of their twins and other healthy runs."""
 
     ill: dict[str, Said]
     faint: dict[str, Said]
@@ -296,7 +296,7 @@ def share(found: Said, cause: str) -> float:
 
 
 def answers_of(found: Said, cause: str) -> tuple[str, str]:
-    """How often the cause was said, of a healthy run how often not; and what else was."""
+    """The number of runs with the right finding (healthy runs: without a finding), and the other findings."""
     others = "; ".join(f"{name or 'nothing'} ({n})" for name, n in found.items() if name != cause)
     return f"{share(found, cause) if cause else 1 - share(found, cause):.2f}", others
 

@@ -1,4 +1,4 @@
-"""`WorldRunner`: the world behind the researcher's runner. What waits is computed together."""
+"""`WorldRunner`: the world behind the researcher's runner. Waiting runs are computed together."""
 
 from __future__ import annotations
 

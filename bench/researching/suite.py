@@ -1,4 +1,4 @@
-"""The studies: questions people ask, traps included. Nobody wrote their answers down; `oracle` computes them."""
+"""The studies: common questions, traps included. Their answers are not written here; `oracle` computes them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TWO = (("b", "a"),)
 
 
 def suite(environment: int = 0) -> tuple[Case, ...]:
-    """In two worlds, each also with a grader that can be hacked. What they are called here is true of environment 0."""
+    """The studies in two worlds, each also with a grader that can be hacked. Their names describe environment 0."""
     easy, hard = World(2 * environment), World(2 * environment + 1)
     hacked_easy, hacked_hard = World(easy.seed, hackable=True), World(hard.seed, hackable=True)
     return (

@@ -1,12 +1,12 @@
 """A world where GRPO can be studied in milliseconds: a contextual bandit with shared features, in NumPy.
 
 A policy is a softmax over a few actions, linear in features of context and action, so learning in one context moves
-the others as it does in a network. A step samples prompts, `num_repeat` answers each, pays 0 or 1 by a true (or, where
+the others as in a network. A step samples prompts, and `num_repeat` answers each. It pays 0 or 1 by a true (or, where
 the grader can be hacked, a wrong) probability, and takes one policy-gradient step on group-relative advantages. The
 score is the exact expected true reward, in points of 100.
 
-What it says is about methods of research, not about language models. A run depends on its setting and seed alone, not
-on which runs were computed beside it; the first third of a run is a run of a third of the length.
+Results are about methods of research, not about language models. A run depends on its setting and seed alone, not on
+the runs that were computed beside it. The first third of a run is a run of a third of the length.
 
 Shapes: R runs, P prompts of a step, G answers a prompt, C contexts, A actions, F features.
 """
@@ -136,6 +136,6 @@ def stream(setting: Setting, seed: int) -> np.random.Generator:
 
 
 def measured(world: World, setting: Setting, seed: int, mark: int, score: float) -> float:
-    """What an evaluation of `world.evaluations` episodes reports of a policy whose true score this is."""
+    """The score that an evaluation of `world.evaluations` episodes reports for a policy with this true score."""
     rng = np.random.default_rng([seed, mark, 1, *canonical(dict(setting)).encode()])
     return 100 * float(rng.binomial(world.evaluations, min(1.0, max(0.0, score / 100)))) / world.evaluations

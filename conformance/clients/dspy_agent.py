@@ -15,7 +15,7 @@ def add(a: int, b: int) -> int:
 
 
 class ToolCaller(dspy.LM):
-    """DSPy knows by name which models take tools, and has never heard of this one."""
+    """DSPy has a list of the models that take tools, and this one is not in it."""
 
     supports_function_calling = True
 

@@ -39,7 +39,7 @@ async def converse(model: object, streamed: bool) -> str:
 
 
 async def read(_: object, events: AsyncIterable[object]) -> None:
-    """Whoever reads the events makes the agent stream its requests."""
+    """Reading the events makes the agent stream its requests."""
     async for _ in events:
         pass
 

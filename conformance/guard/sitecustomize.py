@@ -1,6 +1,6 @@
 """Imported by every client's interpreter before anything else: only this machine can be reached.
 
-What tries to leave it fails as if the network were down, and is written to the file `CONFORMANCE_REACHED`.
+A connection that leaves it fails as if the network were down, and is written to the file `CONFORMANCE_REACHED`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""How good an answer is: 1 for the right equation and nothing else, else 0."""
+"""The reward of an answer: 1 for the right equation and nothing else, otherwise 0."""
 
 
 def score(task, result):

@@ -1,8 +1,8 @@
-"""An agent with one tool, written with OpenAI's SDK: the model is asked for a product that it cannot work out in its
-head, may call a calculator, sees the result and answers.
+"""An agent with one tool, written with OpenAI's SDK: it asks for a product that the model cannot compute in its head.
+The model may call a calculator, sees the result and answers.
 
-An episode is worth 1 when the calculator was called and the answer ends with the right number, else 0. That is
-all the model learns from: nobody tells it how a call is written.
+The reward is 1 if the calculator was called and the answer ends with the right number, otherwise 0. The model learns
+from that alone: the form of a call is not rewarded separately.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPENAI = openai.OpenAI(
 
 
 def question(a: int, b: int) -> ChatCompletionMessageParam:
-    """What the user asks."""
+    """The user's message."""
     return {"role": "user", "content": f"What is {a} * {b}?"}
 
 
@@ -66,15 +66,15 @@ EXAMPLES = [*example(215, 34), *example(482, 71)]
 
 
 class Agent:
-    """One question, at most one round of tool calls, one answer. Sampled as the server's job says, or with a
-    temperature and a seed of its own, from which each task gets one."""
+    """One question, at most one round of tool calls, one answer. Samples with the job's settings, or with the given
+    temperature and a seed for each task."""
 
     def __init__(self, *, temperature: float | None = None, seed: int | None = None) -> None:
         self.temperature = temperature
         self.seed = seed
 
     def __call__(self, task: Task, episode: Episode) -> Reward:
-        """1 or 0. The metrics tell how far it came: `called` the tool, with the right `expression`."""
+        """1 or 0. The metrics show the progress: `called` the tool, with the right `expression`."""
         a, b = task.payload
         messages = [*EXAMPLES, question(a, b)]
         said = self._ask(episode, task, messages)
@@ -113,7 +113,7 @@ def calculator(arguments: str) -> str:
 
 
 def is_right(answer: str, product: int) -> bool:
-    """Whether the last number of an answer is the product."""
+    """True if the last number of an answer is the product."""
     numbers = re.findall(r"[0-9]+", answer.replace(",", ""))
     return numbers[-1:] == [str(product)]
 

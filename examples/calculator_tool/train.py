@@ -65,7 +65,7 @@ def score(swarm: Swarm, tasks: int, seed: int) -> dict[str, Any]:
 def summary(
     report: TrainReport, before: dict[str, Any], after: dict[str, Any], *, seed: int, seconds: float
 ) -> dict[str, Any]:
-    """What `result.json` holds."""
+    """The content of `result.json`."""
     return {
         "seed": seed,
         "seconds": round(seconds, 1),

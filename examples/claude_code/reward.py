@@ -1,4 +1,4 @@
-"""What an attempt is worth: 1 when the file holds what the task wants, 0.1 when Claude Code ended by itself."""
+"""The reward of an attempt: 1 if the file has the wanted content, 0.1 if Claude Code ended by itself."""
 
 from __future__ import annotations
 

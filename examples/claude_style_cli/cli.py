@@ -1,12 +1,12 @@
 """A coding assistant for the command line, written with Anthropic's SDK: a folder, three tools, a loop.
 
-It knows nothing of AgentJet. With ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL set:
+It does not depend on AgentJet. With ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ANTHROPIC_MODEL set:
 
     python examples/claude_style_cli/cli.py FOLDER "The function in add.py is wrong. Repair it."
 
-FOLDER holds the files to work on; its `tests.py` is what `run_tests` runs. Each tool used is printed, and at the end
-whether the tests pass. Python that a model wrote is executed, in a process with limits and without an environment: that
-is no sandbox. Give it a container of its own.
+FOLDER holds the files to work on; `run_tests` runs its `tests.py`. Each tool call is printed, and at the end the
+result of the tests. Python code from the model is executed in a process with limits and without an environment, which
+is not a sandbox. Run the program in a container.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ for what, most in ((resource.RLIMIT_CPU, 5), (resource.RLIMIT_AS, 2**29), (resou
 sys.path.insert(0, ".")
 """
 PARAMETERS: dict[str, tuple[str, ...]] = {"read_file": ("path",), "write_file": ("path", "content"), "run_tests": ()}
-"""Of each tool: texts, all required."""
+"""Parameters of each tool: texts, all required."""
 DESCRIPTIONS = {
     "read_file": "Read a file.",
     "write_file": "Replace what a file holds.",
@@ -56,12 +56,12 @@ def use(call_id: str, name: str, **arguments: object) -> MessageParam:
 
 
 def said(call_id: str, content: str) -> MessageParam:
-    """What that tool said."""
+    """The message with the result of a tool call."""
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": content}]}
 
 
 def asked(instruction: str, files: Mapping[str, str]) -> MessageParam:
-    """What a user wants, and the files there are."""
+    """The user's message: the instruction and the files."""
     shown = "".join(f"\n\n{name}:\n{text}" for name, text in files.items())
     return {"role": "user", "content": instruction + shown}
 
@@ -96,7 +96,7 @@ class Workspace:
     tests: str
 
     def call(self, name: str, arguments: dict[str, object]) -> str:
-        """What a tool says. Raises `ToolError`, or what the file system does."""
+        """Returns the result of a tool. Raises `ToolError` and `OSError`."""
         texts = {key: value for key, value in arguments.items() if isinstance(value, str)}
         if name not in PARAMETERS:
             raise ToolError(f"there is no tool {name!r}")
@@ -123,7 +123,7 @@ class Workspace:
         return f"wrote {path}"
 
     def files(self) -> dict[str, str]:
-        """What the model is shown: every file but the tests."""
+        """The files that the model sees: all except the tests."""
         found = sorted(path for path in self.folder.iterdir() if path.is_file() and path.name != TESTS)
         return {path.name: path.read_text(encoding="utf-8") for path in found}
 
@@ -142,7 +142,7 @@ class Workspace:
         return "the tests passed"
 
     def passes(self) -> bool:
-        """Whether the tests do."""
+        """True if the tests pass."""
         try:
             self.run_tests()
         except ToolError:

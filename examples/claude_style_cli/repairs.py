@@ -11,7 +11,7 @@ from agentjet import Task
 
 @dataclass(frozen=True)
 class Repair:
-    """What is in the file, and what its tests are; the file is called after the function."""
+    """The content of a file and of its tests. The file has the name of its function."""
 
     code: str
     tests: str

@@ -1,4 +1,4 @@
-"""What an attempt is worth, of the agent in `train.py` and of `cli.py` run as a program."""
+"""The reward of an attempt, for the agent in `train.py` and for `cli.py` run as a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentjet import Reward
 from agentjet.client import Result
 
 PARTLY = 0.1
-"""What an attempt is worth whose file was rewritten, when its tests fail in the end."""
+"""Reward of an attempt that rewrote the file but fails the tests."""
 
 
 def worth(solved: bool, used: Sequence[tuple[str, str]]) -> Reward:
@@ -19,7 +19,7 @@ def worth(solved: bool, used: Sequence[tuple[str, str]]) -> Reward:
 
 
 def score(task: Mapping[str, Any], result: Result) -> Reward:
-    """The same, told from what the program printed."""
+    """The same from the output of the program."""
     *tools, verdict = result.stdout.splitlines()
     used = [(name, "" if said == "ok" else said) for name, _, said in (line.partition(": ") for line in tools)]
     return worth(verdict == "the tests pass", used)

@@ -46,7 +46,7 @@ def agent(task: Task, episode: Episode) -> Reward:
 
 
 def share_solved(swarm: Swarm, repeats: int) -> float:
-    """Of attempts, `repeats` at each task: those whose tests pass in the end."""
+    """The share of attempts, `repeats` at each task, whose tests pass in the end."""
     return swarm.evaluate(agent, TASKS, repeats=repeats).mean_metric("solved")
 
 

@@ -1,9 +1,9 @@
-"""One client of three: trains the server's policy on one task set, in whatever environment runs this.
+"""One client of three: trains the server's policy on one task set, in the environment of its interpreter.
 
     AGENTJET_URL=... AGENTJET_TOKEN=... python -m examples.cocktail.client addition
 
-The last line it prints is what came of it, as JSON; `shares` are the set's shares of each batch's groups. It uses
-nothing of OpenAI's SDK that its first major version did not have.
+The last line of its output is its result, as JSON; `shares` are the set's shares of each batch's groups. It uses only
+those parts of OpenAI's SDK that already exist in its first major version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentjet.client import Episode
 from agentjet.types import Task
 
 Rule = Callable[[str, str], bool]
-"""What the model said and what is right, to whether it was."""
+"""Takes the model's answer and the right one; returns True if the answer is right."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def differences() -> list[Task]:
 
 
 def chain_sums() -> list[Task]:
-    """Of reasoning-gym, which only this client's environment has."""
+    """Tasks of reasoning-gym, which only this client's environment has."""
     import reasoning_gym
 
     entries = reasoning_gym.create_dataset("chain_sum", seed=7, size=400, max_terms=2, max_digits=1)

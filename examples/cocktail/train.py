@@ -1,5 +1,4 @@
-"""Makes two virtual environments, starts a server and three clients in them, and measures what each task set's share of
-the batches was.
+"""Makes two virtual environments, starts a server and three clients, and measures each task set's share of the batches.
 
     python -m examples.cocktail.train --out cocktail
 
@@ -49,7 +48,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def summary(weights: Mapping[str, float], clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `result.json` holds: for each task set its part by weight, and its mean share of the batches' groups."""
+    """The content of `result.json`: each task set's share by weight, and its mean share of the batches' groups."""
     return {
         "batches": len(clients[0]["shares"]),
         "task_sets": {
@@ -79,8 +78,8 @@ def make_environment(name: str, out: Path) -> Path:
 
 
 def run_clients(url: str, server_dir: Path, pythons: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """One client process a task set, with the interpreter given for it; they begin together. Returns what each says
-    of itself in the end. Raises `SystemExit` when one fails, and ends the others."""
+    """Runs one client process for each task set, with the interpreter given for it; they begin together. Returns their
+    results. Raises `SystemExit` if one fails, and ends the others."""
     # Without PYTHONPATH: a client sees its own environment and this folder, nothing of ours.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"AGENTJET_URL": url, "AGENTJET_TOKEN": (server_dir / "token").read_text().strip()}

@@ -1,4 +1,4 @@
-"""An agent that adds two numbers, with a prompt that leads nowhere: its author's copy is mended while it is trained."""
+"""An agent that should add two numbers, with a useless prompt. Its copy is corrected during training."""
 
 import openai
 

@@ -1,9 +1,9 @@
-"""Trains an agent whose prompt is mended while training goes on; result.json and reward.png show what came of it.
+"""Trains an agent whose prompt is corrected during training; writes result.json and reward.png.
 
     python -m examples.live_edit.run --out live-edit
 
-The server is a child of this process, on a free loopback port, and ends with it. What a person does in an editor a
-thread does here: after some batches it writes the mended prompt into the agent's file, a copy in the output folder.
+The server is a child of this process, on a free loopback port, and ends with it. A thread plays the part of a person
+with an editor: after some batches it writes the corrected prompt into the agent's file, a copy in the output folder.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from agentjet import Swarm, Task, TrainReport
-from agentjet.cli.arithmetic import SETTINGS, training_tasks
 from agentjet.cli.serve import ChildServer
 from agentjet.client.threads import raise_on_signals
+from examples.arithmetic.agent import training_tasks
+from examples.arithmetic.demo import SETTINGS
 
 AGENT = Path(__file__).with_name("adder.py")
 BROKEN = 'PROMPT = ["Write a poem about {a} + {b}."]'
-MENDED = 'PROMPT = ["3 + 5", "3 + 5 = 8", "12 + 7", "12 + 7 = 19", "{a} + {b}"]'
+CORRECTED = 'PROMPT = ["3 + 5", "3 + 5 = 8", "12 + 7", "12 + 7 = 19", "{a} + {b}"]'
 SMALLER = "job.batch_size=4"
 """Batches of 32 episodes: an edit is seen soon."""
 CONCURRENCY = 32
@@ -72,7 +73,7 @@ def edit_live(
 
 
 def figures(report: TrainReport) -> dict[str, Any]:
-    """What the report says of the two prompts, in the order they were used."""
+    """The report's figures for the two prompts, in the order of their use."""
     versions = list(report.by_code_version.items())
     [change] = report.code_changes
     return {
@@ -88,7 +89,7 @@ def figures(report: TrainReport) -> dict[str, Any]:
 
 
 def _restarts(swarm: Swarm, first: int, last: int) -> int:
-    """How often the server, or its worker, was started anew between two events."""
+    """The number of starts of the server, or its worker, between two events."""
     num_restarts = 0
     for event in swarm.events(after=first) if last > first else ():
         num_restarts += event.kind == "state" and event.body["state"] == "loading"
@@ -101,7 +102,7 @@ def _edit(swarm: Swarm, file: Path, version: int) -> None:
     """Mend the prompt once the policy is at `version`."""
     for event in swarm.events():
         if event.kind == "step" and event.body["policy_version"] >= version:
-            file.write_text(file.read_text().replace(BROKEN, MENDED))
+            file.write_text(file.read_text().replace(BROKEN, CORRECTED))
             return
 
 
@@ -116,7 +117,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     rewards = result["rewards"]
     axes.plot(range(1, len(rewards) + 1), rewards, marker="o", markersize=3, label="mean reward of a batch")
     share = result["versions"][0]["episodes"] / sum(version["episodes"] for version in result["versions"])
-    axes.axvline(share * len(rewards) + 0.5, linestyle="--", color="grey", label="the prompt was mended")
+    axes.axvline(share * len(rewards) + 0.5, linestyle="--", color="grey", label="the prompt was corrected")
     axes.set_xlabel("batch")
     axes.set_ylim(0, 1)
     axes.legend(frameon=False)

@@ -1,7 +1,7 @@
-"""One policy plays both sides of a TextArena game. Each side is an agent role with a conversation of its own and is
-rewarded for its own result: what wins for `player_0` loses for `player_1`.
+"""One policy plays both sides of a TextArena game. Each side is an agent role with a separate conversation and its own
+reward: a win of `player_0` is a loss of `player_1`.
 
-For the evaluation one side is a player that picks a legal move at random.
+In the evaluation one side is a player that picks a legal move at random.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GAME = "TicTacToe-v0-raw"
 MAX_TOKENS = 8
 
 Player = Callable[[str], str]
-"""What a player has seen since its last move, to its move."""
+"""Takes the text since the player's last move; returns its move."""
 
 # A new client costs 17 ms, a copy of one for another episode nothing. The server is on this machine: no proxy is asked.
 OPENAI = openai.OpenAI(
@@ -35,12 +35,12 @@ OPENAI = openai.OpenAI(
 
 @dataclass(frozen=True)
 class Result:
-    """How a game ended: 1 for the winner, -1 for the loser, 0 for both in a draw. A side that makes two illegal moves
-    in a row has lost."""
+    """The result of a game: 1 for the winner, -1 for the loser, 0 for both in a draw. A side that makes two illegal
+    moves in a row loses."""
 
     by_player: tuple[float, float]
     illegal: tuple[bool, bool]
-    """Whose illegal move ended it."""
+    """True for the side whose illegal move ended the game."""
     num_moves: int
     """Illegal ones included."""
 
@@ -59,7 +59,7 @@ def play(players: Sequence[Player]) -> Result:
 
 
 class Policy:
-    """The model as one side of a game, under an agent role of its own."""
+    """The model as one side of a game, under the agent role of that side."""
 
     def __init__(self, episode: Episode, number: int) -> None:
         self.role = f"player_{number}"
@@ -90,8 +90,8 @@ class RandomPlayer:
 def self_play(task: Task, episode: Episode) -> Reward:
     """The agent that is trained: a game of the policy against itself, each side rewarded by its own result.
 
-    The episode's own reward, which trains neither side, is 1 where the game was played to its end and 0 where illegal
-    moves ended it: over both sides the results of a game add up to nothing.
+    The episode's own reward trains neither side: over both sides the results of a game add up to 0. So it is 1 if the
+    game was played to its end, and 0 if illegal moves ended it.
     """
     sides = Policy(episode, 0), Policy(episode, 1)
     result = play(sides)
@@ -112,6 +112,6 @@ def against_random(task: Task, episode: Episode) -> Reward:
 
 
 def games(count: int) -> list[Task]:
-    """So many games; which side the policy takes in an evaluation (`payload`) alternates. The game always starts the
-    same way: what differs is what is sampled."""
+    """Tasks for `count` games. The policy's side in an evaluation (`payload`) alternates. The game always starts the
+    same way; only the sampled moves differ."""
     return [Task(f"{GAME}/{number}", task_set="self_play", payload=number % 2) for number in range(count)]

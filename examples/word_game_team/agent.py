@@ -29,8 +29,8 @@ OPENAI = openai.OpenAI(
 
 
 def play(task: Task, episode: TeamEpisode) -> Reward:
-    """The agent: one round. Each is rewarded half for how close the guess comes, half for keeping to the rules: a hint
-    does not say the word, a guess is letters only."""
+    """The agent: one round. Half of each reward is the closeness of the guess, half is for keeping the rules: a hint
+    must not contain the word, a guess is letters only."""
     word = str(task.payload)
     hint = ask(episode[DESCRIBER], f"Describe a {word} in a few words, without saying the word itself.")
     guess = ask(episode[GUESSER], f"Which word is meant? Answer with that word only. It is {hint}")
@@ -43,7 +43,7 @@ def play(task: Task, episode: TeamEpisode) -> Reward:
 
 
 def ask(part: Episode, text: str) -> str:
-    """What one of the two models answers."""
+    """The answer of one of the two models."""
     llm = OPENAI.with_options(base_url=part.base_url, api_key=part.api_key)
     completion = llm.chat.completions.create(model=part.model, messages=[{"role": "user", "content": text}])
     return completion.choices[0].message.content or ""
@@ -55,7 +55,7 @@ def closeness(guess: str, word: str) -> float:
 
 
 def fairness(hint: str, word: str) -> float:
-    """0 for a hint that says the word, else the share of letters in its words."""
+    """0 for a hint that contains the word, otherwise the share of letters in its words."""
     return 0.0 if word in hint.lower() else letters(hint.replace(" ", ""))
 
 

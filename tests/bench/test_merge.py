@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from agentjet.timeline import Forest, build_forest
-from agentjet.timeline.chunks import chunk_forest
+from agentjet.timeline.forest import chunk_forest
 from agentjet.types import Message
 from bench.merge import BY_DEFAULT, WITHOUT_CALLS, possible
 from bench.merging.gateway import Point, microseconds_per_kilobyte

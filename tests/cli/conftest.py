@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.arithmetic import held_out_tasks
+from examples.arithmetic.agent import held_out_tasks
 from tests.fakes import saying
 from tests.server.serving import Served, in_thread, serving
 

@@ -1,4 +1,4 @@
-"""The commands that look at a server, and `eval`: what they print, what they refuse, and how."""
+"""The commands that read from a server, and `eval`: their output and their errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli import printable
-from agentjet.cli.arithmetic import held_out_tasks
 from agentjet.cli.data_dir import check_data_dir
 from agentjet.cli.episodes import CONTEXT, ORPHAN, SAMPLED, episode_lines
 from agentjet.cli.main import app, main
-from agentjet.cli.picture import apart, draw_rewards, smooth
-from agentjet.cli.report import write_report
-from agentjet.cli.scoring import Score
-from agentjet.client import Estimate, Swarm
+from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import (
     AgentJetError,
@@ -36,7 +32,7 @@ from tests.server.serving import TOKEN, Served
 
 
 def run(*arguments: str) -> str:
-    """What a command prints. Raises what it raises."""
+    """The output of a command. Raises the command's exceptions."""
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -159,7 +155,8 @@ def test_eval_of_a_running_server(served: Served) -> None:
     low, high = score["success_interval"]
     assert 0.55 < low < 0.9 < high < 1.0
     assert {asked.params.temperature for asked in served.run.compute.asked} == {0.0}
-    assert "90.0% of 10 first answers right" in run("eval", served.url, "--token", TOKEN, "--tasks", "10")
+    printed = run("eval", served.url, "--token", TOKEN, "--tasks", "10")
+    assert "mean@1 0.900 (95 % interval" in printed and "well_formed: 0.900" in printed
     assert {asked.params.temperature for asked in served.run.compute.asked[10:]} == {1.0}
 
 
@@ -171,6 +168,34 @@ def test_eval_draws_the_same_again_for_the_same_seed(served: Served) -> None:
     assert len(set(seeds)) == 10
 
 
+AGENT = """
+from agentjet import Reward, Task
+import httpx
+
+def tasks():
+    return [Task("3+4", payload=(3, 4)), Task("5+6", payload=(5, 6))]
+
+def agent(task, episode):
+    a, b = task.payload
+    question = {"role": "user", "content": f"What is {a} + {b}?"}
+    body = {"model": episode.model, "messages": [question]}
+    key = {"Authorization": f"Bearer {episode.api_key}"}
+    answer = httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=key).json()
+    text = answer["choices"][0]["message"]["content"]
+    return Reward(float(text.endswith("= 7")), metrics={"letters": float(len(text))})
+"""
+
+
+def test_eval_of_any_agent(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "scored.py"
+    file.write_text(AGENT)
+    arguments = ("--agent", f"{file}:agent", "--task-file", f"{file}:tasks")
+    score = json.loads(run("eval", served.url, "--token", TOKEN, *arguments, "--json"))
+    assert (score["tasks"], score["success"], score["letters"], "answers" in score) == (2, 0.5, 9.5, False)
+    only = json.loads(run("eval", served.url, "--token", TOKEN, *arguments, "--tasks", "1", "--json"))
+    assert (only["tasks"], only["success"], only["letters_interval"]) == (1, 1.0, [None, None])
+
+
 def test_eval_with_repeats(served: Served) -> None:
     asked = ("--tasks", "10", "--repeats", "4", "--pass-at", "1,4", "--at-version", "newest", "--concurrency", "4")
     score = json.loads(run("eval", served.url, "--token", TOKEN, *asked, "--json"))
@@ -178,11 +203,12 @@ def test_eval_with_repeats(served: Served) -> None:
     assert {k: found["value"] for k, found in score["pass_at"].items()} == {"1": 0.9, "4": 0.9}
     assert score["pass_at"]["4"]["interval"] == score["success_interval"], "all repeats agree: tasks are what counts"
     assert len({asked.params.seed for asked in served.run.compute.asked}) == 40
-    assert "10 x 4 first answers right" in run("eval", served.url, "--token", TOKEN, *asked)
+    printed = run("eval", served.url, "--token", TOKEN, *asked)
+    assert "mean@4 0.900" in printed and "pass@4: 0.900" in printed
 
 
 def test_eval_of_an_endpoint(served: Served) -> None:
-    """Here it is the server itself, under the key of an episode."""
+    """The endpoint is the server itself, with the key of an episode."""
     with Swarm(served.url, TOKEN) as swarm, swarm.episode("outside", mode="eval") as episode:
         key = served.run.gateway.config.server.data_dir / "a-key"
         key.write_text(episode.api_key)
@@ -204,6 +230,11 @@ def test_eval_of_an_endpoint(served: Served) -> None:
         (("http://a", "--at-version", "old"), "or newest"),
         (("http://a", "--pass-at", "1,4"), "--pass-at 4 needs --repeats 4"),
         (("http://a", "--pass-at", "one"), "numbers with commas"),
+        (("http://a", "--tasks", "501"), "--tasks 501: there are 500 tasks"),
+        (("http://a", "--task-file", "t.jsonl"), "--task-file is for --agent"),
+        (("http://a", "--agent", "a.py:agent"), "--agent needs --task-file"),
+        (("http://a", "--agent", "a.py:agent", "--greedy"), "are for the default agent"),
+        (("http://a", "--agent", "a.py:agent", "--task-file", "t.jsonl"), "--agent a.py: No such file"),
     ],
 )
 def test_eval_refuses(arguments: tuple[str, ...], said: str) -> None:
@@ -245,41 +276,6 @@ def test_data_dirs_that_are_ours_are_told_from_those_that_are_not(tmp_path: Path
     check_data_dir(tmp_path)
 
 
-def scored(success: float, answers: dict[str, str]) -> Score:
-    return Score(
-        tasks=1,
-        repeats=1,
-        right=Estimate(success, 0.0, 1.0, 1),
-        formed=Estimate(1.0, 0.0, 1.0, 1),
-        answers=answers,
-        policy_version=0,
-        seconds=1.0,
-    )
-
-
-HARD = held_out_tasks(1)[0]
-RIGHT = f"{HARD.payload[0]} + {HARD.payload[1]} = {sum(HARD.payload)}"
-
-
-def test_the_report_is_one_file_and_escapes_what_models_say(tmp_path: Path) -> None:
-    before, after = scored(0.0, {HARD.id: "<script>alert(1)</script>"}), scored(1.0, {HARD.id: RIGHT})
-    picture, page = tmp_path / "reward.png", tmp_path / "report.html"
-    draw_rewards(picture, [0.1, 0.5, 0.9], before, after)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    result = {"steps": 3, "seconds": 90.0, "timings": {"train": 60.0}, "rewards": [0.1, 0.5, 0.9]}
-    write_report(page, "smollm2-135m", result, before, after, picture)
-    html = page.read_text()
-    assert "<script" not in html and "&lt;script&gt;" in html
-    assert "data:image/png;base64," in html
-    assert "http" not in html
-    assert f'<td class="right">{RIGHT}' in html
-
-
-def test_smoothing_is_centred_and_keeps_the_ends() -> None:
-    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert smooth([0.0, 0.0, 5.0, 0.0, 0.0]) == [0.0, 5 / 3, 1.0, 5 / 3, 0.0]
-
-
 def test_nothing_that_others_wrote_steers_the_terminal(served: Served) -> None:
     evil = "a\x1b[31mRED\x07\u202e\x9b2J\nep9"
     with Swarm(served.url, TOKEN, client_id="c\x1b]0;t\x07") as swarm:
@@ -303,14 +299,6 @@ def test_what_people_write_is_printed_as_it_is() -> None:
     plain = "Grüße, 世界\tسلام می‌خواهم 👩‍🚀 1\u202f000 €\n"
     assert printable(plain) == plain
     assert printable("\ud800\r\x00") == r"\ud800\r\x00"
-
-
-@pytest.mark.parametrize(("first", "second"), [(0.0, 0.0), (0.5, 0.52), (0.52, 0.5), (0.01, 0.7)])
-def test_labels_stay_apart_and_above_the_axis(first: float, second: float) -> None:
-    low, high = apart(first, second)
-    assert abs(high - low) >= 0.05 - 1e-12
-    assert min(low, high) >= min(first, second) - 1e-12 or min(low, high) >= 0.025 - 1e-12
-    assert (high >= low) == (second >= first)
 
 
 def test_an_episode_is_shown_by_who_wrote_each_token(served: Served) -> None:

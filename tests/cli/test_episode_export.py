@@ -112,7 +112,7 @@ def test_messages_that_a_checkpoint_covers_are_gone(served: Served, tmp_path: Pa
         play(swarm, "new", 1.0, mode="eval")
     out = tmp_path / "out.jsonl"
     assert "conversations: 2, of episodes: 1, in" in (said := run("episodes", "export", str(out), *at(served)))
-    assert "1 more have no messages any more, since a checkpoint covers them" in said
+    assert "1 more have no messages, since a checkpoint covers them" in said
     assert {row["task_id"] for row in read(out)} == {"new"}
 
 

@@ -45,7 +45,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def post(served: Served, path: str, key: str, **body: Any) -> Any:
-    """What `curl -d` would send."""
+    """Sends the request of `curl -d`."""
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(served.url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=30) as answer:

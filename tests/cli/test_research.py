@@ -116,7 +116,7 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
         with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
             new("does a kl penalty help?", "--out", out)
     for agent, said in (
-        ("os.path:join", r"os\.path:join: 'os\.path' is part of Python itself, and no file of yours"),
+        ("os.path:join", r"os\.path:join: 'os\.path' is part of Python itself: name a module"),
         (":agent", r":agent: expected FILE\.py:FUNCTION, or package\.module:function"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -18,8 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.cli.run.rewards import NoReward, reward_source
-from agentjet.cli.run.source import CommandCode, CommandSource, check_source
+from agentjet.cli.program import CommandLine, CommandSource, NoReward, check_source, reward_source
 from agentjet.client import Command, Result
 from agentjet.client.inputs import read_tasks
 from agentjet.errors import AgentJetError, ConfigError
@@ -109,12 +108,12 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
     refused(
         r"\{task.c\}: the task has no 'c'; its keys are: a, b, id", "--reward", "stdout", command=("echo", "{task.c}")
     )
-    refused("the command 'no-such-program' was not found", "--reward", "stdout", command=("no-such-program",))
+    refused("the command 'no-such-program' is missing", "--reward", "stdout", command=("no-such-program",))
     refused("expected FILE.py:FUNCTION, stdout, exit-code or file:NAME", "--reward", "magic")
     refused(r"reward.py:sore: there is no function 'sore'", "--reward", "reward.py:sore")
     refused(r"missing.py: No such file", "--reward", "missing.py:score")
-    refused("--source nowhere: there is no such", "--reward", "stdout", "--source", "nowhere")
-    refused("--watch: the command names no file of its own", "--reward", "stdout", "--watch", command=("true",))
+    refused("--source nowhere: no such file", "--reward", "stdout", "--source", "nowhere")
+    refused("--watch: the command line has no file to watch", "--reward", "stdout", "--watch", command=("true",))
     refused("--watch and --eval exclude", "--reward", "stdout", "--watch", "--eval")
     (folder / "reward.py").write_text("def score(task result): ...")
     refused(r"reward.py: SyntaxError: .*line 1", "--reward", "reward.py:score")
@@ -128,11 +127,11 @@ def test_what_would_fail_in_every_episode_is_said_before_the_first(served: Serve
     [
         ('{"id": "a"}\n{"id": "b" "c"}\n', r"tasks.jsonl line 2, column 12: Expecting ',' delimiter"),
         ('{"id": "a"}\n\n["b"]\n', r"line 3: a task is a JSON object .*, not \[\"b\"\]"),
-        ('{"id": "a"}\n{"id": "a"}\n', r"line 2: the id 'a' is that of line 1, too"),
+        ('{"id": "a"}\n{"id": "a"}\n', r"line 2: the id 'a' is also that of line 1"),
         ('{"id": ""}', "line 1: id = '': it must be text"),
         ('{"id": true}', "line 1: id = True"),
         ('{"task_set": 3}', "line 1: task_set = 3"),
-        ("\n \n", "there is no task in it"),
+        ("\n \n", "the file has no tasks"),
         (json.dumps({"text": "x" * 200_000}), "line 1: the row has 200012 bytes"),
         ('{"id": "a"}\n{"board": ' + "[" * 40_000 + "]" * 40_000 + "}", "line 2: maximum recursion depth"),
         ('{"seed": ' + "7" * 5_000 + "}", r"line 1: .*4300 digits"),
@@ -149,7 +148,7 @@ def test_tasks_that_are_no_text_or_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none: No such file"):
         read_tasks(tmp_path / "none")
     (tmp_path / "latin").write_bytes('{"name": "Zoë"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match="byte 12 is no UTF-8"):
+    with pytest.raises(ConfigError, match="byte 12 is not UTF-8"):
         read_tasks(tmp_path / "latin")
 
 
@@ -186,7 +185,7 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
         ("true", "expected a number"),
         ("[" * 40_000, "expected a number"),
         ('{"reward": "1"}', "expected a number"),
-        ('{"reward": 1, "rewards": {}}', "has the key 'rewards': there are reward, by_role and metrics"),
+        ('{"reward": 1, "rewards": {}}', "has the unknown key 'rewards': expected reward, by_role and metrics"),
         ('{"reward": 1, "metrics": {"turns": "many"}}', "expected an object of numbers"),
     ],
 )
@@ -217,7 +216,7 @@ def test_paths_of_a_command_hold_in_another_folder(folder: Path) -> None:
         "{here}/x",
         "{task}",
     )
-    source = CommandSource(words, folder, check_source([Path("data")], folder))
+    source = CommandLine(words, folder, check_source([Path("data")], folder))
     here = str(folder)
     assert source.resolved() == [
         *(f"{here}/interpreter", f"{here}/agent.py", f"--with={here}/reward.py"),
@@ -245,10 +244,10 @@ def test_a_version_runs_from_a_copy_in_which_everything_else_is_found(folder: Pa
     (outside / "settings").write_text("one")
     (folder / "agent.py").write_text("import lib.words, lib.other; print(lib.words.WORD, lib.other.OTHER)")
     arguments = ("python", "agent.py", "../outside/settings", "plain.txt")
-    source = CommandSource(arguments, folder, check_source([Path("lib/words.py")], folder))
+    source = CommandLine(arguments, folder, check_source([Path("lib/words.py")], folder))
     copies = tmp_path / "copies"
     copies.mkdir()
-    code = CommandCode(source, Command(source.resolved(), lambda task, result: 0.0), None, copies)
+    code = CommandSource(source, Command(source.resolved(), lambda task, result: 0.0), None, copies)
     first = code.load()
     stamp = code.stamp()
     (folder / "lib" / "words.py").write_text("WORD = 'second'")
@@ -362,14 +361,14 @@ def test_an_option_that_would_do_nothing_is_refused(options: tuple[str, ...], se
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [
-        ("echo none", "expected a number.*: mend the program, or its --reward"),
-        ("echo 1", "no call of the policy.*: the program must ask the model at OPENAI_BASE_URL"),
+        ("echo none", "expected a number.*: correct the program, or its --reward"),
+        ("echo 1", "no call of the policy.*: the program must call the model at OPENAI_BASE_URL"),
     ],
 )
-def test_a_program_that_fails_is_told_in_the_words_of_a_shell(
+def test_the_error_of_a_failing_program_names_shell_options(
     served: Served, folder: Path, program: str, sentence: str
 ) -> None:
     asked = ["run", "--task-file", "tasks.jsonl", "--reward", "stdout", "--concurrency", "2", "--url", served.url]
     with pytest.raises(AgentJetError, match=sentence) as failed:
         CliRunner().invoke(app, [*asked, "--token", TOKEN, "--", *program.split()], catch_exceptions=False)
-    assert "rewards.py" not in str(failed.value) and "swarm." not in str(failed.value)
+    assert "program.py" not in str(failed.value) and "swarm." not in str(failed.value)

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import pytest
 
-from agentjet.cli.tracing import tracer_provider
+from agentjet.cli.server_process import tracer_provider
 from agentjet.errors import ConfigError
 
 NUM_LINKS = 1000
-"""More than the SDK keeps of its own accord."""
+"""More than the SDK keeps by default."""
 
 
 class Collector(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What `status` and `watch` show: clients of late, and for a file one text for each change."""
+"""The output of `status` and `watch`: recent clients, and for a file one text for each change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`FakeServer`: the control API in memory, behind `httpx.MockTransport`. It admits, groups and "learns" like the real
-one, and can be told to misbehave."""
+one. Tests can make it misbehave."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FakeServer:
         self.group_size = group_size
         self.max_steps = max_steps
         self.num_calls = 1
-        """Of every episode that finishes."""
+        """Calls recorded for every finished episode."""
         self.version = 0
         self.steps: list[dict[str, float]] = []
         self.state = "sampling"

@@ -90,7 +90,7 @@ class Both:
         }
 
     def statuses(self, team: str = "") -> list[str]:
-        """Of a team's episode, or the only one: its status on the anchor and on the other server."""
+        """The status of a team's episode, or of the only one: on the anchor and on the other server."""
         chosen = [[part for part in parts if team in ("", part.team)] for parts in self.episodes().values()]
         (first,), (second,) = chosen
         assert first.team == second.team

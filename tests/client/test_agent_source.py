@@ -1,4 +1,4 @@
-"""A user's file may do anything when it is imported: it is said in a sentence. Where a package is looked for."""
+"""1. Errors in a user's file, even `sys.exit`, become one message. 2. The search order for packages."""
 
 from __future__ import annotations
 

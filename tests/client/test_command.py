@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentjet.client import AsyncEpisode, AsyncSwarm, Command, CommandFailed, Result
-from agentjet.client.command import environment, filled
+from agentjet.client.command import environment, fill_placeholders
 from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, BeginResponse
 from agentjet.types import Task
@@ -70,7 +70,7 @@ def run(command: Command) -> Any:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs: not when it waits to be reaped by whoever adopted it."""
+    """True if the process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -78,7 +78,7 @@ def is_alive(pid: int) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends; a signal that was sent may take a moment to arrive."""
+    """True if the process ends within 10 s. A signal may take a moment to arrive."""
     deadline = time.monotonic() + 10
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -201,7 +201,7 @@ time.sleep(float(sys.argv[2]))
 
 def test_too_slow_a_program_is_ended_with_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    with pytest.raises(CommandFailed, match=r"it ran longer than 1 s"):
+    with pytest.raises(CommandFailed, match=r"the program ran longer than 1 s"):
         run(Command(python(STUBBORN, str(pids), "3600"), judged, timeout=1.0))
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
@@ -231,18 +231,18 @@ def test_a_cancelled_program_is_ended_with_its_children(tmp_path: Path) -> None:
 
 
 def test_placeholders() -> None:
-    assert filled("{task.question}", ROW) == "two words"
-    assert filled("a={task.answer},{task.deep.list}", ROW) == "a=7,[1]"
-    assert json.loads(filled("{task}", ROW)) == ROW
-    assert filled("{task}", "text") == "text"
-    assert filled("{print $1} {} {other} {'a': 1}", ROW) == "{print $1} {} {other} {'a': 1}"
+    assert fill_placeholders("{task.question}", ROW) == "two words"
+    assert fill_placeholders("a={task.answer},{task.deep.list}", ROW) == "a=7,[1]"
+    assert json.loads(fill_placeholders("{task}", ROW)) == ROW
+    assert fill_placeholders("{task}", "text") == "text"
+    assert fill_placeholders("{print $1} {} {other} {'a': 1}", ROW) == "{print $1} {} {other} {'a': 1}"
     with pytest.raises(ConfigError, match=r"\{task.qestion\}: .* 'qestion'; its keys are: answer, deep, id, question"):
-        filled("{task.qestion}", ROW)
-    with pytest.raises(ConfigError, match=r"\{question\} is no placeholder: write \{task.question\}"):
-        filled("ask {question}", ROW)
-    with pytest.raises(ConfigError, match="nothing below 7"):
-        filled("{task.answer.digit}", ROW)
-    assert filled("{task.question}", {"question": "{task.answer}"}) == "{task.answer}"  # filled once
+        fill_placeholders("{task.qestion}", ROW)
+    with pytest.raises(ConfigError, match=r"\{question\} is not a placeholder: write \{task.question\}"):
+        fill_placeholders("ask {question}", ROW)
+    with pytest.raises(ConfigError, match="7 is not an object"):
+        fill_placeholders("{task.answer.digit}", ROW)
+    assert fill_placeholders("{task.question}", {"question": "{task.answer}"}) == "{task.answer}"  # filled once
 
 
 ASKS = """
@@ -257,7 +257,7 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
 
 
 def test_a_program_is_trained_and_the_server_knows_each_end(tmp_path: Path) -> None:
-    """Of three tasks one crashes: its episodes are aborted with the reason, and the others make the batch."""
+    """One of three tasks crashes: its episodes are aborted with the reason, and the others fill the batch."""
 
     def judge(payload: Any, result: Result) -> float:
         return float(result.stdout.strip() == "2")

@@ -1,4 +1,4 @@
-"""1. What is retried, for how long, with which key. 2. How refusals become exceptions. 3. Where settings come from."""
+"""1. Retries: which failures, for how long, with which key. 2. Refusals become exceptions. 3. Sources of settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_server_that_was_there_is_waited_for_through_a_restart(server: FakeSer
 
 
 class Scripted:
-    """A server that answers what the script says, one item a request: a status, or `None` for a lost connection."""
+    """A server that answers by a script, one item a request: a status, or `None` for a lost connection."""
 
     def __init__(self, *script: int | None, body: str = "{}", **headers: str) -> None:
         self.script = list(script)
@@ -131,7 +131,7 @@ def test_a_restart_takes_nothing_of_the_time_to_wait_for_room(time: FakeTime) ->
 
 def test_an_answer_that_is_no_json_is_that_of_something_else(time: FakeTime) -> None:
     portal = Scripted(*[200] * 100, body="<html>Please log in.</html>", **{"Content-Type": "text/html"})
-    with pytest.raises(Unreachable, match=r"8400 answered with status 200 and text/html, .*: a proxy or a login page"):
+    with pytest.raises(Unreachable, match=r"8400 answered with status 200 and text/html, .*: a proxy, a login page"):
         asyncio.run(portal.connect(time).status())
     assert 0 < time.now <= 3.0, "as an address that never answered"
 
@@ -277,7 +277,7 @@ def test_a_token_is_read_without_the_newline_of_its_file() -> None:
 
 @pytest.mark.parametrize("token", ["secret-ü", "secret\nsecret", "secret\x00"])
 def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(token: str) -> None:
-    with pytest.raises(ConfigError, match="no header can carry") as refused:
+    with pytest.raises(ConfigError, match="a header cannot carry") as refused:
         load_settings(token=token, environ={})
     assert "secret" not in str(refused.value)
 

@@ -75,7 +75,7 @@ def test_zeros_and_ones_have_wilsons_interval() -> None:
 
 
 def test_other_values_are_resampled() -> None:
-    """Of two tasks with 0.2 and 0.8 a resample has the mean 0.2 or 0.8 in a quarter of the cases each."""
+    """With two tasks of 0.2 and 0.8, a resample has the mean 0.2 or 0.8 in a quarter of the cases each."""
     found = estimate([0.2, 0.8])
     assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.2, 0.8))
     values = [number / 100 for number in range(100)]
@@ -93,7 +93,7 @@ def test_where_there_is_no_interval_none_is_claimed() -> None:
 
 
 def test_repeats_of_a_task_are_one_observation() -> None:
-    """100 repeats that all agree tell no more about other tasks than one does."""
+    """100 equal repeats give no more evidence about other tasks than one."""
     few, many = report(a=[1.0], b=[0.0]), report(a=[1.0] * 100, b=[0.0] * 100)
     assert few.mean_at_k == many.mean_at_k
     assert many.repeats == 100

@@ -22,8 +22,8 @@ from agentjet.client import (
     Evaluation,
     TrainReport,
 )
+from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.report import best_of
-from agentjet.client.training import HeldOutEvaluations
 from agentjet.errors import Conflict, InvalidRequest
 from agentjet.types import Task
 from tests.client.test_evaluation import client

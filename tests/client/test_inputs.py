@@ -31,7 +31,7 @@ class Holding:
 
 
 class Hashable(Task):
-    """Of a dataclass with a payload that has no hash, say."""
+    """A task that can be in a set, although its payload has no hash."""
 
     def __hash__(self) -> int:
         return 0

@@ -1,5 +1,5 @@
-"""1. An edit is taken up between groups: those that have begun are completed by the code they began with. 2. What
-cannot be loaded, or only fails, is not kept. 3. An agent's version is a hash of what its author wrote."""
+"""1. An edit is loaded between groups: begun groups are completed by the code they began with. 2. Code that cannot be
+loaded, or only fails, is not kept. 3. An agent's version is a hash of its author's files."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_who_waits_for_room_begins_with_the_newest_code(files: Files) -> None:
         ("def agent(:\n", r"SyntaxError: .*live_agent\.py, line 1"),
         ("import no_such_module_anywhere\n", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
         ("", "AttributeError: module 'live_agent' has no attribute 'agent'"),
-        ("agent = 3\n", "TypeError: agent of .*live_agent.py is no function any more"),
+        ("agent = 3\n", "TypeError: agent of .*live_agent.py is not a function any more"),
     ],
 )
 def test_what_cannot_be_loaded_is_not_taken_up(
@@ -266,7 +266,7 @@ async def agent(task, episode):
 
 
 def test_two_edits_of_one_size_within_one_tick_of_the_clock(files: Files) -> None:
-    """Python's compiled cache tells files apart by size and second; a version must not."""
+    """Python's compiled cache distinguishes files by size and second; a version must not."""
     agent = files.agent()
     code = ModuleSource(agent)
     versions = []
@@ -356,5 +356,5 @@ def test_an_agent_that_cannot_be_found_again_is_refused(what: str, files: Files)
         names: dict[str, Any] = {"__name__": "__main__"}
         exec("def agent(task, episode): ...", names)
         agents["main"] = names["agent"]
-    with pytest.raises(ConfigError, match="move it to a file of its own" if what == "main" else "top of a module"):
+    with pytest.raises(ConfigError, match="move it to another file" if what == "main" else "top of a module"):
         asyncio.run(Run().train(agents[what], 1))

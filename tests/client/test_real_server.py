@@ -34,7 +34,7 @@ def client(served: Served, token: str = TOKEN) -> AsyncSwarm:
 
 
 def last_letter(prompt: str) -> str:
-    """What follows the last "number" of the conversation."""
+    """The character after the last "number " of the conversation."""
     return prompt.rpartition("number ")[2][0]
 
 
@@ -60,9 +60,8 @@ def test_train_evaluate_checkpoint_and_export(tmp_path: Path) -> None:
 
 
 def test_one_client_with_two_task_sets_fills_the_batches_by_weight(tmp_path: Path) -> None:
-    """Most tasks are of one set. Its workers must not wait for room in it while the other set's place is free: nobody
-    else would take that.
-    """
+    """Most tasks are of one set. Its workers must not wait for room in it while the other set's place is free: no other
+    client would take that place."""
     tasks = [Task(f"{name}{n}", name, n) for name, count in (("many", 8), ("one", 1)) for n in range(count)]
 
     async def scenario() -> None:
@@ -148,8 +147,7 @@ swarm.train(agent, [Task("a")], steps=1, concurrency=int(sys.argv[3]), progress=
 
 
 async def end_while_agents_hang(served: Served, folder: Path, number: signal.Signals, concurrency: int) -> list[str]:
-    """A real process and a real signal: afterwards nothing of it is live, what it had begun is aborted. Returns what it
-    said on its stderr."""
+    """Ends a real process by a real signal; afterwards its episodes are aborted. Returns its stderr."""
     script = folder / "train.py"
     script.write_text(HANGING)
     process = await asyncio.create_subprocess_exec(
@@ -172,7 +170,7 @@ async def end_while_agents_hang(served: Served, folder: Path, number: signal.Sig
 
 @pytest.mark.parametrize("concurrency", [2, 8])
 def test_ctrl_c_on_a_script_whose_agents_hang_leaves_no_live_episode(tmp_path: Path, concurrency: int) -> None:
-    """Of eight episodes wanted at most four find room."""
+    """At most four of eight requested episodes find room."""
 
     async def scenario() -> None:
         async with serving(tmp_path / "data") as served:

@@ -108,7 +108,7 @@ def test_a_failing_agent_aborts_is_tried_again_and_never_scored() -> None:
     assert report.mean_reward == 1.0
     assert {view.reason for view in server.episodes.values() if view.reason} <= {
         "TimeoutError: the tool hung",
-        "not needed: nobody waits for it any more",
+        "not needed: its client no longer waits for it",
         "not needed: the client's run has its steps",
     }
 

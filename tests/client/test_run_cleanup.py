@@ -1,5 +1,5 @@
-"""The end of a run. 1. A run that has its steps waits longer for its episodes to be given back than one that was
-interrupted. 2. An episode that was left behind is counted and said."""
+"""The end of a run. 1. A run that has its steps waits longer for aborts than an interrupted one. 2. An episode that was
+left behind is counted and reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.client.server import TOKEN, URL, FakeServer, FakeTime
 
 def test_an_interrupted_run_waits_for_little() -> None:
     assert RunCleanup().seconds == 2.5
-    assert RunCleanup(has_enough=True).seconds == 30.0
+    assert RunCleanup(goal_reached=True).seconds == 30.0
 
 
 @pytest.mark.parametrize(
@@ -37,9 +37,9 @@ def test_what_may_be_live_still_is_counted(error: Exception | None, left: int) -
         if error is not None:
             raise error
 
-    ending = RunCleanup()
-    asyncio.run(ending.trim_malloc(asking()))
-    assert ending.num_left == left
+    cleanup = RunCleanup()
+    asyncio.run(cleanup.wait_for_abort(asking()))
+    assert cleanup.num_left == left
 
 
 class WithoutAborts(httpx.AsyncBaseTransport):
@@ -79,8 +79,8 @@ def test_a_run_says_how_many_episodes_it_left_behind(capsys: pytest.CaptureFixtu
             report = await swarm.train(hanging_after_a_batch(server), TASKS, steps=1, concurrency=8)
         live = server.by_status()["live"]
         assert report.num_left == live > 0
-        assert f"{live} episodes could not be given back" in str(report)
-        assert f"{live} episodes could not be given back" in capsys.readouterr().out
+        assert f"{live} episodes could not be aborted" in str(report)
+        assert f"{live} episodes could not be aborted" in capsys.readouterr().out
 
     asyncio.run(scenario())
 

@@ -1,6 +1,5 @@
-"""What becomes of a team's episode whose client dies, or whose server is away, while it is finished: recovery carries
-out what the anchor decided, once, undoes nothing, and leaves alone what still lives.
-"""
+"""The client of a team's episode dies, or a server is away, during its finish. Recovery carries out the anchor's
+decision once, undoes nothing, and leaves live episodes alone."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def test_a_client_that_dies_between_promise_and_decision_scores_nothing(tmp_path
 
 
 def test_a_decision_whose_answer_was_lost_is_carried_out(tmp_path: Path) -> None:
-    """The client does not know that it was heard; neither its abort nor anybody's undoes what was decided."""
+    """The client does not get the answer. Neither its abort nor another client's undoes the decision."""
 
     async def scenario(servers: Both) -> None:
         wire = Wire(at("finish"), early=False)

@@ -1,4 +1,4 @@
-"""What whole runs of a team may meet. 1. Evaluations with members at a version, or played by somebody else's model.
+"""Whole runs of a team. 1. Evaluations with members at a version, or played by somebody else's model.
 2. Spare episodes: what is surplus on one server is on all. 3. A server whose job is over while another still learns.
 4. Task sets without room.
 """
@@ -94,7 +94,8 @@ def test_spare_episodes_are_surplus_on_all_servers_or_on_none(tmp_path: Path) ->
 
 @pytest.mark.thorough
 def test_a_server_that_has_learned_its_last_batch_plays_on_for_the_others(tmp_path: Path) -> None:
-    """Somebody else has the anchor learn a batch meanwhile, so that it is at its `max_steps` before the other is."""
+    """Another client makes the anchor learn a batch, so that the anchor reaches its `max_steps` before the other
+    server."""
 
     async def scenario(servers: Both) -> None:
         wire, begins = Wire(), []

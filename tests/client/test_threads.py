@@ -1,5 +1,5 @@
-"""1. A request to end the process raises where the main thread is, while inside only. 2. What the program handles or
-ignores stays its own business, and other threads change nothing."""
+"""1. A request to end the process raises in the main thread, inside the context only. 2. Signals that the program
+handles or ignores, and other threads, are not affected."""
 
 from __future__ import annotations
 

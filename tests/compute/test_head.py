@@ -116,7 +116,7 @@ def test_a_token_outside_its_set_is_refused(tiny_folder: Path) -> None:
     few = np.zeros(policy.vocabulary, bool)
     few[:5] = True
     row = call_row(prompt, np.zeros(1, np.float32), np.zeros(1, np.int32), 1.0, 1.0, 0, (encode_set(few),))
-    other = dataclasses.replace(row, tokens=np.append(prompt[:-1], np.int32(3)), sequence=1)
+    other = dataclasses.replace(row, tokens=np.append(prompt[:-1], np.int32(3))).with_columns(sequence=1)
     PolicyLearner(policy).logprobs(build_forest([other]))
     with pytest.raises(AssertionError, match="is not in its set"):
         PolicyLearner(policy).logprobs(build_forest([other, row]))

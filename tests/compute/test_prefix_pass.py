@@ -18,8 +18,7 @@ from torch import Tensor
 
 from agentjet.compute.embedded.passes import PrefixPass
 from agentjet.compute.embedded.policy import Policy
-from agentjet.timeline.chunks import ForestChunk
-from agentjet.timeline.forest import Forest, Row, build_forest, call_row
+from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, call_row
 from tests.compute.conftest import make_policy, tokens
 
 WHOLE = 10_000

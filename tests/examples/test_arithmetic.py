@@ -1,5 +1,12 @@
-"""1. The split: nothing held out is trained on, swapped operands included. 2. The rewards. 3. The shipped settings
-load. 4. The agent against a scripted model: two turns, feedback, what it sends back. 5. The example script runs."""
+"""The example that `agentjet demo` runs. Pinned here:
+
+1. the split: no held-out sum is trained on, swapped operands included;
+2. the rewards;
+3. the shipped settings load;
+4. the agent against a scripted model: two turns, feedback, the history that it sends back;
+5. the picture and the report of the demo;
+6. `load_example` finds the folder from any working directory.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +20,15 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.arithmetic import SETTINGS, FirstAnswer, agent, held_out_tasks, training_tasks
-from agentjet.cli.arithmetic.agent import is_equation, is_right
-from agentjet.client import AsyncEpisode, Episode
+from agentjet.cli import example, load_example
+from agentjet.client import AsyncEpisode, Episode, Estimate
 from agentjet.config import load_config
+from agentjet.errors import ConfigError
 from agentjet.protocol import BeginRequest, BeginResponse
 from agentjet.types import Task
+from examples.arithmetic.agent import FirstAnswer, agent, held_out_tasks, is_equation, is_right, training_tasks
+from examples.arithmetic.demo import SETTINGS
+from examples.arithmetic.report import Score, draw_rewards, label_heights, smooth, write_report
 
 
 def test_held_out_sums_are_never_trained_on_either_way_round() -> None:
@@ -61,7 +71,7 @@ def test_the_shipped_settings_load() -> None:
 
 @dataclass
 class ScriptedModel:
-    """An OpenAI-compatible server that says what its script says and keeps what it was asked."""
+    """An OpenAI-compatible server that answers its script and keeps the requests."""
 
     script: Sequence[str]
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -151,9 +161,45 @@ def test_the_evaluation_counts_the_first_answer_only(model: ScriptedModel) -> No
     assert model.asked[-1]["seed"] == model.asked[0]["seed"], "the same seeds in every run"
 
 
-def test_the_example_is_the_same_agent() -> None:
-    script = Path(__file__).parents[2] / "examples" / "arithmetic" / "agent.py"
-    names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(script.read_text(), str(script), "exec"), names)
-    assert names["agent"] is agent
-    assert callable(names["main"])
+def scored(success: float, answers: dict[str, str]) -> Score:
+    return Score(Estimate(success, 0.0, 1.0, 1), Estimate(1.0, 0.0, 1.0, 1), answers)
+
+
+HARD = held_out_tasks(1)[0]
+RIGHT = f"{HARD.payload[0]} + {HARD.payload[1]} = {sum(HARD.payload)}"
+
+
+def test_the_report_is_one_file_and_escapes_what_models_say(tmp_path: Path) -> None:
+    before, after = scored(0.0, {HARD.id: "<script>alert(1)</script>"}), scored(1.0, {HARD.id: RIGHT})
+    picture, page = tmp_path / "reward.png", tmp_path / "report.html"
+    draw_rewards(picture, [0.1, 0.5, 0.9], before, after)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    result = {"steps": 3, "seconds": 90.0, "timings": {"train": 60.0}, "rewards": [0.1, 0.5, 0.9]}
+    write_report(page, "smollm2-135m", result, before, after, picture)
+    html = page.read_text()
+    assert "<script" not in html and "&lt;script&gt;" in html
+    assert "data:image/png;base64," in html
+    assert "http" not in html
+    assert f'<td class="right">{RIGHT}' in html
+
+
+def test_smoothing_is_centred_and_keeps_the_ends() -> None:
+    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert smooth([0.0, 0.0, 5.0, 0.0, 0.0]) == [0.0, 5 / 3, 1.0, 5 / 3, 0.0]
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.0, 0.0), (0.5, 0.52), (0.52, 0.5), (0.01, 0.7)])
+def test_labels_stay_apart_and_above_the_axis(first: float, second: float) -> None:
+    low, high = label_heights(first, second)
+    assert abs(high - low) >= 0.05 - 1e-12
+    assert min(low, high) >= min(first, second) - 1e-12 or min(low, high) >= 0.025 - 1e-12
+    assert (high >= low) == (second >= first)
+
+
+def test_commands_find_the_example_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_example("arithmetic", "agent")
+    assert loaded.held_out_tasks() == held_out_tasks()
+    assert load_example("arithmetic", "demo").FirstAnswer is loaded.FirstAnswer
+    with pytest.raises(ConfigError, match="the example 'chess' is missing"):
+        example("chess")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agentjet.cli.arithmetic import held_out_tasks
 from agentjet.cli.main import app
 from agentjet.client.inputs import read_tasks
+from examples.arithmetic.agent import held_out_tasks
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 

@@ -1,5 +1,6 @@
-"""1. The split. 2. The tool and the reward. 3. The shipped settings load. 4. Against a real server: what the model said
-is trained; the question, the examples and what the tool said are not. 5. The whole run, shortened, on a tiny model.
+"""1. The split. 2. The tool and the reward. 3. The shipped settings load. 4. Against a real server: the model's tokens
+are trained; the question, the examples and the tool's results are not. 5. The whole run, shortened, on a tiny
+model.
 """
 
 from __future__ import annotations

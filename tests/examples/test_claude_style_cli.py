@@ -1,7 +1,7 @@
-"""1. The tasks are broken as they stand. 2. The tools keep to their folder, the tests cannot be talked into passing.
-3. Against a real server: the model's tool uses are trained, with exact context and on one timeline; the example and
-what the tools said are not. 4. The program alone, with nothing but Anthropic's variables. 5. The program as it is,
-trained by `agentjet run`, in a fresh folder each time. 6. The run shortened, on a tiny model.
+"""1. The tasks are broken as they stand. 2. The tools keep to their folder, and no file can make the tests pass. 3.
+Against a real server: the model's tool uses are trained, with exact context and on one timeline; the example and
+the results of the tools are not. 4. The program alone, with nothing but Anthropic's variables. 5. The program as
+it is, trained by `agentjet run`, in a fresh folder each time. 6. The run shortened, on a tiny model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIXED = "def add(a, b):\n    return a + b\n"
 
 @pytest.fixture(autouse=True)
 def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of the example's client: closed with the test, not with the process."""
+    """Closes the connections of the example's client with the test, not with the process."""
     with anthropic.DefaultHttpxClient(trust_env=False) as http:
         monkeypatch.setattr(train, "ANTHROPIC", train.ANTHROPIC.copy(http_client=http))
         yield

@@ -1,5 +1,5 @@
-"""1. The two environments cannot be one; every task set has one, a weight and tasks of its own name. 2. The rules of
-what is right. 3. Shortened, without environments: two client processes and one server; every batch is mixed by weight.
+"""1. The two environments cannot be one; every task set has one, a weight and tasks of that set. 2. The rules of right
+answers. 3. Shortened, without environments: two client processes and one server; every batch is mixed by weight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`examples/live_edit` over a scripted model that does what the prompt says, on the real server."""
+"""`examples/live_edit` over a scripted model that follows the prompt, on the real server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from agentjet import Swarm
-from agentjet.cli.arithmetic import training_tasks
-from examples.live_edit.run import AGENT, BROKEN, MENDED, draw, edit_live
+from examples.arithmetic.agent import training_tasks
+from examples.live_edit.run import AGENT, BROKEN, CORRECTED, draw, edit_live
 from tests.fakes import saying
 from tests.server.serving import TOKEN, Served, in_thread, serving
 
@@ -49,20 +49,20 @@ def clients_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         client.close()
 
 
-def test_the_prompt_is_mended_without_a_restart_or_a_lost_episode(served: Served, tmp_path: Path) -> None:
+def test_the_prompt_is_corrected_without_a_restart_or_a_lost_episode(served: Served, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with Swarm(served.url, TOKEN) as swarm:
         result = edit_live(swarm, training_tasks()[:40], out, steps=14, edit_after=2, concurrency=6)
-    broken, mended = result["versions"]
-    assert (broken["reward"], mended["reward"]) == (0.0, 1.0)
-    assert broken["episodes"] + mended["episodes"] >= 14 * 6
+    broken, corrected = result["versions"]
+    assert (broken["reward"], corrected["reward"]) == (0.0, 1.0)
+    assert broken["episodes"] + corrected["episodes"] >= 14 * 6
     assert broken["episodes"] >= 2 * 6 and broken["episodes"] % 2 == 0, "whole groups"
     assert (result["edit"], result["failed_episodes"]) == ("loaded", 0)
     assert (result["server_restarts"], result["lost_finished_episodes"]) == (0, 0)
     assert result["rewards"][:2] == [0.0, 0.0] and result["rewards"][-1] == 1.0
-    assert BROKEN in AGENT.read_text() and MENDED in (out / AGENT.name).read_text()
+    assert BROKEN in AGENT.read_text() and CORRECTED in (out / AGENT.name).read_text()
     codes = {episode.code_version for episode in served.run.gateway.swarm.queries.recent_episodes(1000)}
-    assert codes == {broken["code_version"], mended["code_version"]}
+    assert codes == {broken["code_version"], corrected["code_version"]}
     draw(out / "reward.png", result)
     assert (out / "reward.png").stat().st_size > 5000

@@ -1,5 +1,6 @@
-"""1. A game's end is told by player, and illegal moves lose. 2. Against a real server: both sides are conversations of
-their own, each trained on its own result; the other side's moves are context, not trained. 3. The whole run, shortened.
+"""1. A game's result is given by player, and illegal moves lose. 2. Against a real server: both sides are separate
+conversations, each trained on its own result; the other side's moves are context, not trained. 3. The whole run,
+shortened.
 """
 
 from __future__ import annotations

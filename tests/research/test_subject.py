@@ -122,9 +122,9 @@ def write(path: Path, content: str | None) -> None:
 
 
 def test_files_of_a_package_are_called_by_the_package(subject: Subject) -> None:
-    hashed = replace(subject, agent="agentjet.cli.digits:agent", tasks="agentjet.cli:train").hashed()
+    hashed = replace(subject, agent="agentjet.cli.serve:serve", tasks="agentjet.cli:train").hashed()
     assert hashed.code not in ("", subject.hashed().code)
-    assert {"agentjet/cli/digits/__init__.py", "agentjet/cli/main.py"} < hashed.files.keys()
+    assert {"agentjet/cli/serve.py", "agentjet/cli/main.py"} < hashed.files.keys()
     assert not any(Path(file).is_absolute() for file in hashed.files if not file.endswith("held.jsonl"))
 
 

@@ -38,7 +38,7 @@ from agentjet.research.servers import Address, RunningServer, ServerUnavailable,
 from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, name_of_run
 from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weights_changed
 
-SUBJECT = Subject("m", "agentjet.cli.digits:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
+SUBJECT = Subject("m", "examples/digits/agent.py:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
 TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
 
 

@@ -1,7 +1,7 @@
-"""Tool-calling conversations to replay: ten of our own, and, where they are at hand, a hundred real ones.
+"""Tool-calling conversations to replay: ten written here, and a hundred real ones if their file exists.
 
 The real ones are tau-bench's airline trajectories (sierra-research/tau-bench, MIT), as JSON lines with `messages` in
-OpenAI's form. They are no part of the project: `AGENTJET_CONVERSATIONS` names the file.
+OpenAI's form. They are not part of the project: `AGENTJET_CONVERSATIONS` names the file.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ RESULTS = ('{"name": "Mia", "saved": ["<|im_end|>", "</s>"]}', "Error: user not 
 
 
 def synthetic() -> list[list[Body]]:
-    """Ten conversations in the shapes of the real ones, with texts that templates and parsers may stumble over."""
+    """Returns ten conversations in the shapes of the real ones, with texts that are difficult for templates."""
     return [list(_in_shape(shape, i)) for i, shape in enumerate(SHAPES)]
 
 
 def real() -> list[list[Body]] | None:
-    """The real ones; None where they are not at hand."""
+    """Returns the real conversations; None without their file."""
     path = Path(os.environ.get("AGENTJET_CONVERSATIONS", DEFAULT))
     if not path.is_file():
         return None
@@ -85,7 +85,7 @@ def _in_shape(shape: str, number: int) -> Iterator[Body]:
 
 
 def as_text(messages: list[Body], *, system: bool) -> list[Body]:
-    """The same for a model without tools: calls and their results in words. Without `system` that joins the user's."""
+    """Returns them for a model without tools: calls and results as text. Without `system`, it joins the user's text."""
     plain: list[Body] = []
     for message in messages:
         if message["role"] == "tool":

@@ -1,10 +1,10 @@
-"""OpenAI's chat completions, asked with OpenAI's own SDK over a real socket.
+"""OpenAI's chat completions, requested with OpenAI's SDK over a real socket.
 
 Pinned here:
 1. plain and streamed answers are the same, with real usage;
 2. every parameter is honoured, or refused by name;
 3. a disconnect cancels the sampling, and nothing of the call is recorded;
-4. errors have OpenAI's shape, and a status that says whether to come again.
+4. errors have OpenAI's shape, and a status that shows whether a retry can succeed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""OpenAI's legacy text completions, asked with OpenAI's own SDK over a real socket.
+"""OpenAI's legacy text completions, requested with OpenAI's SDK over a real socket.
 
 Pinned here:
-1. the prompt is fed as it stands, text or ids; plain and streamed answers are the same;
-2. what begins with an earlier prompt and its answer continues that timeline with its exact tokens;
+1. the prompt is used as it stands, text or ids; plain and streamed answers are the same;
+2. a prompt that begins with an earlier prompt and its answer continues that timeline with its exact tokens;
 3. every parameter is honoured, or refused by name.
 """
 
@@ -197,7 +197,7 @@ async def test_a_stream_that_breaks_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["text", "ids"])
 async def test_prompts_are_scored_in_evaluation_episodes(tmp_path: Path, form: str) -> None:
-    """As lm-eval asks for the log-likelihood of an answer: one token more, the whole prompt back, its best tokens."""
+    """The request of lm-eval for the log-likelihood of an answer: one more token, the whole prompt, its best tokens."""
     texts = ["Once upon", "é a time", "x"]
     prompts: Any = texts if form == "text" else [list(ids(text)) for text in texts]
     async with serving(tmp_path / "d", saying(lambda prompt: "hello")) as served:
@@ -235,7 +235,7 @@ async def test_one_prompt_of_a_list_that_fails_ends_the_request(tmp_path: Path) 
 
 
 async def test_a_prompt_may_continue_a_chat(tmp_path: Path) -> None:
-    """Ids that begin with a chat's exact tokens are that timeline, for agents that write the template themselves."""
+    """Ids that begin with a chat's exact tokens continue it, for agents that write the template themselves."""
     async with serving(tmp_path / "d") as served:
         episode = await served.begin()
         client = served.openai(episode)

@@ -39,5 +39,5 @@ def test_a_host_that_is_no_address_is_named(host: str, tmp_path: Path) -> None:
     config = load_config(
         None, [f"server.host={host}", "server.insecure=true", f"server.data_dir={tmp_path}"], environ={}
     )
-    with pytest.raises(ConfigError, match=f"server.host = '{host}' is no address"):
+    with pytest.raises(ConfigError, match=f"server.host = '{host}' is not an address"):
         run(config)

@@ -1,7 +1,7 @@
-"""Message threads of Anthropic's SDK, which want the server to hold the history.
+"""Message threads of Anthropic's SDK, which ask the server to store the history.
 
-Pinned here: a thread is refused by name and in the way upon which the SDK goes on without one, so that its tool runner
-works as it comes, on one timeline.
+Pinned here: a thread is refused with the error that makes the SDK continue without one. So its tool runner works
+unchanged, on one timeline.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Anthropic's Messages API, asked with Anthropic's own SDK over a real socket.
+"""Anthropic's Messages API, requested with Anthropic's SDK over a real socket.
 
 Pinned here:
 1. plain and streamed answers are the same message, with real usage;
-2. what was sampled is recognised when it comes back (text, thinking, tool uses, in parallel, with odd JSON): its exact
-   tokens are kept, and the next call continues its timeline, whichever dialect asks;
+2. sampled turns are recognised when they come back (text, thinking, tool uses, in parallel, with odd JSON): their exact
+   tokens are kept, and the next call continues the timeline, in any dialect;
 3. every parameter is honoured;
 4. tokens are counted exactly, and counting leaves no trace.
 """
@@ -39,7 +39,7 @@ def tool_card(tmp_path: Path) -> ModelInfo:
 
 
 def _function(parameters: dict[str, Any], **more: Any) -> Any:
-    """The tool as OpenAI's dialects write it."""
+    """Returns the tool in the form of OpenAI's dialects."""
     return {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": parameters, **more}}
 
 
@@ -48,7 +48,7 @@ def calls_of(served: Served, episode: dict[str, Any]) -> tuple[Call, ...]:
 
 
 def assert_one_timeline(served: Served, episode: dict[str, Any]) -> None:
-    """Each call was sampled behind all of the one before, token for token, and is recorded so."""
+    """Checks that each call was sampled after all tokens of the previous call, and is recorded so."""
     before: tuple[int, ...] = ()
     parent: Call | None = None
     calls = calls_of(served, episode)
@@ -85,7 +85,7 @@ async def test_a_streamed_message_is_the_plain_one(tmp_path: Path, tool_card: Mo
 
 
 def without_ids(answer: anthropic.types.Message) -> str:
-    """Everything a message says; each call has ids of its own."""
+    """Returns a message without ids, which differ in each call."""
     call_id = answer.id.removeprefix("msg_")
     fields = answer.model_dump(exclude_none=True, warnings=False)
     return json.dumps(fields, sort_keys=True).replace(call_id, "ID").replace(call_id[:12], "ID")
@@ -149,7 +149,7 @@ def result(call_id: str, content: Any, **more: Any) -> dict[str, Any]:
 
 
 def shown(served: Served) -> list[str]:
-    """The prompts the policy was asked with, as text."""
+    """Returns the prompts of the policy as text."""
     return [
         tokenizer("qwen3").decode(list(asked.prompt), skip_special_tokens=False) for asked in served.run.compute.asked
     ]
@@ -335,7 +335,7 @@ CONSTRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": STRICT}}},
     ),
 }
-"""What Anthropic's and OpenAI's requests for the same form of answer look like."""
+"""Requests for the same form of answer in Anthropic's and OpenAI's dialects."""
 
 
 @pytest.mark.parametrize(("anthropics", "openais"), CONSTRAINED.values(), ids=CONSTRAINED)

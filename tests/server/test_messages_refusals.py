@@ -1,9 +1,9 @@
-"""What Anthropic's Messages API says no to, and how.
+"""Refusals of Anthropic's Messages API.
 
 Pinned here:
-1. what cannot be honoured is refused by name, what asks nothing of the model is not;
-2. errors have Anthropic's shape, and a status that says whether to come again;
-3. a key is taken wherever Anthropic's SDKs put it, and opens its own episode.
+1. keys that cannot be honoured are refused by name, values without an effect are accepted;
+2. errors have Anthropic's shape, and a status that shows whether a retry can succeed;
+3. a key is accepted at each place of Anthropic's SDKs, and opens its own episode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments travel as an input and come back as the same, by meaning, whatever a model wrote."""
+"""Any sampled arguments become an input and come back with the same meaning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.server.dialects.messages_requests import ToolUseBlock, from_tool_input, is_wrapped, to_tool_input
+from agentjet.server.dialects.messages_answers import ToolUseBlock
+from agentjet.server.dialects.messages_requests import from_tool_input, is_wrapped, to_tool_input
 from agentjet.timeline.identity import answer_key
 from agentjet.types import Message, ToolCall
 

@@ -1,4 +1,4 @@
-"""Agents have names of models written down: the policy answers to those that the server's settings allow."""
+"""Agents contain names of models: the policy answers to the names that the server's settings accept."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_which_names_the_policy_answers_to(name: str, role: str | None, tmp_path
 
 
 def test_a_role_is_as_long_in_the_models_name_as_in_its_header(tmp_path: Path) -> None:
-    """A longer one could not be rewarded: `by_role` would refuse it."""
+    """A longer role could not be rewarded: `by_role` would refuse it."""
 
     async def scenario() -> None:
         async with serving(tmp_path / "data") as served:

@@ -1,10 +1,10 @@
-"""Whole conversations through HTTP, with OpenAI's own SDK and a worker that says what was once recorded.
+"""Whole conversations over HTTP, with OpenAI's SDK and a worker that samples recorded answers.
 
 Pinned here, for every chat template that can hold the conversations:
-1. the answers are those recorded, by meaning, tool calls and all; plain and streamed;
-2. a conversation is one tree in which every call continues the one before from its very end, except where the template
-   itself no longer writes the prompt before as it did: no false fork;
-3. what is recorded is what the worker was given and said.
+1. the answers have the meaning of the recorded ones, including tool calls; plain and streamed;
+2. a conversation is one tree in which every call continues the previous one at its end, unless the template changes
+   the previous prompt: no false fork;
+3. the journal has the prompts and completions of the worker.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def ask_streaming(client: AsyncOpenAI, history: list[Body], tools: list[An
 
 @dataclass
 class Recital:
-    """A worker that says the text it was handed last."""
+    """A worker that samples the text it was given last."""
 
     model: Model
     text: str = ""
@@ -86,7 +86,7 @@ class Replay:
     tools: list[Any]
 
     async def run(self, recorded: list[Body]) -> ConversationTree:
-        """Replay it and check the tree that it leaves, which is returned."""
+        """Replays it, checks its tree and returns it."""
         episode = await self.served.begin()
         client = self.served.openai(episode)
         history: list[Body] = []
@@ -111,7 +111,7 @@ class Replay:
         return tree
 
     def _written(self, history: list[Body]) -> bytes:
-        """The template's own text of a prompt, whatever was recorded."""
+        """Returns the template's text of a prompt, independent of the journal."""
         body = ChatBody.model_validate({"model": "policy", "messages": history, "tools": self.tools or None})
         return self.recital.model.renderer.render(to_request(body).conversation)
 
@@ -143,7 +143,7 @@ def check_tree(tree: ConversationTree, prompts: list[bytes], recital: Recital) -
 
 
 async def replay_all(folder: Path, name: str, ask: Ask, conversations: list[list[Body]]) -> int:
-    """Replay them on a template; returns how many of their trees have one timeline."""
+    """Replays them on a template. Returns how many of their trees have one timeline."""
     model = make_model(folder, name)
     recital = Recital(model)
     tools = TOOLS if model.card.tool_format else []

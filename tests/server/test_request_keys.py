@@ -1,11 +1,11 @@
 """Request keys: honoured, noted, refused.
 
 Pinned here:
-1. the table of each dialect names every key that its bodies know, and `docs/dialects.md` ends with these tables;
+1. the table of each dialect names every key of its bodies, and `docs/dialects.md` ends with these tables;
 2. noted keys are accepted, counted on the episode, and shown; neutral values are not counted;
-3. tools of a provider are dropped, and what the policy cannot read is replaced by a note in its place;
-4. `job.sampling.override` replaces what an agent asks for in training episodes, and in these only;
-5. variables of the chat template are noted where they change nothing, else refused;
+3. tools of a provider are dropped, and a part that the policy cannot read is replaced by a text;
+4. `job.sampling.override` replaces settings of a request in training episodes only;
+5. variables of the chat template are noted if they change nothing, else refused;
 6. refusals are counted on the episode, and survive a restart.
 """
 
@@ -16,36 +16,25 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
 from agentjet.cli.episodes import episode_lines
 from agentjet.protocol import EpisodeTree
-from agentjet.server.dialects import DIALECTS, keys_table
-from agentjet.server.dialects.chat import ChatBody, MessageBody, ToolBody
-from agentjet.server.dialects.completions import CompletionBody
-from agentjet.server.dialects.messages_requests import MessagesBody
-from agentjet.server.dialects.responses_bodies import ResponsesBody
+from agentjet.server.dialects import CHAT, DIALECTS, keys_table
+from agentjet.server.dialects.chat import MessageBody, ToolBody
 from tests.server.asking import HELLO, TOOLS, ask
 from tests.server.serving import Served, serving
 from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/v1/messages": MessagesBody,
-    "/v1/responses": ResponsesBody,
-}
 
 
 def test_every_key_has_a_treatment() -> None:
     for dialect in DIALECTS:
-        known = set(BODIES[dialect.path].model_fields)
+        known = set(dialect.request.model_fields)
         rows = {name.split(".")[0].removesuffix("[]") for name in dialect.keys}
         assert rows == known, dialect.path
-    chat = next(dialect.keys for dialect in DIALECTS if dialect.path == "/v1/chat/completions")
     own = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
-    of_messages = {name.removeprefix("messages[].") for name in chat if name.startswith("messages[].")}
+    of_messages = {name.removeprefix("messages[].") for name in CHAT.keys if name.startswith("messages[].")}
     assert set(MessageBody.model_fields) - own == {name for name in of_messages if "[]" not in name}
     assert set(ToolBody.model_fields) - {"type", "function"} == {"cache_control"}
 

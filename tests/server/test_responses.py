@@ -1,8 +1,8 @@
-"""OpenAI's Responses API, asked with OpenAI's own SDK over a real socket.
+"""OpenAI's Responses API, requested with OpenAI's SDK over a real socket.
 
 Pinned here:
 1. plain and streamed answers are the same, item by item, and the SDK reads both;
-2. turns that come back as items, by reference or by `previous_response_id`, are what was sampled, to the token;
+2. turns that come back as items, by reference or by `previous_response_id`, keep their sampled tokens;
 3. every parameter is honoured, or refused by name.
 """
 
@@ -45,7 +45,7 @@ def card(tmp_path: Path) -> ModelInfo:
 
 
 def turns(*texts: str) -> Script:
-    """Says one text after the other."""
+    """Samples one text after the other."""
     left = iter(texts)
     return saying(lambda prompt: next(left))
 
@@ -55,7 +55,7 @@ def calls(served: Served, episode: dict[str, Any]) -> tuple[Call, ...]:
 
 
 def continues(served: Served, episode: dict[str, Any]) -> bool:
-    """Whether every call but the first was fed all that the one before it heard and said, as it was sampled."""
+    """True if the prompt of every later call begins with all tokens of the previous call."""
     tree = served.run.gateway.swarm.tree(episode["episode_id"], "")
     asked = [asked.prompt for asked in served.run.compute.asked]
     return all(
@@ -224,7 +224,7 @@ async def test_instructions_are_not_inherited(tmp_path: Path) -> None:
 
 
 async def test_what_was_said_is_known_after_a_restart(tmp_path: Path) -> None:
-    """Whose instructions they were, too; and raw prompts go on where they ended."""
+    """Instructions are kept with their request; raw prompts continue where they ended."""
     async with serving(tmp_path / "d") as served:
         episode = await served.begin()
         client = served.openai(episode)
@@ -267,7 +267,7 @@ async def test_an_answer_of_another_episode_or_role_is_not_known(tmp_path: Path)
 
 
 async def test_a_chat_and_a_response_are_one_conversation(tmp_path: Path) -> None:
-    """What an agent said in one dialect is known in the other."""
+    """A turn of one dialect is recognised in the other."""
     async with serving(tmp_path / "d") as served:
         episode = await served.begin()
         client = served.openai(episode)

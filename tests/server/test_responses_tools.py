@@ -2,8 +2,8 @@
 
 Pinned here:
 1. they are offered as functions, and answered as the items that the agent expects, plain and streamed;
-2. their calls come back onto the same timeline, whatever the policy sampled as arguments;
-3. a regular expression binds a forced call; a Lark grammar is shown and noted.
+2. their calls come back onto the same timeline, with any sampled arguments;
+3. a regular expression constrains a forced call; a Lark grammar is shown and noted.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ JSON_TEXT = st.recursive(st.none() | st.text() | st.integers(), lambda inner: st
 @example('{"input": "{\\"input\\": \\"x\\"}"}')
 @example('{"input":  "x"}')
 def test_arguments_come_back_with_their_meaning(arguments: str) -> None:
-    """For all that a policy may sample as arguments, which is a JSON object."""
+    """Holds for all arguments that a policy may sample, which are JSON objects."""
     try:
         if not isinstance(json.loads(arguments), dict):
             return

@@ -24,10 +24,10 @@ from tests.timeline.models import OTHER_TOOLS, TEXTS, TOOLS, Model, completions
 
 @dataclass(frozen=True)
 class Token:
-    """A sampled token, as the sampler knew it."""
+    """A sampled token with the values of the sampler."""
 
     context: tuple[int, ...]
-    """The prompt and the completion up to and with this token."""
+    """The prompt and the completion up to this token, inclusive."""
     call: Call
     position: int
 
@@ -36,21 +36,21 @@ Meaning = tuple[str, str, str, str]
 
 
 def meaning(call: Call) -> Meaning:
-    """Who was asked what and said what, by meaning."""
+    """The session, the conversation and the answer, by meaning."""
     return call.episode_id, call.role, call.prompt_key, answer_key(call.response)
 
 
 @dataclass
 class Record:
-    """What a batch's episodes left behind. Each sampled token is numbered, and its log-probability is that number."""
+    """The record of a batch's episodes. Each sampled token has a number, which is its log-probability."""
 
     calls: list[tuple[Call, tuple[bytes, ...], tuple[bytes, ...]]] = field(default_factory=list)
     tokens: dict[float, Token] = field(default_factory=dict)
     undelivered: set[str] = field(default_factory=set)
     sent_back: set[Meaning] = field(default_factory=set)
-    """What agents have continued from."""
+    """Calls that agents have continued."""
     refused: int = 0
-    """Requests that a template did not take, which leave no trace."""
+    """Number of requests that a template refused. They are not recorded."""
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
 
@@ -67,7 +67,7 @@ class Session:
     prompts: list[Prompt] = field(default_factory=list)
 
     def prepare(self, conversation: Conversation) -> Prompt:
-        """The prompt of a request, checked."""
+        """Returns the checked prompt of a request."""
         prompt = prepare_prompt(self.model.renderer, self.tree, conversation, self.history)  # type: ignore[arg-type]
         self._check(prompt)
         return prompt
@@ -81,7 +81,7 @@ class Session:
         stop: Sequence[str] = (),
         retry_of: str | None = None,
     ) -> Call:
-        """Sample `completion` behind a prompt and record the call."""
+        """Samples `completion` after a prompt and records the call."""
         id = f"{self.episode_id}_{self.role}_{len(self.tree.calls)}"
         tool_format = self.model.card.tool_format
         answer = CompletionParser(
@@ -154,7 +154,7 @@ class Session:
         return best
 
     def _sampled_positions(self, call: Call) -> set[int]:
-        """Which tokens of the path to `call` were sampled."""
+        """Returns a mask of the sampled tokens of the path to `call`."""
         calls = {known.id: known for known in self.tree.calls}
         positions: set[int] = set()
         length = call.kept + len(call.suffix) + len(call.completion)
@@ -197,7 +197,7 @@ class Agent:
         return self.session.answer(conversation, prompt, completion, stop=stop, retry_of=retry_of)
 
     def _hear(self, conversation: Conversation, call: Call) -> None:
-        """Or do not: the answer is lost, and the request is sent again, or given up."""
+        """Loses the answer. The request is sent again, or abandoned."""
         if not self._one_in(8):
             self.past.append((conversation, call))
             return
@@ -259,18 +259,18 @@ class Agent:
 
 
 def respaced(arguments: str) -> str:
-    """JSON as another serialiser would write it; the strings of the tests hold neither spaces nor colons."""
+    """Returns JSON as another serialiser would write it. The strings of the tests have neither spaces nor colons."""
     return arguments.replace(" ", "").replace(":", " : ")
 
 
 def takes_system(model: Model) -> bool:
-    """Whether the template has a place for a system message."""
+    """True if the template has a place for a system message."""
     return model.name != "strict"
 
 
 @st.composite
 def swarms(draw: st.DrawFn, model: Model) -> tuple[Record, dict[str, list[Session]]]:
-    """The record of a batch, and the sessions of its episodes: the same agents, told the same, took other ways."""
+    """Returns the record of a batch and its sessions: the same agents on the same tasks took other paths."""
     history = draw(st.sampled_from(["template", "as_sampled"]))
     tools = TOOLS if model.card.tool_format and draw(st.booleans()) else ()
     roles = draw(st.sampled_from([("",), ("planner", "critic"), ("a", "b", "c")]))

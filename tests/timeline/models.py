@@ -1,6 +1,6 @@
-"""The tiny models of the exactness tests, one for a chat template, and what such a policy may say.
+"""The tiny models of the exactness tests, one for each chat template, and possible answers of such a policy.
 
-`qwen3_open` is `qwen3` with a generation prompt that opens the thinking itself, as its thinking-only successors do.
+`qwen3_open` is `qwen3` with a generation prompt that opens the thinking, as in its thinking-only successors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OTHER_TOOLS = ({"type": "function", "function": {"name": "sub", "parameters": {"
 
 
 class Model:
-    """A renderer with what tests must know of its model. No dataclass: hypothesis would print it whole."""
+    """A renderer with facts about its model. Not a dataclass, because hypothesis would print all of it."""
 
     def __init__(self, name: str, card: ModelInfo, tokenizer: Tokenizer) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Model:
         return self.card.end_tokens[0]
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Tokens of an answer's text, control tokens and all."""
+        """Returns the tokens of an answer's text, including control tokens."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def calling(self, calls: Sequence[tuple[str, str]], content: str = "") -> str:
@@ -98,7 +98,7 @@ CALLS = (
 
 @st.composite
 def completions(draw: st.DrawFn, model: Model, *, tools: bool) -> tuple[int, ...]:
-    """Answers, and around some of them what a policy might sample: half characters, control tokens, unknown ids.
+    """Answers, some with other tokens that a policy may sample: half characters, control tokens, unknown ids.
 
     Most end in the end token; some in another one; some were cut off.
     """

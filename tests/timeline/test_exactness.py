@@ -1,16 +1,16 @@
 """Random agents over real templates and a real (tiny) tokenizer, from their requests to the forest that is trained.
 
 Pinned here, for every batch of random episodes:
-1. a prompt is what the tree keeps, to the token, and then the suffix; no known path would have kept more
+1. a prompt is exactly the tokens that the tree keeps, then the suffix; no known path would have kept more
    (`agents.Session` checks each call);
-2. every target of the forest stands in the context it was sampled in: what the attention mask lets it see is the
-   recorded prompt and the completion up to it; so in every piece of `split`, and after `select`;
-3. every sampled token is a target once, under the sequence of its episode and role, but for those of orphans, which
-   are counted; an orphan is an answer that got lost, never one that the agent continued from;
+2. every target of the forest stands in the context it was sampled in: by the attention mask it sees the recorded prompt
+   and the completion up to it. The same holds in every piece of `split`, and after `select`;
+3. every sampled token is a target once, under the sequence of its episode and role. Tokens of orphans are counted
+   instead; an orphan is a lost answer, never one that the agent continued from;
 4. a forest holds every distinct token-in-context once.
 
-And for single conversations: a linear one keeps every token that was sampled; what was not sampled is tokenised the
-same whatever came before.
+For single conversations: a linear one keeps every sampled token; the tokens of other text do not depend on earlier
+prompts.
 
 `--hypothesis-profile=thorough` tries many more agents.
 """
@@ -85,7 +85,7 @@ def test_a_linear_conversation_keeps_all_that_was_sampled(
 
 
 def rewritten(model: Model, history: str, messages: Sequence[Message], said: Sequence[Call]) -> bool:
-    """Whether the template itself writes the past in other words now: strips thinking, or moves the tools."""
+    """True if the template writes the history differently now: it strips thinking, or moves the tools."""
     thought = bool(model.renderer.generation_tail) or any(
         call.response.reasoning or (model.renderer.reasons and "</think>" in model.renderer.text(call.completion))
         for call in said
@@ -124,7 +124,7 @@ def test_reasoning_that_the_template_keeps_is_kept_to_the_token(tiny_models: dic
 
 @pytest.mark.parametrize("text", ["<think>\n\n</think>\n\nhello", "hm</think>hello"], ids=["empty", "unopened"])
 def test_a_think_block_that_the_template_drops_is_not_fed(text: str, tiny_models: dict[str, Model]) -> None:
-    """The template writes `hello` for both turns; a deployment feeds that."""
+    """The template writes `hello` for both turns, as in the prompt of a deployment."""
     model = tiny_models["qwen3"]
     session = Session(model)
     first = session.ask(Conversation((USER,)), (*model.ids(text), model.end))
@@ -139,7 +139,7 @@ def test_a_think_block_that_the_template_drops_is_not_fed(text: str, tiny_models
 def test_text_from_a_stop_string_on_is_fed_as_sampled_only(
     name: str, history: str, tiny_models: dict[str, Model]
 ) -> None:
-    """An agent of the ReAct kind: the answer ends before its stop string, which the policy has sampled."""
+    """A ReAct agent: the answer ends before its stop string, which the policy has sampled."""
     model = tiny_models[name]
     session = Session(model, history)
     asked = Conversation((USER,))

@@ -1,16 +1,16 @@
-"""How other systems lose or falsify tokens, each as a test that this one does not. Pinned here:
+"""Failures of other systems, which lose or falsify tokens. Each is a test of this system. Pinned here:
 
 1. two sibling tool calls without content: both are trained, neither absorbs the other;
 2. a retried call and the other answer's tool result never end up in one timeline;
-3. stripped thinking: later turns are trained on what was seen, which is the stripped history;
-4. templates that are not ChatML; control text of whatever kind in what users say; no message is injected;
-5. a BOS that the tokenizer would add by itself stands where the template writes it, and nowhere else;
-6. a stop string in the middle of a token; a character split between two tokens; a spelling no tokenizer would choose;
-7. runs of parallel tool results, folded by the template, in whatever order;
-8. other tools, another role, another speaker: never merged;
-9. what the template adds (an end token after a truncated answer) is not trained;
+3. stripped thinking: later turns are trained on their prompt, which is the stripped history;
+4. templates other than ChatML; any control text in a user's text; no message is injected;
+5. a BOS that the tokenizer would add stands only where the template writes it;
+6. a stop string in the middle of a token; a character split between two tokens; tokens that no tokenizer would choose;
+7. runs of parallel tool results, folded by the template, in any order;
+8. other tools, another role, another model: never merged;
+9. tokens of the template (an end token after a truncated answer) are not trained;
 10. split conversations carry no extra weight, and none of many timelines is dropped;
-11. thinking that the template keeps, that some turns lack, that tells votes apart, or that was empty: no false fork.
+11. thinking that the template keeps, that some turns lack, that distinguishes votes, or that is empty: no false fork.
 
 `training.train` checks each batch: every sampled token once, in its context.
 """
@@ -258,7 +258,7 @@ def test_many_timelines_are_all_trained_and_weigh_as_one_sequence(tiny_models: d
 
 
 def test_calls_nobody_recorded_are_not_trained(tiny_models: dict[str, Model]) -> None:
-    """A history that another model spoke: all of it is prompt."""
+    """A history of another model: all of it is prompt."""
     model = tiny_models["qwen3"]
     session = Session(model)
     foreign = Message("assistant", "so", tool_calls=(ToolCall("c1", "add", '{"a": 1}'),))
@@ -296,7 +296,7 @@ def test_agents_that_send_back_the_last_thought_only(tiny_models: dict[str, Mode
 
 
 def test_a_later_vote_takes_no_timeline_away(tiny_models: dict[str, Model]) -> None:
-    """Two answers of one meaning, told apart by their thinking, which the agent forgets; it went on from the first."""
+    """Two answers differ in their thinking only, which the agent drops. It continues from the first."""
     model = tiny_models["qwen3"]
     session = Session(model, "as_sampled")
     votes = [said(model, f"<think>\n{number}\n</think>\n\nhello") for number in range(2)]

@@ -3,7 +3,7 @@
 1. a forest is exactly the set of distinct prefixes of its rows, in depth-first order;
 2. `parent`, `depth` and `end` agree with each other, and `end` alone is the attention mask;
 3. every sampled token of every row has its own target, on the node of its context, with its row's numbers;
-4. `split` and `select` keep the context of every target; pieces share out the targets; the wire changes nothing.
+4. `split` and `select` keep the context of every target; every target is in one piece; the wire changes nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from agentjet.timeline import Forest, Row, build_forest, call_row
 from agentjet.timeline.forest import select, split
 
 SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
-"""Of rows by their sequence modulo 3: none, a mixture, always the same."""
+"""Support sets of rows by their sequence modulo 3: none, a mixture, always the same."""
 
 
 def row(tokens: Sequence[int], num_sampled: int, *, sequence: int = 0) -> Row:
-    """A row whose numbers tell its sampled tokens apart."""
+    """Returns a row whose numbers identify its sampled tokens."""
     sampled = np.arange(num_sampled)
     return call_row(
         tokens=np.array(tokens, np.int32),
@@ -60,7 +60,7 @@ def contexts(forest: Forest) -> list[tuple[int, ...]]:
 
 
 def chosen_among(forest: Forest) -> np.ndarray:
-    """The set of each target."""
+    """Returns the support set of each target."""
     return np.array([*forest.sets, b""], object)[forest["support"]]
 
 

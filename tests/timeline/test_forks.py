@@ -1,7 +1,7 @@
 """Pinned here:
 
-1. orphans: of a request and its retries the answers that were sent back are kept, else the last that was delivered;
-2. a fork's cause, for each of the ways in which agents and templates leave a timeline.
+1. orphans: among a request and its retries, the answers that were sent back are trained, else the last delivered one;
+2. the cause of a fork, for each way in which agents and templates leave a timeline.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_orphans(calls: list[Call], undelivered: tuple[str, ...], expected: dict
 
 
 class Talk:
-    """One role's calls, recorded as the gateway does it; `forks` is what each was given as its cause."""
+    """The calls of one role, recorded as the gateway does it. `forks` has the cause of each call."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer

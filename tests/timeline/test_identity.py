@@ -1,4 +1,4 @@
-"""Pinned here: what makes two messages the same by meaning, and what does not."""
+"""Pinned here: which differences between two messages change their meaning."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_arguments_that_are_no_json_are_compared_as_text() -> None:
 
 @pytest.mark.parametrize("depth", [MAX_NESTING, MAX_NESTING + 1])
 def test_the_same_arguments_are_the_same_whoever_compares_them(depth: int) -> None:
-    """How much of Python's stack is in use decides nothing."""
+    """The depth of Python's stack has no influence."""
 
     def deep_down(frames: int, text: str) -> str:
         return deep_down(frames - 1, text) if frames else answer_key(calling(text))

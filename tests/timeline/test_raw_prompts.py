@@ -1,11 +1,11 @@
-"""Raw prompts (text completions) as timelines: what continues an earlier prompt and its answer keeps their tokens.
+"""Raw prompts (text completions) as timelines: a prompt that continues an earlier one keeps its tokens.
 
 Pinned here:
-1. a text that begins with an earlier prompt and the answer's text is fed that prompt's and answer's exact tokens,
-   whatever the text lost (half characters, control tokens that are not shown);
-2. token ids are fed as they are given, but for what is known already, which stays as it was;
+1. a text that begins with an earlier prompt and its answer gets their exact tokens, even if the text lost something
+   (half characters, control tokens that are not shown);
+2. token ids are used as given; known tokens stay as they were;
 3. control tokens come from ids only;
-4. what a request sends back counts as heard.
+4. an answer that a request sends back counts as delivered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.timeline.models import TEXTS, Model, completions
 
 
 def ask(session: Session, prompt: str | tuple[int, ...], completion: Sequence[int], stop: Sequence[str] = ()) -> Call:
-    """One raw call, checked against what was asked."""
+    """Records one raw call and checks its prompt."""
     renderer = session.model.renderer
     conversation = Conversation((), prompt=prompt)
     prepared = prepare_prompt(renderer, session.tree, conversation, "template")
@@ -39,7 +39,7 @@ def ask(session: Session, prompt: str | tuple[int, ...], completion: Sequence[in
 
 
 def told(session: Session, call: Call) -> tuple[int, ...]:
-    """The tokens of a call that its agent can have read: all up to a stop string or the end token."""
+    """Returns the tokens of a call that its agent received: all up to a stop string or the end token."""
     renderer, tokens = session.model.renderer, session.tree.tokens(call.id)
     if renderer.text(call.completion) == call.response.content:
         return tokens[:-1] if call.completion and tokens[-1] in session.model.card.end_tokens else tokens
@@ -97,7 +97,7 @@ def test_ids_that_nobody_said_are_fed_as_they_are(tiny_models: dict[str, Model])
 
 
 def test_other_ids_of_a_known_text_are_that_text(tiny_models: dict[str, Model]) -> None:
-    """A client that tokenises anew what it read means what was said."""
+    """A client that tokenises an answer again continues it."""
     model = tiny_models["chatml"]
     session = Session(model)
     letters = tuple(model.ids(letter)[0] for letter in "hello")

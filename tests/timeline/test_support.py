@@ -1,4 +1,4 @@
-"""Pinned here: a set comes back as it was, whatever it holds; what repeats is stored once; no restriction, no byte."""
+"""Pinned here: any set is decoded unchanged; repeated sets are stored once; the whole vocabulary takes no byte."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_gaps_wider_than_two_bytes() -> None:
 
 
 def test_nothing_can_be_sampled_from_nothing() -> None:
-    with pytest.raises(ValueError, match="without members"):
+    with pytest.raises(ValueError, match="an empty support set"):
         encode_set(np.zeros(3, bool))
 
 

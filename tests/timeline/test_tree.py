@@ -1,9 +1,9 @@
 """Pinned here, on a toy encoding in which a letter is a token (capitals are sampled, `|` is a control token):
 
-1. a prompt keeps the longest known path; everything sampled on it is kept, of prompt text whole stretches only;
-2. a suffix is never empty, and a match never ends within a character in what was sampled;
+1. a prompt keeps the longest known path: all sampled tokens on it, but only whole stretches of prompt text;
+2. a suffix is never empty, and a match never ends within a sampled character;
 3. forks, duplicates, roots and calls in parallel; `tokens` and `prompt_tokens` are exact; `leaves`;
-4. what the policy said is recognised by meaning, behind the same messages only.
+4. sampled answers are recognised by meaning, after the same messages only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def recognised(tree: ConversationTree, conversation: Conversation) -> dict[int, 
 
 
 def ask(tree: ConversationTree, id: str, prompt: str, completion: str) -> Match:
-    """Match a prompt and record its call, as the gateway does."""
+    """Matches a prompt and records its call, as the gateway does."""
     match = tree.match(encoded(prompt))
     suffix = match.suffix.replace(b"\xff\x00\x00\x01", b"|").decode()
     assert tree.prompt_tokens(match, tuple(suffix.encode())) == tuple(prompt.encode())

@@ -5,7 +5,7 @@ looks busy. Both are scored by the first.
 from __future__ import annotations
 
 from agentjet import Episode, Task
-from agentjet.cli.digits import agent, answer, held_out_tasks, training_tasks
+from examples.digits.agent import agent, answer, held_out_tasks, training_tasks
 
 BUSY = "!?*#"
 

@@ -1,23 +1,25 @@
-"""Options that several commands share.
+"""Options and output that the commands share, and the examples that commands run.
 
-What others wrote (ids, names, reasons, sampled tokens), for people to read in a terminal, which obeys none of it.
-
-Output for programs does not pass here: JSON has escapes of its own.
+`demo`, `eval` and `research demo` run code from `examples/`. The wheel has copies of those folders in
+`agentjet/examples/` (`pyproject.toml`); an editable install uses the repository's own.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import unicodedata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import agentjet
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentjet.client import Swarm
-
 
 Url = Annotated[
     str | None, typer.Option("--url", help="The server's address; default: AGENTJET_URL, then port 8400 here.")
@@ -32,9 +34,12 @@ Override = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 
+JOINERS = "\u200c\u200d"
+"""Invisible characters that join letters and emoji."""
+
 
 def connect(url: str | None, token: str | None, token_file: Path | None, *, client_id: str | None = None) -> Swarm:
-    """A client of the server that the options name. Raises `ConfigError` when the token file cannot be read."""
+    """A client of the server that the options name. Raises `ConfigError` if the token file cannot be read."""
     from agentjet.client import Swarm
 
     if token_file is not None:
@@ -44,31 +49,51 @@ def connect(url: str | None, token: str | None, token_file: Path | None, *, clie
             token = token_file.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(f"--token-file {token_file}: {error.strerror}") from None
-    return Swarm(url, token, client_id=client_id, instance_id="")  # Each command is a process of its own.
+    return Swarm(url, token, client_id=client_id, instance_id="")  # Each command is a separate process.
 
 
-JOINERS = "\u200c\u200d"
-"""Invisible, but letters and emoji are put together with them."""
+def example(name: str) -> Path:
+    """The folder of an example: the wheel's copy, otherwise `examples/` of the repository. Raises `ConfigError`."""
+    package = Path(agentjet.__file__).parent
+    places = [package / "examples" / name, package.parents[1] / "examples" / name]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise ConfigError(f"the example {name!r} is missing; expected {places[0]}: install the package again")
+
+
+def load_example(name: str, module: str) -> Any:
+    """A module of an example, imported as part of the package `agentjet_example_NAME`."""
+    package = f"agentjet_example_{name}"
+    if package not in sys.modules:
+        folder = ModuleType(package)
+        folder.__path__ = [str(example(name))]
+        sys.modules[package] = folder
+    return importlib.import_module(f"{package}.{module}")
 
 
 def print_text(text: str) -> None:
-    """Print a line, or several."""
+    """Prints one or more lines; escapes control sequences in ids, names, reasons and sampled tokens.
+
+    JSON output does not need this: JSON escapes them itself.
+    """
     typer.echo(printable(text))
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
-    """`text` with everything that could steer a terminal, or turn what stands there around, as Python would escape it;
-    control characters in `keep` stay.
+    """`text` in which characters that control a terminal or reverse its text are escaped as Python does.
+
+    Control characters in `keep` stay.
     """
     if text.isprintable():
         return text
-    return "".join(c.encode("unicode_escape").decode() if _steers(c) and c not in keep else c for c in text)
+    return "".join(c.encode("unicode_escape").decode() if _controls_terminal(c) and c not in keep else c for c in text)
 
 
 def one_line(text: str) -> str:
-    """The same within a line, which it cannot end."""
+    """`printable` text without line breaks."""
     return printable(text, keep="")
 
 
-def _steers(character: str) -> bool:
+def _controls_terminal(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in JOINERS

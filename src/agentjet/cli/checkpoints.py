@@ -1,14 +1,17 @@
-"""`agentjet checkpoints`: what a server has saved, names for it, and going back or branching from it.
+"""`agentjet checkpoints` and `agentjet export`: list, save, tag, roll back to, branch from and export checkpoints.
 
-`agentjet export`: the trained model as a folder that `transformers` and vLLM load, or its adapter for `peft`.
+Rollback and branch work on the files of a stopped server.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,16 +19,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, print_text
+from agentjet.cli.data_dir import JOURNAL, METRICS
 from agentjet.errors import CheckpointError, ConfigError
+from agentjet.types import CheckpointStamp
 
 if TYPE_CHECKING:
+    from agentjet.config import JobConfig
+    from agentjet.gateway.checkpoints import CheckpointStore
     from agentjet.protocol import CheckpointInfo
-
+    from agentjet.swarm import Journal
+    from agentjet.swarm.batches import Rollback
 
 app = typer.Typer(no_args_is_help=True, help="List, save and name checkpoints; go back to one, branch from one.")
 
 Version = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Policy version of the checkpoint.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A letter, then letters, digits, dots, dashes, underscores.")]
+
+SEAL_KEYS = frozenset({"format", "files", "digest"})
+"""Keys that `seal` writes into a checkpoint's state."""
 
 
 @app.command("list")
@@ -61,7 +72,7 @@ def tag_checkpoint(
 
 @app.command("untag")
 def untag_checkpoint(name: Name, url: Url = None, token: Token = None, token_file: TokenFile = None) -> None:
-    """Remove the name of a checkpoint. Later checkpoints may then push it out."""
+    """Remove the name of a checkpoint. Later checkpoints may then replace it."""
     with connect(url, token, token_file) as swarm:
         swarm.untag(name)
     print_text(f"the tag {name} is removed")
@@ -72,12 +83,10 @@ def roll_back_to(
     version: Annotated[str, typer.Argument(metavar="VERSION", help="Policy version or tag of a checkpoint.")],
     data_dir: Annotated[Path, typer.Option("--data-dir", help="The data dir of a stopped server.")],
 ) -> None:
-    """Take a stopped server's policy back to a checkpoint; the batches learned since are undone.
+    """Take a stopped server's policy back to a checkpoint, and undo the batches learned since.
 
     The policy gets a new version number, with the weights of the old one.
     """
-    from agentjet.cli.lineage import roll_back
-
     done, job = roll_back(data_dir, version)
     typer.echo(
         f"Policy version {done.policy_version} has the weights of version {done.to}. Undone: {done.batches} batches.\n"
@@ -86,8 +95,10 @@ def roll_back_to(
     )
     for name, end in (("max_steps", job.max_steps), ("optimizer.total_steps", job.optimizer.total_steps)):
         if 0 < end <= done.policy_version:
-            typer.echo(f"job.{name} = {end} is reached at version {done.policy_version}: raise it to train on.")
-    typer.echo(f"Go on with: agentjet serve --data-dir {shlex.quote(str(data_dir))}")
+            typer.echo(
+                f"job.{name} = {end} is reached at version {done.policy_version}: raise it to continue training."
+            )
+    typer.echo(f"Continue with: agentjet serve --data-dir {shlex.quote(str(data_dir))}")
 
 
 @app.command("branch")
@@ -97,21 +108,19 @@ def branch_from(
     ],
     data_dir: Annotated[Path, typer.Argument(metavar="NEW", help="The data dir to make.")],
 ) -> None:
-    """Begin a new data dir at a checkpoint of another one, which is only read."""
-    from agentjet.cli.lineage import branch
-
+    """Make a new data dir that starts at a checkpoint of another one. The other is only read."""
     old, at, version = source.rpartition("@")
     if not at or not old or not version:
         raise ConfigError(f"{source!r} is not of the form DATA_DIR@VERSION, such as agentjet-data@40")
     began = branch(Path(old), version, data_dir)
     typer.echo(
         f"{data_dir} begins at policy version {began} of {old}.\n"
-        f"Go on with the same model settings: agentjet serve --data-dir {shlex.quote(str(data_dir))}"
+        f"Continue with the same model settings: agentjet serve --data-dir {shlex.quote(str(data_dir))}"
     )
 
 
 def checkpoint_line(info: CheckpointInfo) -> str:
-    """A checkpoint as a line."""
+    """A checkpoint as a line of text."""
     line = f"step {info.policy_version:6}  {datetime.fromtimestamp(info.created):%Y-%m-%d %H:%M:%S}  {info.path}"
     line += "" if info.score is None else f"  score {info.score:.4g}"
     return line + (f"  [{', '.join(info.tags)}]" if info.tags else "")
@@ -119,7 +128,7 @@ def checkpoint_line(info: CheckpointInfo) -> str:
 
 def export(
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
-    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint folder; then no server is asked.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint folder instead of a server.")] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
     ] = False,
@@ -127,28 +136,28 @@ def export(
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Write a policy as a Hugging Face folder: the present one of a running server, or that of a checkpoint."""
+    """Write a policy as a Hugging Face folder: the present policy of a running server, or a checkpoint's."""
     if out.exists():
         raise ConfigError(f"{out} exists: give the name of a folder that does not")
     if checkpoint is not None:
-        source, what = _saved(checkpoint, adapter), str(checkpoint)
+        source, name = _saved(checkpoint, adapter), str(checkpoint)
     else:
         with connect(url, token, token_file) as swarm:
             made = swarm.export(adapter=adapter)
-        source, what = Path(made.path), f"policy version {made.policy_version}"
+        source, name = Path(made.path), f"policy version {made.policy_version}"
         if not source.is_dir():
-            raise ConfigError(f"{what} was written on the server's machine, in {source}: fetch it from there")
+            raise ConfigError(f"{name} was written on the server's machine, in {source}: fetch it from there")
     _copy(source, out)
     if adapter:
         typer.echo(
-            f"the adapter of {what} is in {out}; load it with: PeftModel.from_pretrained(base_model, {str(out)!r})"
+            f"the adapter of {name} is in {out}; load it with: PeftModel.from_pretrained(base_model, {str(out)!r})"
         )
     else:
-        typer.echo(f"{what} is in {out}; score it with: agentjet eval {shlex.quote(str(out))}")
+        typer.echo(f"{name} is in {out}; score it with: agentjet eval {shlex.quote(str(out))}")
 
 
 def _saved(checkpoint: Path, adapter: bool) -> Path:
-    """The folder in a checkpoint that holds the model, or the adapter. Raises `CheckpointError`."""
+    """The folder of a checkpoint with the model, or the adapter. Raises `CheckpointError`."""
     source = checkpoint / "policy"
     has_adapter, has_model = (source / "adapter_config.json").is_file(), (source / "config.json").is_file()
     if not has_adapter and not has_model:
@@ -171,7 +180,7 @@ def _saved(checkpoint: Path, adapter: bool) -> Path:
 
 
 def _copy(source: Path, out: Path) -> None:
-    """Copy a folder under a name that nothing else has, then rename it, so that `out` is whole if it is there."""
+    """Copies a folder to a temporary name, then renames it, so that `out` is complete if it exists."""
     unfinished = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -182,3 +191,143 @@ def _copy(source: Path, out: Path) -> None:
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise ConfigError(f"{out} cannot be written: {error}") from None
+
+
+def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
+    """Takes a stopped server's policy back to a checkpoint, by policy version or tag; returns the rollback and the job
+    settings in force.
+
+    Raises `ConfigError` if a server uses the data dir, its journal lost its end, or the checkpoint has another
+    origin. Raises `CheckpointError` if the checkpoint is missing, damaged, not the journal's, or not an ancestor of
+    the present weights. An error changes nothing.
+    """
+    from agentjet.gateway.checkpoints import CheckpointStore
+    from agentjet.gateway.observability import MetricsFile
+    from agentjet.swarm import Journal, SwarmState
+    from agentjet.swarm.batches import check_rollback
+
+    _check_journal(data_dir)
+    store = CheckpointStore(data_dir)
+    journal = Journal.open(data_dir / JOURNAL)
+    try:
+        held = journal.job_settings()
+        if held is None:
+            raise ConfigError(f"{str(data_dir)!r} has no job settings: its server was never started by this AgentJet")
+        MetricsFile(data_dir / METRICS).check_journal(journal.policy_version())
+        target = find_checkpoint(store, version)
+        check_rollback(journal, target)
+        state = _verified(store, journal, target)
+        swarm = SwarmState(journal, held.given)
+        new = swarm.policy_version + 1
+        with _copied(store.path(target), store.path(new)) as copy:
+            stamp = CheckpointStamp(new, _sealed(copy, {**state, "policy_version": new, "metrics": {}}))
+            return swarm.batches.roll_back(target, stamp), held.job
+    finally:
+        journal.close()
+
+
+def branch(source: Path, version: str, data_dir: Path) -> int:
+    """Makes a data dir that starts at a checkpoint of another, by policy version or tag; returns the policy version.
+
+    The source is only read. Raises `ConfigError` for a data dir that exists and for a checkpoint of another origin.
+    Raises `CheckpointError` for one that is missing, damaged, or not the journal's.
+    """
+    from agentjet.gateway.checkpoints import CheckpointStore
+    from agentjet.swarm import Journal
+
+    _check_journal(source)
+    if data_dir.exists():
+        raise ConfigError(f"{str(data_dir)!r} exists: name a folder that does not")
+    store = CheckpointStore(source)
+    original = Journal.open_read_only(source / JOURNAL)
+    try:
+        target = find_checkpoint(store, version)
+        state, origin = _verified(store, original, target), original.origin
+    finally:
+        original.close()
+    partial = None
+    try:
+        data_dir.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{data_dir.name}.", dir=data_dir.parent))
+        begun = CheckpointStore(partial)
+        begun.folder.mkdir()
+        with _copied(store.path(target), begun.path(target)) as copy:
+            stamp = CheckpointStamp(target, _sealed(copy, state))
+        journal = Journal.open(partial / JOURNAL)
+        try:
+            with journal.transaction():
+                journal.set_base_version(target)
+                journal.put_checkpoint(stamp)
+                journal.branch(origin, f"{source.resolve()}@{target}")
+        finally:
+            journal.close()
+        partial.rename(data_dir)
+    except OSError as error:
+        raise ConfigError(f"{str(data_dir)!r} could not be written: {error}") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def find_checkpoint(store: CheckpointStore, version: str) -> int:
+    """The policy version of a checkpoint by its number or tag. Raises `CheckpointError` with the existing ones."""
+    tags = store.tags.read()
+    found = [info.policy_version for info in store.listing()]
+    wanted = int(version) if version.isdecimal() else tags.get(version)
+    if wanted not in found:
+        named = [f"{name} ({version})" for name, version in sorted(tags.items()) if version in found]
+        raise CheckpointError(
+            f"{str(store.data_dir)!r} has no checkpoint {version!r}; it has versions "
+            f"{', '.join(map(str, found)) or 'none'} and tags {', '.join(named) or 'none'}"
+        )
+    return wanted
+
+
+def _check_journal(data_dir: Path) -> None:
+    if not (data_dir / JOURNAL).is_file():
+        raise ConfigError(f"{str(data_dir)!r} is not a data dir of AgentJet: it has no {JOURNAL}")
+
+
+def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[str, object]:
+    """The state of a complete checkpoint that belongs to its journal, without `SEAL_KEYS`."""
+    from agentjet.compute.embedded.checkpoint import verified_state
+    from agentjet.swarm.batches import check_stamp, check_state_origin
+
+    state = verified_state(store.path(version))
+    if state["policy_version"] != version:
+        raise CheckpointError(f"checkpoint {store.path(version)} is damaged: it has version {state['policy_version']}")
+    check_stamp(journal, CheckpointStamp(version, state.get("digest", "")))
+    check_state_origin(journal, state)
+    return {key: value for key, value in state.items() if key not in SEAL_KEYS}
+
+
+@contextmanager
+def _copied(source: Path, target: Path) -> Iterator[Path]:
+    """A copy of a checkpoint. It gets its name at the end, after it is on disk; a failure leaves nothing."""
+    from agentjet.gateway.checkpoints import flush
+
+    copy = target.with_name(f".{target.name}.new")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists and is not a checkpoint of this run: move it away")
+    try:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(source, copy)
+        yield copy
+        copy.rename(target)
+        flush(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _sealed(copy: Path, state: dict[str, object]) -> str:
+    """Seals a copy and writes it to disk before the journal records it; returns the digest."""
+    from agentjet.compute.embedded.checkpoint import seal
+    from agentjet.gateway.checkpoints import flush
+
+    digest = seal(copy, state)
+    for path in (*copy.rglob("*"), copy):
+        flush(path)
+    return digest

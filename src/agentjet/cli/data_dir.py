@@ -1,8 +1,6 @@
-"""Whether a folder can be a server's data dir: it is one, it is empty, or it is still to be made.
+"""The files of a data dir: the check of a new one, `agentjet token` and `agentjet compare`.
 
-`agentjet token`: the secrets of a data dir, shown and replaced. Works on the files; no server is asked.
-
-`agentjet compare`: what two or more runs came to, and which settings differ. It reads files and asks no server.
+These commands read and write files; they send no request to a server.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ PREPARED = frozenset(
         "token",
         "admin-token",
         "viewer-token",
-        "checkpoints",  # of another run, for the policy to begin at
+        "checkpoints",  # copied from another run, for the policy to start from
         "logs",
-        "serve.log",  # of the commands that start a server of their own
-        "lost+found",  # of a file system that was mounted for this
+        "serve.log",  # written by `ChildServer`
+        "lost+found",  # made by a file system
     }
 )
-"""What may lie there before there is a journal: put there on purpose, or left by a server that could not begin."""
+"""Files that may exist before the journal: put there on purpose, or left by a server that failed to start."""
 NUM_SHOWN = 3
 
 
 def check_data_dir(folder: Path) -> None:
-    """Raises `ConfigError` for a folder that holds somebody else's files."""
+    """Raises `ConfigError` for a folder with other files, unless it has a journal."""
     if not folder.is_dir() or (folder / JOURNAL).exists():
         return
     try:
@@ -48,7 +46,7 @@ def check_data_dir(folder: Path) -> None:
     if foreign:
         shown = ", ".join(foreign[:NUM_SHOWN]) + (", …" if len(foreign) > NUM_SHOWN else "")
         raise ConfigError(
-            f"server.data_dir = {str(folder)!r} is no data dir of AgentJet (it has no {JOURNAL}) and not empty either "
+            f"server.data_dir = {str(folder)!r} is not a data dir of AgentJet (it has no {JOURNAL}) and not empty "
             f"({shown}): give an empty folder, or one that does not exist yet"
         )
 
@@ -56,13 +54,13 @@ def check_data_dir(folder: Path) -> None:
 app = typer.Typer(no_args_is_help=True, help="Show or replace the tokens of a server.")
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data dir.")]
-HERE = Path("agentjet-data")
+DEFAULT_DATA_DIR = Path("agentjet-data")
 
 
 @app.command()
 def show(
-    role: Annotated[Literal["client", "admin", "viewer"], typer.Argument(help="Whose token.")],
-    data_dir: DataDir = HERE,
+    role: Annotated[Literal["client", "admin", "viewer"], typer.Argument(help="Role of the token.")],
+    data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Print a token, and nothing else."""
     from agentjet.server.auth import SECRET_FILES, read_secret
@@ -74,46 +72,48 @@ def show(
 def rotate(
     role: Annotated[
         Literal["client", "admin", "viewer", "keys"],
-        typer.Argument(help="Whose token; `keys` is the secret that episode keys are signed with."),
+        typer.Argument(help="Role of the token; `keys` is the secret that signs episode keys."),
     ],
-    data_dir: DataDir = HERE,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Replace a token by a new one; a running server knows it from its next request on.
+    """Replace a token by a new one; a running server uses it from its next request on.
 
-    Tokens leave the keys of live episodes valid; `keys` ends every one of them at once, and no token.
+    A new token leaves the keys of live episodes valid. New `keys` make all of them invalid at once, and no token.
     """
     from agentjet.server.auth import SECRET_FILES, replace_secret
 
     path = data_dir / SECRET_FILES[role]
     if not path.exists():
-        raise ConfigError(f"{path} is not there: --data-dir must name the data dir of a server that has run")
+        raise ConfigError(f"{path} does not exist: --data-dir must name the data dir of a server that has run")
     replace_secret(path)
     if role == "keys":
-        typer.echo(f"{path} is new: every episode key given out so far is void.")
+        typer.echo(f"{path} is new: all earlier episode keys are invalid.")
         return
-    place = "" if data_dir == HERE else f" --data-dir {shlex.quote(str(data_dir))}"
-    typer.echo(f"{path} is new; the {role} token it held is void. To see it: agentjet token show {role}{place}")
+    place = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {shlex.quote(str(data_dir))}"
+    typer.echo(
+        f"{path} is new; the earlier {role} token is invalid. To see the new one: agentjet token show {role}{place}"
+    )
     if role == "client":
         typer.echo(
-            "A server started with AGENTJET_TOKEN puts that token back when it starts again: change it there, too."
+            "A server started with AGENTJET_TOKEN writes that token again at its next start: change it there, too."
         )
 
 
 FINAL_STEPS = 5
-"""The final reward is the mean of so many batches: that of one batch is mostly noise."""
+"""The final reward is the mean of this many batches: the reward of a single batch is mostly noise."""
 METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run as its files tell it. Scores are None without evaluations; settings are empty without a journal."""
+    """A run's files in figures. Scores are None without evaluations; settings are empty without a journal."""
 
     name: str
     version: int
     steps: int
     undone: int | None
-    """Batches that a rollback undid. They cost tokens and time, and are in no reward. None for a metrics file alone,
-    which names no rollbacks."""
+    """Batches that a rollback undid. They count for tokens and time, and not for rewards. None for a metrics file
+    alone, which does not record rollbacks."""
     reward_first: float | None
     reward_final: float | None
     reward_best: float | None
@@ -157,8 +157,8 @@ def compare(
 ) -> None:
     """Compare runs: rewards, held-out scores, cost, and the settings that differ."""
     if len(runs) < 2:
-        raise ConfigError(f"one run, {str(runs[0])!r}, has nothing to be compared with: name two or more")
-    found = [read(path) for path in runs]
+        raise ConfigError(f"only one run, {str(runs[0])!r}: name two or more to compare")
+    found = [read_run(path) for path in runs]
     different = differing_settings([run.settings for run in found])
     if as_json:
         figures = [{"run": run.name, **{name: getattr(run, name) for name in ROWS}} for run in found]
@@ -175,11 +175,11 @@ def compare(
         typer.echo("  ".join(cells).rstrip())
     without = [run.name for run in found if not run.settings]
     if without:
-        typer.echo(f"\nno settings known of {', '.join(without)}: they are in the journal of a data dir")
+        typer.echo(f"\nno settings for {', '.join(without)}: only the journal of a data dir has them")
 
 
-def read(path: Path) -> RunSummary:
-    """A run from its data dir or its metrics file. Raises `ConfigError` naming what is missing or wrong."""
+def read_run(path: Path) -> RunSummary:
+    """Reads a run from its data dir or its metrics file. Raises `ConfigError` if a file is missing or invalid."""
     file = path / METRICS if path.is_dir() else path
     steps = _steps(file)
     recorded = _journal_facts(path) if path.is_dir() else _JournalFacts()
@@ -214,7 +214,7 @@ def read(path: Path) -> RunSummary:
 
 
 def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """By setting its value in each run, where they are not all the same; runs without known settings do not count."""
+    """The value in each run of the settings that differ, by name. Runs without known settings do not count."""
     known = [one for one in settings if one]
     keys = dict.fromkeys(key for one in known for key in one)
     return {
@@ -225,7 +225,7 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[
 
 
 def _steps(file: Path) -> dict[int, Mapping[str, Any]]:
-    """The lines of a metrics file by the policy version they led to."""
+    """The lines of a metrics file, by the policy version after the step."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -243,7 +243,7 @@ def _steps(file: Path) -> dict[int, Mapping[str, Any]]:
             if number < len(lines):  # The last line may be being written.
                 raise ConfigError(f"{str(file)!r}, line {number}: expected one JSON object with a 'step'") from None
     if not steps:
-        raise ConfigError(f"{str(file)!r} has no batch yet: nothing was learned")
+        raise ConfigError(f"{str(file)!r} has no batch: its server has learned nothing yet")
     return steps
 
 
@@ -254,7 +254,7 @@ class _JournalFacts:
     evaluations: Sequence[Mapping[str, Any]] = ()
     rollbacks: Sequence[Mapping[str, int]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The job settings, and what the policy was begun with."""
+    """The job settings, and the origin of the policy."""
 
     def was_undone(self, version: int) -> bool:
         return any(done["to"] < version < done["policy_version"] for done in self.rollbacks)
@@ -264,7 +264,7 @@ def _journal_facts(data_dir: Path) -> _JournalFacts:
     from agentjet.cli.status import flatten
     from agentjet.swarm import Journal
 
-    journal = Journal.open_read_only(data_dir / "journal.sqlite")
+    journal = Journal.open_read_only(data_dir / JOURNAL)
     try:
         held = journal.job_settings()
         job = dict(flatten(held.job.model_dump(mode="json"), "job.")) if held is not None else {}

@@ -1,7 +1,4 @@
-"""`agentjet episodes export`: the conversations of episodes as JSON lines, from a server or from a data dir.
-
-`agentjet episodes`: which there were, one of them token by token; and begin or end one from a shell.
-"""
+"""`agentjet episodes`: list, show, begin, finish, abort and export episodes."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, one_line, print_text, printable
+from agentjet.cli.data_dir import JOURNAL
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +30,7 @@ PAGE = 1000
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSource:
-    """Where episodes are read: newest first, a page at a time, and one by one with their calls."""
+    """Reads episodes of a server or a data dir: newest first, a page at a time, and one by one with their calls."""
 
     page: Callable[[str], list[EpisodeView]]
     """The episodes before the one with this id; the newest ones for an empty id."""
@@ -42,13 +40,14 @@ class EpisodeSource:
 def export_episodes(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make, one JSON object a line.")],
     status: Annotated[
-        Literal["finished", "aborted", "expired", "live", "prepared", "all"], typer.Option(help="Only those that are.")
+        Literal["finished", "aborted", "expired", "live", "prepared", "all"],
+        typer.Option(help="Only episodes of this status."),
     ] = "finished",
-    mode: Annotated[Literal["train", "eval", "all"], typer.Option(help="Only those begun for this.")] = "all",
+    mode: Annotated[Literal["train", "eval", "all"], typer.Option(help="Only episodes of this mode.")] = "all",
     min_reward: Annotated[
         float | None, typer.Option(metavar="R", help="Only conversations with at least this reward.")
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Read this data dir; then no server is asked.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Read this data dir instead of a server.")] = None,
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
@@ -68,7 +67,7 @@ def export_episodes(
             if status in ("all", view.status) and mode in ("all", view.mode) and view.num_calls
         ]
         num_rows, num_gone = _write(file, source, wanted[::-1], min_reward)
-    gone = f"; {num_gone} more have no messages any more, since a checkpoint covers them" if num_gone else ""
+    gone = f"; {num_gone} more have no messages, since a checkpoint covers them" if num_gone else ""
     typer.echo(f"conversations: {num_rows}, of episodes: {len(wanted) - num_gone}, in {file}{gone}")
 
 
@@ -80,13 +79,13 @@ def _views(source: EpisodeSource) -> Iterator[EpisodeView]:
 
 
 def _write(file: Path, source: EpisodeSource, episode_ids: list[str], min_reward: float | None) -> tuple[int, int]:
-    """Write the rows; returns how many, and how many episodes had no calls any more. `file` is whole if it is there."""
+    """Writes the rows; returns the number of rows, and of episodes without calls. `file` is complete if it exists."""
     from agentjet.client.report import rows
 
     partial = None
     num_rows = num_gone = 0
     try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # For its owner only.
+        descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # Readable by its owner only.
         with open(descriptor, "w", encoding="utf-8") as out:
             for episode_id in episode_ids:
                 episode = source.tree(episode_id)
@@ -97,8 +96,8 @@ def _write(file: Path, source: EpisodeSource, episode_ids: list[str], min_reward
                         num_rows += 1
         if not num_rows:
             raise ConfigError(
-                f"nothing to export: of {len(episode_ids)} episodes that fit --status and --mode, {num_gone} have no "
-                "messages any more (a checkpoint covers them), the others no conversation with --min-reward"
+                f"nothing to export: of {len(episode_ids)} episodes with this --status and --mode, {num_gone} have no "
+                "messages (a checkpoint covers them), the others no conversation with --min-reward"
             )
         Path(partial).rename(file)
     except OSError as error:
@@ -120,7 +119,7 @@ def _of_data_dir(data_dir: Path) -> Iterator[EpisodeSource]:
     from agentjet.gateway import views
     from agentjet.swarm import Journal
 
-    journal = Journal.open_read_only(data_dir / "journal.sqlite")
+    journal = Journal.open_read_only(data_dir / JOURNAL)
     try:
         yield EpisodeSource(
             lambda before: [views.view(episode) for episode in journal.recent_episodes(PAGE, before=before)],
@@ -143,7 +142,7 @@ def list_episodes(
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many at most.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Most episodes.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List the newest episodes, newest first."""
@@ -170,7 +169,7 @@ def show_episode(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Print an episode's calls, coloured by who wrote each token."""
+    """Print an episode's calls. Colours show the author of each token."""
     with connect(url, token, token_file) as swarm:
         tree = swarm.episode_tree(episode_id)
     if as_json:
@@ -185,20 +184,20 @@ def show_episode(
 
 @app.command("begin")
 def begin_episode(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="What the episode is about: a name of your own.")],
-    group: Annotated[str, typer.Option(help="Episodes of a group are compared; default: those of the task.")] = "",
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A name for the task of the episode.")],
+    group: Annotated[str, typer.Option(help="Episodes of a group are compared; default: the task.")] = "",
     task_set: Annotated[str, typer.Option(help="The task set it belongs to.")] = "",
-    client_id: Annotated[str, typer.Option(help="Groups are those of a client.")] = "shell",
-    only_eval: Annotated[bool, typer.Option("--eval", help="Nothing of it is trained on.")] = False,
+    client_id: Annotated[str, typer.Option(help="Name of the client; groups are kept apart by client.")] = "shell",
+    only_eval: Annotated[bool, typer.Option("--eval", help="The episode is not trained on.")] = False,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for room in the present batch.")] = 0.0,
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Begin an episode, and print what its agent needs as variables of a shell.
+    """Begin an episode, and print the address and key for its agent as shell variables.
 
-    It stays until somebody finishes or aborts it, or its lease runs out.
+    The episode lives until it is finished or aborted, or its lease runs out.
     """
     with connect(url, token, token_file, client_id=client_id) as swarm:
         mode: Mode = "eval" if only_eval else "train"
@@ -222,7 +221,7 @@ def begin_episode(
 @app.command("finish")
 def finish_episode(
     episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes begin` prints it.")],
-    reward: Annotated[float, typer.Option(help="How well it went.")],
+    reward: Annotated[float, typer.Option(help="Reward of the episode.")],
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
@@ -235,18 +234,18 @@ def finish_episode(
 @app.command("abort")
 def abort_episode(
     episode_id: Annotated[str, typer.Argument(metavar="ID", help="As `agentjet episodes begin` prints it.")],
-    reason: Annotated[str, typer.Option(help="Why, for whoever looks at it.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason, for people.")] = "",
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """End an episode without a score: it is not trained on."""
+    """End an episode without a reward: it is not trained on."""
     with connect(url, token, token_file) as swarm:
         print_text(f"{episode_id}: {swarm.abort(episode_id, reason).status}")
 
 
 def episode_lines(tree: EpisodeTree) -> list[Text]:
-    """An episode as coloured lines for people."""
+    """An episode as coloured lines."""
     from rich.text import Text
 
     facts = [tree.status, *(["eval"] if tree.mode == "eval" else []), f"task {one_line(tree.task_id)}"]
@@ -255,14 +254,14 @@ def episode_lines(tree: EpisodeTree) -> list[Text]:
     facts += ["unscorable: a request was refused"] if tree.unscorable else []
     facts += [printable(tree.reason)] if tree.reason else []
     lines = [Text(f"{tree.episode_id}: {', '.join(facts)}", "bold")]
-    for what, counts in (("noted", tree.noted), ("refused", tree.refused)):
+    for title, counts in (("noted", tree.noted), ("refused", tree.refused)):
         if counts:
             shown = ", ".join(f"{one_line(name)} ({count})" for name, count in sorted(counts.items()))
-            lines.append(Text(f"{what}: {shown}", NOTE))
+            lines.append(Text(f"{title}: {shown}", NOTE))
     if not tree.calls:
-        gone = "a checkpoint covers them: they are not kept" if tree.num_calls else "none"
-        return [*lines, Text(f"calls: {gone}", NOTE)]
-    lines.append(Text.assemble("written by ", *((f" {who} ", style) for who, style in _legend(tree))))
+        calls = "not kept, since a checkpoint covers them" if tree.num_calls else "none"
+        return [*lines, Text(f"calls: {calls}", NOTE)]
+    lines.append(Text.assemble("written by ", *((f" {author} ", style) for author, style in _legend(tree))))
     numbers = {call.call_id: i for i, call in enumerate(tree.calls, 1)}
     for call in tree.calls:
         lines += [Text(""), Text(_heading(call, numbers), NOTE), _body(call)]
@@ -270,7 +269,7 @@ def episode_lines(tree: EpisodeTree) -> list[Text]:
 
 
 def _legend(tree: EpisodeTree) -> list[tuple[str, str]]:
-    """Who wrote what, and whether that is, will or would be trained."""
+    """Authors of tokens and their styles, with the state of training."""
     ended_untrained = tree.trained_in is None and (tree.reason or tree.status in ("aborted", "expired"))
     trained = "never trained" if tree.mode == "eval" or ended_untrained else "trained"
     return [("the agent and the template", CONTEXT), (f"the policy, {trained}", SAMPLED), ("not trained", ORPHAN)]

@@ -1,35 +1,64 @@
-"""`agentjet`: the commands, each in a module of its own that imports what it needs when it runs: `--help` is quick."""
+"""The `agentjet` program. Command modules import heavy libraries inside functions, so that `--help` is quick."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from agentjet.cli import printable
+from agentjet.cli import Override, load_example, printable
 from agentjet.cli.checkpoints import app as checkpoints
 from agentjet.cli.checkpoints import export
 from agentjet.cli.data_dir import app as token
 from agentjet.cli.data_dir import compare
-from agentjet.cli.demo import demo
 from agentjet.cli.episodes import app as episodes
-from agentjet.cli.eval import evaluate
 from agentjet.cli.research import app as research
-from agentjet.cli.run import run
+from agentjet.cli.run import evaluate, run
 from agentjet.cli.serve import serve
 from agentjet.cli.status import app as job
 from agentjet.cli.status import status, watch
 from agentjet.errors import AgentJetError
 
+SUMMARY = "Reinforcement learning for the language models inside agents, as a swarm."
 app = typer.Typer(
-    name="agentjet",
-    help="Reinforcement learning for the language models inside agents, as a swarm.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="agentjet", help=SUMMARY, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+
+@app.callback(help=SUMMARY)
+def agentjet() -> None:
+    pass
+
+
 app.command()(serve)
-app.command()(demo)
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="Seed of the tasks' order, of sampling and of the learner.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the results; an earlier demo's are replaced.")] = Path(
+        "agentjet-demo"
+    ),
+    steps: Annotated[int | None, typer.Option(min=1, help="Batches to learn; default: as tuned.")] = None,
+    model: Annotated[str | None, typer.Option(help="Another model: a Hugging Face id or a local folder.")] = None,
+    tasks: Annotated[int, typer.Option(min=1, max=500, help="Held-out sums of each evaluation.")] = 500,
+    override: Override = None,
+) -> None:
+    """Train a small language model to add, with an agent on OpenAI's SDK (`examples/arithmetic`).
+
+    Starts a server on this machine, evaluates the model on held-out sums, trains it, and evaluates it again. Writes
+    reward.png, report.html, result.json and the trained model (a Hugging Face folder) into the output folder.
+    """
+    run_demo = load_example("arithmetic", "demo").Demo(seed, out, steps, model, tasks, override or []).run
+    try:
+        run_demo()
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; the server has ended and saved a checkpoint in {out / 'server'}", err=True)
+        raise typer.Exit(130) from None
+
+
 app.command()(run)
 app.command("eval")(evaluate)
 app.command()(status)
@@ -43,25 +72,20 @@ app.command()(export)
 app.add_typer(research, name="research")
 
 
-@app.callback()
-def agentjet() -> None:
-    """Reinforcement learning for the language models inside agents, as a swarm."""
-
-
 def main() -> None:
-    """The console script: what is wrong with a setting or a request is a sentence, not a traceback."""
+    """The console script. Errors of settings, requests and files are one sentence and exit code 2."""
     try:
         app()
     except AgentJetError as error:
-        print(f"agentjet: {printable(str(error))}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _fail(str(error))
     except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        print(f"agentjet: {printable(said)}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "agentjet":
             raise
-        needed = "pip install 'agentjet[server,demo,research]'"
-        print(f"agentjet: this command needs the package {error.name!r}: {needed}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _fail(f"this command needs the package {error.name!r}: pip install 'agentjet[server,demo,research]'")
+
+
+def _fail(message: str) -> None:
+    print(f"agentjet: {printable(message)}", file=sys.stderr)
+    raise SystemExit(2)

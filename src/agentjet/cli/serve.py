@@ -1,6 +1,6 @@
-"""`agentjet serve`: the options, and nothing heavy until they are read. The process itself is in `server_process`.
+"""`agentjet serve`: its options, and `ChildServer`, which runs it as a child process for other commands.
 
-`agentjet serve` as a child process, for the commands that need a server of their own.
+The server's libraries are imported by `server_process` only, after the options were read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from agentjet.client import Retry, Swarm
 from agentjet.errors import AgentJetError, Unreachable
+
+if TYPE_CHECKING:
+    from agentjet.client import Swarm
+
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+POLL_SECONDS = 0.1
+STOP_SECONDS = 120.0
+"""Limit of a stop, which writes a checkpoint."""
+NUM_LOG_LINES = 20
 
 
 def serve(
@@ -33,24 +41,24 @@ def serve(
     ] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of the journal, the checkpoints and the tokens; an existing one is carried on."),
+        typer.Option(help="Folder of the journal, the checkpoints and the tokens; an existing one is continued."),
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     host: Annotated[
         str | None,
-        typer.Option(help="Address to listen on; any but a loopback one needs TLS (server.tls_cert) or --insecure."),
+        typer.Option(help="Address to listen on; a non-loopback one needs TLS (server.tls_cert) or --insecure."),
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow plain HTTP on an address that is no loopback one.")
-    ] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain HTTP on a non-loopback address.")] = False,
     end_with_input: Annotated[
         bool,
-        typer.Option("--end-with-input", help="End when standard input does: with whoever started the server."),
+        typer.Option(
+            "--end-with-input", help="End when standard input ends, so that the server ends with its parent process."
+        ),
     ] = False,
 ) -> None:
     """Serve a model for agents to use, and train it with the rewards they send back.
 
-    Ctrl-C saves a checkpoint and ends the server; the same command carries on from there.
+    Ctrl-C saves a checkpoint and ends the server; the same command continues from there.
     """
     from agentjet.cli.server_process import run
     from agentjet.config import load_config
@@ -69,23 +77,16 @@ def serve(
     run(load_config(config, overrides), ends_with_input=end_with_input)
 
 
-ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
-POLL_SECONDS = 0.1
-STOP_SECONDS = 120.0
-"""A stop writes a checkpoint."""
-NUM_LOG_LINES = 20
-
-
 class ServerEnded(AgentJetError):
     """The child process ended by itself."""
 
 
 class ChildServer:
-    """A server on a free loopback port, with a data dir and a log of its own; ended with the context, by its process
-    id.
+    """A server on a free loopback port, with its own data dir and log; leaving the context ends it.
 
-    It runs in a session of its own: Ctrl-C reaches this process only, which first aborts what is live and then asks the
-    child to save a checkpoint and end. A second Ctrl-C meanwhile kills it. A child whose parent was killed ends, too.
+    It runs in a new session, so Ctrl-C reaches this process only: this process first aborts its live episodes,
+    then asks the child to save a checkpoint and end. A second Ctrl-C kills the child. A child whose parent was killed
+    ends, too.
     """
 
     def __init__(self, settings: Path | None, overrides: Sequence[str], data_dir: Path) -> None:
@@ -102,10 +103,10 @@ class ChildServer:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "agentjet.cli", "serve", *arguments],
-                stdin=subprocess.PIPE,  # Never written to: it ends with this process.
+                stdin=subprocess.PIPE,  # Never written to: it closes when this process ends.
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A token or an address in the environment is meant for another server.
+                # A token or an address in the environment belongs to another server.
                 env={name: value for name, value in os.environ.items() if not name.startswith("AGENTJET_")},
                 start_new_session=True,
             )
@@ -116,12 +117,14 @@ class ChildServer:
 
     def connect(self) -> Swarm:
         """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log."""
+        from agentjet.client import Retry, Swarm
+
         while not (found := ADDRESS.search(self._log_text())):
             self.check()
             time.sleep(POLL_SECONDS)
         self.url = found[0]
         token = (self.data_dir / "admin-token").read_text().strip()
-        # Nobody restarts this server: there is no point in waiting long for one that is gone.
+        # This server is never restarted, so a long wait for it is useless.
         swarm = Swarm(self.url, token, retry=Retry(patience=10.0, first_patience=10.0))
         try:
             while (status := swarm.status()).state in ("loading", "offline"):
@@ -135,7 +138,7 @@ class ChildServer:
         return swarm
 
     def check(self) -> None:
-        """Raises `ServerEnded` when the process is gone."""
+        """Raises `ServerEnded` if the process has ended."""
         code = self._process.poll()
         if code is not None:
             raise ServerEnded(
@@ -143,7 +146,7 @@ class ChildServer:
             )
 
     def stop(self) -> None:
-        """Have the server save a checkpoint and end; idempotent. It is killed when that takes too long, or on a second
+        """Asks the server to save a checkpoint and end; idempotent. Kills it after `STOP_SECONDS`, or on a second
         Ctrl-C."""
         assert self._process.stdin is not None
         if self._process.poll() is None:

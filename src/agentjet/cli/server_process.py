@@ -1,6 +1,6 @@
 """The process of `agentjet serve`: gateway, worker and HTTP wired together, from the bound port to the last checkpoint.
 
-Nothing slow happens before everything cheap that can be wrong (port, data dir, journal) was found to be right.
+The cheap checks (port, data dir, journal) come before the slow work, so that an error is reported at once.
 """
 
 from __future__ import annotations
@@ -24,30 +24,35 @@ import uvicorn
 
 from agentjet import __version__
 from agentjet.cli.data_dir import check_data_dir
-from agentjet.cli.runs import RunSwitcher
-from agentjet.cli.tracing import tracer_provider
 from agentjet.client.threads import exit_with_parent
-from agentjet.config import ServeConfig, ServerConfig, server_token
+from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.config import JobConfig, ServeConfig, ServerConfig, server_token
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
+from agentjet.protocol import JobBody
 from agentjet.server import Keys, create_app
 from agentjet.server.http import check_certificate, listen, tune_gc, uvicorn_config
 from agentjet.server.monitoring import LogFile, LogFormat, configure_handler
 from agentjet.types import Conversation, Message
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
 
 LOG_BYTES = 10_000_000
-CHANGE_SECONDS = 0.2
-"""Between two looks at which run is served, while it is changed."""
+SWITCH_SECONDS = 0.2
+"""Pause before the next run's steps are printed, after a run was left."""
+MAX_LINKS = 8192
+"""Links of a step's span to its calls; the SDK's default is 128."""
 
 
 def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
-    """Serve until Ctrl-C or SIGTERM, or until standard input ends, where that counts. Raises `ConfigError` when it
-    cannot begin, `SystemExit` when the engine gave up on the model, which its log has said by then.
+    """Serves until Ctrl-C or SIGTERM, and with `ends_with_input` until standard input ends.
+
+    Raises `ConfigError` if the server cannot start. Raises `SystemExit` if the engine could not load the model; the
+    log has the reason.
     """
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
@@ -64,8 +69,9 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Unix seconds that never jump while the process lives: a clock set back would hold leases open, one set forward
-    would end them all at once.
+    """Unix seconds that never jump during the process.
+
+    A clock that is set back would keep leases open; one that is set forward would end all of them at once.
     """
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
@@ -74,7 +80,7 @@ def steady_clock() -> Callable[[], float]:
 async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> int:
     """Returns the exit code."""
     clock = steady_clock()
-    runs = RunSwitcher(config, clock)
+    runs = GatewaySwitcher(config, clock)
     runs.gateway.tracing.tracer = tracer
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs", config.server.log_format)
@@ -86,33 +92,33 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
         exit_with_parent(signal.SIGTERM)
     await runs.gateway.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
-    narrator = asyncio.create_task(_narrate(runs))
+    printer = asyncio.create_task(_print_runs(runs))
     try:
-        _say(f"AgentJet {__version__} listens on {url}, loading {config.model.name} …")
+        _print(f"AgentJet {__version__} listens on {url}, loading {config.model.name} …")
         if bound := all_addresses_line(listener):
-            _say(bound)
+            _print(bound)
         if await _ready(runs.gateway, stop):
             tune_gc()
             _greet(runs.gateway, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         elif runs.gateway.engine.fatal is not None:
             return 2
-        _say("Stopping: the batch being learned is finished and a checkpoint saved (Ctrl-C again: at once) …")
+        _print("Stopping: the present batch is finished and a checkpoint saved (Ctrl-C again: at once) …")
         await runs.gateway.drain()
         newest = runs.gateway.store.newest()
         if newest is not None:
-            _say(f"Checkpoint of policy version {newest}: {runs.gateway.store.path(newest)}")
+            _print(f"Checkpoint of policy version {newest}: {runs.gateway.store.path(newest)}")
     finally:
         http.should_exit = True
         await asyncio.wait([serving])
         await runs.close()
-        narrator.cancel()
+        printer.cancel()
     serving.result()
     return 0
 
 
 async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
-    """Wait for the worker; False when the engine gave up, or was told to stop before."""
+    """Waits for the worker. Returns False if the engine gave up, or on a request to stop."""
     ready = asyncio.create_task(gateway.ready())
     await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
     if ready.done():
@@ -124,7 +130,7 @@ async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     card = gateway.engine.model
     assert card is not None
-    _say(
+    _print(
         f"Ready: {card.num_parameters / 1e6:.0f}M parameters on {card.device} in {card.dtype}, "
         f"context {card.context_length}, policy version {gateway.swarm.policy_version}."
     )
@@ -132,36 +138,36 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     assert renderer is not None
     tokens = renderer.tokenize(renderer.render(Conversation((Message("user", "Hello"),))))
     prompt = b"".join(map(renderer.token_bytes, tokens)).decode(errors="replace")
-    _say(f"The model's own chat template makes of the message 'Hello': {prompt!r}")
-    _say(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
-    _say(
+    _print(f"The model's chat template renders the message 'Hello' as: {prompt!r}")
+    _print(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
+    _print(
         "Next, in another terminal:\n"
         f"  export AGENTJET_URL={url} AGENTJET_TOKEN=$(cat {shlex.quote(str(data_dir / 'token'))})\n"
         "  agentjet status"
     )
 
 
-async def _narrate(runs: RunSwitcher) -> None:
-    """One line a batch, of whichever run is served. What goes wrong is in the log, whose warnings are shown, too."""
+async def _print_runs(runs: GatewaySwitcher) -> None:
+    """Prints a line for each batch of the run that is served. The log's warnings are printed, too."""
     while True:
-        await _narrate_run(runs.gateway)
-        await asyncio.sleep(CHANGE_SECONDS)
+        await _print_steps(runs.gateway)
+        await asyncio.sleep(SWITCH_SECONDS)
 
 
-async def _narrate_run(gateway: Gateway) -> None:
+async def _print_steps(gateway: Gateway) -> None:
     is_first = True
     async for event in gateway.events(gateway.last_event):
         if event is None or event.kind != "step":
             continue
         metrics = event.body["metrics"]
-        # The first batch's time began with the process, perhaps long before the first client came.
+        # The first batch's time includes the wait for the first client.
         speed = "" if is_first else f"  {metrics.get('perf/tokens_per_second', 0.0):.0f} tokens/s"
         is_first = False
-        _say(f"step {event.body['policy_version']}  reward {metrics.get('reward/mean', 0.0):.3f}{speed}")
+        _print(f"step {event.body['policy_version']}  reward {metrics.get('reward/mean', 0.0):.3f}{speed}")
 
 
 class _Http(uvicorn.Server):
-    """Leaves signals alone: the gateway is stopped first, and this server by it."""
+    """Does not handle signals: `_serve` stops the gateway first, then this server."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -169,34 +175,34 @@ class _Http(uvicorn.Server):
 
 
 def _stop_on_signals() -> asyncio.Future[None]:
-    """Done at the first SIGINT or SIGTERM; the second ends the process at once (the worker sees that and ends, too)."""
+    """Done at the first SIGINT or SIGTERM. The second ends the process at once, and the worker with it."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[None] = loop.create_future()
 
-    def asked(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         if stop.done():
             os._exit(128 + number)
         stop.set_result(None)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked, number)
+        loop.add_signal_handler(number, on_signal, number)
     return stop
 
 
 def _listen(server: ServerConfig) -> socket.socket:
-    """The bound port. Raises `ConfigError` when it is in use, or the host is no address here."""
+    """The bound port. Raises `ConfigError` if it is in use, or the host is not an address of this machine."""
     host = "127.0.0.1" if server.host == "localhost" else server.host
     try:
         return listen(host, server.port)
     except OSError as error:
         if error.errno == EADDRNOTAVAIL or (error.errno or 0) < 0:  # negative: from looking up the name
             raise ConfigError(
-                f"server.host = {host!r} is no address of this machine: give 127.0.0.1, 0.0.0.0, or one that its "
+                f"server.host = {host!r} is not an address of this machine: give 127.0.0.1, 0.0.0.0, or one that its "
                 "network has"
             ) from None
         raise ConfigError(
-            f"server.port = {server.port} on {host} cannot be had ({error.strerror or error}): stop what listens "
-            "there, or choose another (--port 0 takes a free one)"
+            f"server.port = {server.port} on {host} is not available ({error.strerror or error}): stop the "
+            "program that listens there, or choose another port (--port 0 takes a free one)"
         ) from None
 
 
@@ -204,22 +210,24 @@ def _url(listener: socket.socket, server: ServerConfig) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "https" if server.tls_cert else "http"
     if not (server.tls_cert or ip_address(host).is_loopback):
-        log.warning("everybody on the way to %s can read tokens, keys and episodes (server.insecure = true)", host)
-    if ip_address(host).is_unspecified:  # Every address; this one works from here.
+        log.warning(
+            "without TLS, the network can read tokens, keys and episodes sent to %s (server.insecure = true)", host
+        )
+    if ip_address(host).is_unspecified:  # Bound to every address; the loopback address works from here.
         host = "::1" if ":" in host else "127.0.0.1"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def all_addresses_line(listener: socket.socket) -> str:
-    """What to say of a server that is bound to every address of its machine; empty for any other."""
+    """The line for a server that is bound to every address of its machine; otherwise empty."""
     host, port = listener.getsockname()[:2]
     if not ip_address(host).is_unspecified:
         return ""
-    return f"Bound to {host} port {port}: every address of this machine, under which others reach it, too."
+    return f"Bound to {host} port {port}: every address of this machine, reachable from other machines, too."
 
 
 def _log_to(folder: Path, log_format: LogFormat) -> None:
-    """Everything from INFO on into `server.log`; warnings on standard error, too."""
+    """Logs to `server.log` from INFO on, and warnings to standard error, too."""
     folder.mkdir(parents=True, exist_ok=True)
     file = LogFile(folder / "server.log", maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
     configure_handler(file, log_format, "%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -229,5 +237,69 @@ def _log_to(folder: Path, log_format: LogFormat) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[file, console])
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
+
+
+class GatewaySwitcher:
+    """The gateway of the run that a server serves, and the switch to another run.
+
+    The server's own run lies in its data dir. Other runs lie in `runs/NAME/` there, each a data dir of the same kind.
+    """
+
+    def __init__(self, config: ServeConfig, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._entering = asyncio.Lock()
+        self.name = ""
+        self.gateway = self._opened("", None)
+
+    async def enter(self, name: str, job: JobConfig | None) -> None:
+        """Switches to the run `name`, or changes its job settings. Raises `ConfigError` if its folder is unusable."""
+        async with self._entering:
+            left = self.gateway
+            if name == self.name:
+                if job is not None:
+                    await left.replace_job(JobBody(revision=left.job().revision, job=job.model_dump(mode="json")))
+                return
+            self.gateway, self.name = self._opened(name, job), name
+            self.gateway.tracing.tracer = left.tracing.tracer
+            try:
+                await left.close()
+            finally:  # The run is entered now: a repeat of the request must find its gateway running.
+                await self.gateway.start()
+
+    async def close(self) -> None:
+        async with self._entering:
+            await self.gateway.close()
+
+    def _opened(self, name: str, job: JobConfig | None) -> Gateway:
+        config = self._config
+        if name:
+            server = config.server.model_copy(update={"data_dir": config.server.data_dir / "runs" / name})
+            config = config.model_copy(update={"server": server, "job": job})
+        return Gateway(config, EmbeddedCompute(config), clock=self._clock)
+
+
+def tracer_provider(endpoint: str) -> TracerProvider:
+    """OpenTelemetry's SDK: sends spans to `endpoint` in the background; `shutdown()` sends the last ones.
+
+    Raises `ConfigError` if the packages are missing.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"server.trace_endpoint = {endpoint!r} needs the package {error.name!r}: pip install 'agentjet[otel]', or "
+            "leave the setting out"
+        ) from None
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}),
+        span_limits=SpanLimits(max_links=MAX_LINKS),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider

@@ -1,9 +1,4 @@
-"""`agentjet status`: one look at a server.
-
-`agentjet watch`: a server's status, kept up to date in the terminal.
-
-`agentjet job`: the job settings of a running server, json_text and changed.
-"""
+"""`agentjet status`, `watch` and `job`: the state of a running server, and its job settings."""
 
 from __future__ import annotations
 
@@ -25,9 +20,29 @@ if TYPE_CHECKING:
     from agentjet.client import Swarm
     from agentjet.protocol import CodeVersionStatus, StatusResponse, TaskSetStatus
 
+NUM_CODE_VERSIONS = 5
+"""The newest ones are shown; `--json` has more."""
+RECENT_SECONDS = 600
+"""A client without episodes is shown for so long; `--json` has them all."""
+SHOWN_METRICS = (
+    "reward/mean",
+    "episode/num_turns",
+    "policy/entropy",
+    "policy/kl",
+    "optim/grad_norm",
+    "perf/tokens_per_second",
+)
+"""Metrics of the last step; `--json` has them all."""
+RESTART_HINT = (
+    "The change survives a restart, unless the server is then started with other job settings than at its last start: "
+    "put it into the settings file, too."
+)
+
+app = typer.Typer(no_args_is_help=True, help="Show and change the job settings of a running server.")
+
 
 def status(url: Url = None, token: Token = None, token_file: TokenFile = None, as_json: Json = False) -> None:
-    """Show what a server is doing and what training waits for."""
+    """Show the state of a server and the reason why training waits."""
     with connect(url, token, token_file) as swarm:
         now = swarm.status()
     if as_json:
@@ -53,7 +68,7 @@ def status_lines(status: StatusResponse) -> list[tuple[str, str]]:
         ("calls", f"{status.calls_active} active"),
         ("clients", _clients(status)),
     ]
-    newest = list(status.code_versions.items())[-CODE_VERSIONS_SHOWN:]
+    newest = list(status.code_versions.items())[-NUM_CODE_VERSIONS:]
     lines += [("code" if i == 0 else "", _code(name, code)) for i, (name, code) in enumerate(reversed(newest))]
     sets = status.task_sets.items()
     lines += [("task sets" if i == 0 else "", _task_set(name, one)) for i, (name, one) in enumerate(sets)]
@@ -62,13 +77,13 @@ def status_lines(status: StatusResponse) -> list[tuple[str, str]]:
     lines += [("unusable" if i == 0 else "", path) for i, path in enumerate(status.unusable_checkpoints)]
     if status.zero_variance is not None:
         lines += [("warning" if i == 0 else "", line) for i, line in enumerate(report_lines(status.zero_variance))]
-    metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN]
+    metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN_METRICS]
     lines += [("last step", ", ".join(metrics))] if metrics else []
     return [(name, one_line(value)) for name, value in lines]
 
 
 def _clients(status: StatusResponse) -> str:
-    """Those that hold episodes or were seen lately; the others are counted."""
+    """Clients that hold episodes or were seen recently; the others are counted."""
     recent = [name for name, ago in status.clients.items() if ago <= RECENT_SECONDS or status.holding.get(name)]
     rest = len(status.clients) - len(recent)
     counted = [f"{rest} seen over {RECENT_SECONDS // 60} minutes ago"] if rest else []
@@ -91,21 +106,13 @@ def _task_set(name: str, one: TaskSetStatus) -> str:
     return f"{name}: share {one.share:.3g}{weight}{reward}, {one.groups_complete} complete, {one.groups_open} open"
 
 
-CODE_VERSIONS_SHOWN = 5
-"""Newest first; `--json` has more."""
-RECENT_SECONDS = 600
-"""A client that holds nothing is shown for so long; `--json` has them all."""
-SHOWN = ("reward/mean", "episode/num_turns", "policy/entropy", "policy/kl", "optim/grad_norm", "perf/tokens_per_second")
-"""Metrics of the last step that are shown; `--json` has them all."""
-
-
 def watch(
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
-    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two requests.")] = 1.0,
 ) -> None:
-    """Watch a server until Ctrl-C; it may be restarted meanwhile. A file or a pipe gets a text for each change."""
+    """Watch a server until Ctrl-C, also across restarts. A file or a pipe gets a text for each change."""
     from rich.live import Live
 
     with connect(url, token, token_file) as swarm, suppress(KeyboardInterrupt):
@@ -118,10 +125,10 @@ def watch(
                 live.update(_table(status), refresh=True)
 
 
-def frames(looks: Iterable[StatusResponse]) -> Iterator[str]:
-    """For files and pipes: a text for each look that differs from the one before in more than its clients."""
+def frames(statuses: Iterable[StatusResponse]) -> Iterator[str]:
+    """The texts for files and pipes: one for each status that differs from the last in more than its clients."""
     shown: list[tuple[str, str]] = []
-    for status in looks:
+    for status in statuses:
         lines = status_lines(status)
         facts = [line for line in lines if line[0] != "clients"]
         if facts != shown:
@@ -129,15 +136,15 @@ def frames(looks: Iterable[StatusResponse]) -> Iterator[str]:
             yield "".join(f"{name:12} {value}\n" for name, value in lines)
 
 
-def _statuses(swarm: Swarm, every: float, tell: Callable[[str], None]) -> Iterator[StatusResponse]:
-    """The status now and again, without end; `tell` is given what fails after the first look."""
+def _statuses(swarm: Swarm, every: float, on_error: Callable[[str], None]) -> Iterator[StatusResponse]:
+    """The status every `every` seconds, without end. `on_error` gets the errors after the first request."""
     yield swarm.status()
     while True:
         time.sleep(every)
         try:
             yield swarm.status()
         except (Unreachable, Later) as error:
-            tell(str(error))
+            on_error(str(error))
 
 
 def _table(status: StatusResponse) -> Table:
@@ -148,14 +155,6 @@ def _table(status: StatusResponse) -> Table:
     for name, value in status_lines(status):
         table.add_row(Text(name, style="bold"), Text(value))
     return table
-
-
-app = typer.Typer(no_args_is_help=True, help="Show and change the job settings of a running server.")
-
-RESTART_HINT = (
-    "The change survives a restart, unless the server is then started with other job settings than at its last start: "
-    "put it into the settings file, too."
-)
 
 
 @app.command("show")
@@ -181,11 +180,11 @@ def set_job(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Change job settings of a running server; takes the admin token. A batch that is composed keeps its settings."""
+    """Change job settings of a running server; needs the admin token. A batch that is composed keeps its settings."""
     changes: dict[str, Any] = {}
     for key, value in map(parse_setting, settings):
         if key.removeprefix("job.") in [known.removeprefix("job.") for known in changes]:
-            raise ConfigError(f"{key} = {value!r}: {key} is given twice: give it one value")
+            raise ConfigError(f"{key} = {value!r}: {key} is given twice; give it one value")
         changes[key] = value
     with connect(url, token, token_file) as swarm:
         before, after = swarm.job(), swarm.change_job(changes)
@@ -201,7 +200,7 @@ def set_job(
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:
-    """`KEY=VALUE` as key and value, which is TOML where it can be. Raises `ConfigError`."""
+    """Key and value of `KEY=VALUE`; a value that is valid TOML is parsed as TOML. Raises `ConfigError`."""
     from agentjet.config.loader import parse_value
 
     key, equals, text = setting.partition("=")

@@ -1,5 +1,7 @@
-"""The client: `Swarm`, `AsyncSwarm`, their episodes, and the rollout runner behind `train` and `evaluate`. httpx and
-pydantic only."""
+"""The client: `Swarm`, `AsyncSwarm`, their episodes, and the rollout runner behind `train` and `evaluate`.
+
+Needs httpx and pydantic only.
+"""
 
 from agentjet.client.agent_source import AgentSource, AgentVersion
 from agentjet.client.command import Command, CommandFailed, Result
@@ -25,11 +27,12 @@ from agentjet.client.team_episode import AsyncTeamEpisode, TeamEpisode
 __all__ = [
     "Agent",
     "AgentFailing",
+    "AgentSource",
+    "AgentVersion",
     "AsyncEpisode",
     "AsyncSwarm",
     "AsyncTeam",
     "AsyncTeamEpisode",
-    "AgentSource",
     "CodeChange",
     "Command",
     "CommandFailed",
@@ -47,7 +50,6 @@ __all__ = [
     "TeamEpisode",
     "TeamReport",
     "TrainReport",
-    "AgentVersion",
     "pass_at_k",
     "wilson_interval",
 ]

@@ -1,12 +1,7 @@
-"""Functions of the user, named on a command line or in a file: `FILE.py:FUNCTION` or `package.module:function`.
+"""The source of an agent: imports by name, code versions, reloads, and locations of errors.
 
-The source of an agent: which version of it an episode ran, and how to load it anew when it was edited.
-
-A code version is a hash of the files the agent's author wrote: for a Python agent its module and those of the modules
-beside it, in the same folder, that are imported; nothing installed, nothing in folders below. The script that is being
-run can be hashed but not loaded anew: it would run again.
-
-Where in an agent an exception came from: the file and line its author knows, not those of the libraries below.
+A code version is a hash of the author's files: the agent's module, and imported modules in the same folder. Installed
+packages and subfolders do not count. The running script has a version, but cannot be reloaded: it would run again.
 """
 
 from __future__ import annotations
@@ -31,13 +26,16 @@ from typing import Any, Protocol
 from agentjet.errors import ConfigError, InvalidRequest
 
 MODULE = "agentjet_loaded_{}"
-"""What a file is imported as: it may be called like anything else that is imported."""
+"""Module name of an imported file. The prefix avoids clashes with other modules."""
 LONGEST_LINE = 300
-"""Characters of what an exception says."""
+"""Longest text of an exception in a message, in characters."""
+OURS = Path(__file__).parents[1]
+"""Code below this folder is not the agent's: an error there has no location that its author can fix."""
 
 
 def load_function(named: str, *, option: str) -> Callable[..., Any]:
-    """The function that `option` names. What lies beside its file can be imported from it. Raises `ConfigError`."""
+    """The function that `option` names: `FILE.py:FUNCTION` or `package.module:function`. Its file can import modules
+    beside it. Raises `ConfigError`."""
     place, colon, name = named.rpartition(":")
     if not colon or not name or not place:
         raise ConfigError(f"{option} {named}: expected FILE.py:FUNCTION, or package.module:function")
@@ -57,14 +55,14 @@ def load_function(named: str, *, option: str) -> Callable[..., Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception of the user's code as the end of a sentence: its type, and its first line as far as that goes."""
+    """An exception of the user's code in one line: its type, and the first line of its text."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     cut = first if len(first) <= LONGEST_LINE else f"{first[: LONGEST_LINE - 3]}..."
     return f"{type(error).__name__}: {cut}"
 
 
 def source_of(named: str, *, option: str) -> Path:
-    """The file that a function is named in; nothing is imported but the packages it lies in. Raises `ConfigError`."""
+    """The file of a named function. Imports only its packages. Raises `ConfigError`."""
     place = named.rpartition(":")[0]
     if place.endswith(".py"):
         return Path(place)
@@ -76,12 +74,12 @@ def source_of(named: str, *, option: str) -> Path:
     if spec is None or spec.origin is None:
         raise ConfigError(f"{option} {named}: there is no module {place!r}")
     if not spec.has_location:
-        raise ConfigError(f"{option} {named}: {place!r} is part of Python itself, and no file of yours")
+        raise ConfigError(f"{option} {named}: {place!r} is part of Python itself: name a module of yours")
     return Path(spec.origin)
 
 
 def _search_current_folder() -> None:
-    """Search the current folder for packages too, after all that is installed: its files replace no library."""
+    """Search the current folder for packages, after the installed ones, so that its files replace no library."""
     folder = str(Path.cwd())
     if not {"", folder} & set(sys.path):
         sys.path.append(folder)
@@ -101,7 +99,7 @@ def _from_file(file: Path) -> ModuleType:
 
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Path, time of change and size of each file: differs when one was written."""
+"""Path, modification time and size of each file: changes when a file is written."""
 
 
 @dataclass(frozen=True)
@@ -113,20 +111,20 @@ class AgentVersion:
 
 
 class AgentSource(Protocol):
-    """Where an agent comes from."""
+    """The source that an agent is loaded from."""
 
     def stamp(self) -> Stamp:
-        """Of the files as they are now; cheap."""
+        """The present stamp of the files; cheap."""
 
     def load(self) -> AgentVersion:
-        """The agent as its files are now. Raises whatever is wrong with them."""
+        """The agent as its files are now. Raises any exception of the user's code."""
 
     def abandon(self) -> None:
-        """Leave a `load` that goes on in another thread behind: it changes nothing any more."""
+        """Give up a `load` that hangs in another thread: it has no effect any more."""
 
 
 def file_stamps(files: Iterable[Path]) -> Stamp:
-    """A file that is missing counts as one of size -1."""
+    """The stamp of `files`. A missing file has size -1."""
     found = []
     for file in files:
         try:
@@ -146,19 +144,20 @@ def hash_of(contents: Mapping[str, bytes]) -> str:
 
 
 def code_version_of(agent: Callable[..., Any]) -> str:
-    """The hash of the files of a Python agent; empty where it has none (typed in, compiled)."""
-    own = getattr(agent, "code_version", None)  # a command's: it is no Python
+    """The hash of a Python agent's files; empty if it has none (typed in, compiled)."""
+    own = getattr(agent, "code_version", None)  # a command is not Python
     if isinstance(own, str):
         return own
-    module = sys.modules.get(_function_of(agent).__module__)
+    agent = _unwrapped(agent)
+    module = sys.modules.get((agent if inspect.isroutine(agent) else type(agent)).__module__)
     return _hash_of_files(_own_files(module)) if module is not None else ""
 
 
 class ModuleSource:
-    """The module of a Python agent, which is found again by its name at the top of that module.
+    """The module of a Python agent. A reload finds the agent by its name at the top of that module.
 
-    Raises `ConfigError` when `agent` has no such name. Source files are read, not their compiled caches, which cannot
-    tell two edits within a second apart.
+    Raises `ConfigError` if `agent` has no such name. Reads source files, not compiled caches: a cache does not notice
+    two edits within one second.
     """
 
     def __init__(self, agent: Callable[..., Any]) -> None:
@@ -167,38 +166,35 @@ class ModuleSource:
         module = sys.modules.get(self._module)
         if self._module == "__main__":
             raise ConfigError(
-                f"to reload an agent is to load its file anew, and {self._name!r} is in the script that is being run: "
-                "move it to a file of its own beside the script and import it from there"
+                f"{self._name!r} is in the script that is being run, which cannot be reloaded: move it to another file "
+                "beside the script and import it from there"
             )
         if module is None or not _file_of(module) or getattr(module, self._name, None) is not agent:
-            raise ConfigError(
-                f"an agent to be reloaded is found by its name at the top of a module, and {agent!r} is not there: "
-                "give a function that is"
-            )
+            raise ConfigError(f"{agent!r} cannot be reloaded: give a function that is defined at the top of a module")
 
         self._files = _own_files(module)
-        """As they were imported when the present version was loaded."""
+        """The files when the present version was loaded."""
         self._importing: _Import | None = None
         self._turn = threading.Lock()
-        """Held while an import begins, or ends, or is left behind."""
+        """Held while an import begins, ends or is abandoned."""
 
     def stamp(self) -> Stamp:
         return file_stamps(self._files.values())
 
     def load(self) -> AgentVersion:
-        """Import the agent's module and those beside it anew; what is in use of the old ones stays as it is.
+        """Import the agent's module and those beside it again. Objects of the old modules stay as they are.
 
-        On an error, or when it is abandoned, the old modules stay the imported ones.
+        After an error, or if the import is abandoned, the old modules stay the imported ones.
         """
         files = _own_files(sys.modules[self._module])
         sources = {name: file.read_bytes() for name, file in files.items()}
         with self._turn:
-            importing = self._importing = _Import(_InMemory(files, sources))
+            importing = self._importing = _Import(files, sources)
         try:
             module = importing.module(self._module)
             agent = getattr(module, self._name)
             if not callable(agent):
-                raise TypeError(f"{self._name} of {files[self._module]} is no function any more")
+                raise TypeError(f"{self._name} of {files[self._module]} is not a function any more")
         except BaseException:
             with self._turn:
                 if self._importing is importing:
@@ -206,14 +202,11 @@ class ModuleSource:
             raise
         with self._turn:
             if self._importing is not importing:
-                raise RuntimeError("nobody waited for this import any more")
+                raise RuntimeError("this import was abandoned")
             self._importing = None
             importing.end()
             self._files = _own_files(module)
-        contents = {
-            str(file): sources[name] if name in sources else file.read_bytes() for name, file in self._files.items()
-        }
-        return AgentVersion(hash_of(_relative(contents)), agent)
+        return AgentVersion(_hash_of_files(self._files, sources), agent)
 
     def abandon(self) -> None:
         with self._turn:
@@ -226,55 +219,50 @@ class ModuleSource:
         importing.undo()
 
 
-class _Import:
-    """Modules being imported in place of those of the same names, which are out of the way from the beginning on."""
+class _Import(importlib.abc.MetaPathFinder):
+    """An import that replaces modules by given sources. Removes the old modules from `sys.modules` while it runs."""
 
-    def __init__(self, finder: _InMemory) -> None:
-        self._finder = finder
-        self._old = {name: sys.modules.pop(name) for name in finder.files}
+    def __init__(self, files: Mapping[str, Path], sources: Mapping[str, bytes]) -> None:
+        self._files = files
+        self._sources = sources
+        self._old = {name: sys.modules.pop(name) for name in files}
         _unbind(self._old)
-        sys.meta_path.insert(0, finder)
+        sys.meta_path.insert(0, self)
         importlib.invalidate_caches()
 
     def module(self, name: str) -> ModuleType:
-        """The module `name`. It is executed without Python's lock on that name, which an import that hangs holds for
-        ever; what it imports is not.
+        """The module `name`.
+
+        It is executed without Python's import lock for that name: an import that hangs holds its lock for ever. Its own
+        imports take their locks.
         """
         package = name.rpartition(".")[0]
         if package:
             importlib.import_module(package)
-        if name not in sys.modules:  # its package may have imported it
-            spec = self._finder.find_spec(name, None)
-            assert spec is not None and spec.loader is not None, "its source is at hand"
+        if name not in sys.modules:  # the import of its package may have imported it
+            spec = self.find_spec(name, None)
+            assert spec is not None and spec.loader is not None, "its source is given"
             sys.modules[name] = module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             _bind({name: module})
         return sys.modules[name]
 
     def end(self) -> None:
-        """Let go. What was not imported anew stays what its package calls it, for whoever else uses it."""
-        sys.meta_path.remove(self._finder)
+        """End the import. Modules that were not imported again stay attributes of their packages."""
+        sys.meta_path.remove(self)
         _bind({name: module for name, module in self._old.items() if name not in sys.modules})
 
     def undo(self) -> None:
-        """Have the modules from before imported again."""
+        """Restore the old modules."""
         sys.modules.update(self._old)
         _bind(self._old)
-
-
-class _InMemory(importlib.abc.MetaPathFinder):
-    """Finds the modules whose source it holds."""
-
-    def __init__(self, files: Mapping[str, Path], sources: Mapping[str, bytes]) -> None:
-        self.files = files
-        self._sources = sources
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._sources:
             return None
-        file = self.files[fullname]
+        file = self._files[fullname]
         loader = _SourceInMemory(fullname, str(file), self._sources[fullname])
         folders = [str(file.parent)] if file.name == "__init__.py" else None
         return importlib.util.spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folders)
@@ -290,7 +278,7 @@ class _SourceInMemory(importlib.machinery.SourceFileLoader):
 
 
 def _unbind(modules: Mapping[str, ModuleType]) -> None:
-    """Have their packages know them no longer: `from package import module` asks there before it imports."""
+    """Remove modules from their packages: `from package import module` looks there before it imports."""
     for name, module in modules.items():
         package, _, child = name.rpartition(".")
         if getattr(sys.modules.get(package), child, None) is module:
@@ -298,22 +286,23 @@ def _unbind(modules: Mapping[str, ModuleType]) -> None:
 
 
 def _bind(modules: Mapping[str, ModuleType]) -> None:
-    """Make modules what their packages call them."""
+    """Make modules attributes of their packages."""
     for name, module in modules.items():
         package, _, child = name.rpartition(".")
         if package in sys.modules:
             setattr(sys.modules[package], child, module)
 
 
-def _function_of(agent: Callable[..., Any]) -> Any:
+def _unwrapped(agent: Callable[..., Any]) -> Callable[..., Any]:
+    """The author's callable behind partials and decorators."""
     while isinstance(agent, functools.partial):
         agent = agent.func
-    agent = inspect.unwrap(agent)
-    return agent if inspect.isroutine(agent) else type(agent)
+    function: Callable[..., Any] = inspect.unwrap(agent)
+    return function
 
 
 def _own_files(module: ModuleType) -> dict[str, Path]:
-    """The source files of a module and of those imported that lie beside it, by module name."""
+    """The source files of a module and of the imported modules beside it, by module name."""
     own = _file_of(module)
     if own is None:
         return {}
@@ -337,28 +326,21 @@ def _is_installed(folder: Path) -> bool:
     return folder in library or not {"site-packages", "dist-packages"}.isdisjoint(folder.parts)
 
 
-def _hash_of_files(files: Mapping[str, Path]) -> str:
+def _hash_of_files(files: Mapping[str, Path], sources: Mapping[str, bytes] | None = None) -> str:
+    """The hash of files by module name, independent of their folder. `sources` replaces the content of some."""
     contents = {}
-    for file in files.values():
+    for name, file in files.items():
         try:
-            contents[str(file)] = file.read_bytes()
-        except OSError:  # it was there when it was imported
+            contents[file.name] = sources[name] if sources and name in sources else file.read_bytes()
+        except OSError:  # the file was removed after its import
             continue
-    return hash_of(_relative(contents)) if contents else ""
-
-
-def _relative(contents: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The same files have the same hash in whatever folder they lie."""
-    return {Path(path).name: content for path, content in contents.items()}
-
-
-OURS = Path(__file__).parents[1]
-"""What lies there, a reward read from a program's output, say, is nobody's agent to mend."""
+    return hash_of(contents) if contents else ""
 
 
 def error_location(agent: Callable[..., Any], error: BaseException) -> str:
-    """`file:line in function`: the innermost line of the agent's own file that `error` passed through, or that of the
-    agent's definition when what it returned is at fault; else empty.
+    """`file:line in function`: the innermost line of the agent's file that `error` passed through.
+
+    The line of the agent's definition if its return value is invalid; else empty.
     """
     own = _code_of(agent)
     if own is None or Path(own.co_filename).is_relative_to(OURS):
@@ -380,9 +362,7 @@ def error_location(agent: Callable[..., Any], error: BaseException) -> str:
 
 
 def _code_of(agent: Callable[..., Any]) -> CodeType | None:
-    while isinstance(agent, functools.partial):
-        agent = agent.func
-    agent = inspect.unwrap(agent)
+    agent = _unwrapped(agent)
     if not inspect.isroutine(agent):
         agent = getattr(type(agent), "__call__", agent)  # noqa: B004 - an object's own method, to be read
     code = getattr(agent, "__code__", None)

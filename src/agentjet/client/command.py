@@ -1,19 +1,18 @@
-"""Placeholders in a command line: `{task}` is the task's payload as JSON, `{task.key}` one value of it, `{task.a.b}`
-one further down. Text is filled in as it is, anything else as JSON. Every other brace stays what it is.
-
-`Command`: any program as an agent, one process an episode.
+"""`Command`: any program as an agent, one process an episode.
 
 The program finds the model in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, and the same for
-`ANTHROPIC_`), so an agent written with either SDK needs no change, in whatever language it is. No shell is
-involved. It runs in a fresh working directory and in a process group of its own (POSIX only).
+`ANTHROPIC_`). So an agent written with either SDK needs no change, in any language. No shell is involved. The program
+runs in a fresh working directory and in a new process group (POSIX only).
 
-Invariants: whatever ends the episode (the reward, a crash, a time-out, the server, Ctrl-C) also ends the whole process
-group; a program that crashed or was too slow is never scored; the client's own token is not in its environment.
+* Every end of the episode (reward, crash, time-out, server, Ctrl-C) also ends the whole process group.
+* A program that crashed or was too slow is never scored.
+* The client's own token is not in the program's environment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 import os
@@ -36,20 +35,35 @@ from agentjet.types import Reward, Task
 
 PLACEHOLDER = re.compile(r"\{task((?:\.[\w-]+)*)\}")
 BARE = re.compile(r"\{([\w-]+)\}")
+GRACE_SECONDS = 1.0
+"""Seconds from SIGTERM to SIGKILL."""
+TAIL_BYTES = 1500
+"""Longest part of stderr (of stdout, if stderr is empty) in the reason of an abort."""
+MAX_OUTPUT_BYTES = 16 * 2**20
+"""Longest part of stdout, and of stderr, in a `Result`: the end of it."""
+FIRST_FAILURE_CODE = 125
+"""From this exit code on a program could not be run or was killed, by the convention of shells, `env`, `timeout` and
+`git bisect run`."""
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+"""Variables with the certificates that programs trust."""
 
 
-def filled(word: str, payload: Any) -> str:
-    """`word` with its placeholders filled. Raises `ConfigError` naming the keys there are."""
+def fill_placeholders(word: str, payload: Any) -> str:
+    """`word` with its placeholders replaced. Raises `ConfigError` naming the existing keys.
+
+    `{task}` is the task's payload as JSON, `{task.key}` one value of it, and `{task.a.b}` a nested one. Text is
+    inserted as it is, other values as JSON. Other braces stay unchanged.
+    """
     if isinstance(payload, Mapping):
         for name in BARE.findall(word):
             if name in payload and name != "task":
-                raise ConfigError(f"{{{name}}} is no placeholder: write {{task.{name}}}")
+                raise ConfigError(f"{{{name}}} is not a placeholder: write {{task.{name}}}")
 
     def value(match: re.Match[str]) -> str:
         found = payload
         for key in filter(None, match[1].split(".")):
             if not isinstance(found, Mapping):
-                raise ConfigError(f"{match[0]}: there is nothing below {json.dumps(found)[:60]}, which is no object")
+                raise ConfigError(f"{match[0]}: {json.dumps(found)[:60]} is not an object, so it has no keys")
             if key not in found:
                 keys = ", ".join(sorted(map(str, found))) or "none"
                 raise ConfigError(f"{match[0]}: the task has no {key!r}; its keys are: {keys}")
@@ -59,23 +73,10 @@ def filled(word: str, payload: Any) -> str:
     return PLACEHOLDER.sub(value, word)
 
 
-GRACE_SECONDS = 1.0
-"""Between asking a program to end and ending it."""
-TAIL_BYTES = 1500
-"""How much of stderr, or of stdout where that is empty, goes into the reason of an abort."""
-MAX_OUTPUT_BYTES = 16 * 2**20
-"""How much of stdout, and of stderr, a `Result` holds: the end of it."""
-FIRST_FAILURE_CODE = 125
-"""Exit codes from here on say that a program could not be run or was killed, by the convention of shells, `env`,
-`timeout` and `git bisect run`."""
-CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
-"""Variables in which programs find the certificates to trust."""
-
-
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a program left behind. `seconds` is how long it ran, `folder` its working directory, which is removed once
-    the reward is known."""
+    """The output of a program. `seconds` is its running time. `folder` is its working directory, which is removed after
+    scoring."""
 
     stdout: str
     stderr: str
@@ -85,22 +86,24 @@ class Result:
 
 
 Score = Callable[[Any, Result], float | Reward | Awaitable[float | Reward]]
-"""`score(payload of the task, result) -> reward`. A plain function runs in a thread. An exception aborts the
-episode."""
+"""`score(payload of the task, result) -> reward`. A plain function runs in a thread. An exception aborts the episode.
+"""
 
 
 class CommandFailed(Exception):
-    """The program could not be started, crashed or was too slow: there is nothing to score."""
+    """The program could not be started, crashed or was too slow: its episode is not scored."""
 
 
 class Command:
-    """An agent for `Swarm.train` and `Swarm.evaluate`.
+    """An agent for `Swarm.train` and `Swarm.evaluate` that runs a program.
 
-    `arguments` is the command line; `{task}` in it becomes the task's payload as JSON, `{task.key}` one value of it.
-    `score` judges what the program did. An exit code other than 0 aborts the episode, unless `any_exit_code`: then 1 to
-    124 are judged, too. An episode in which the server refused a request is aborted whatever the exit code is, unless
-    `score_refused`. Each program has a HOME, XDG folders and TMPDIR of its episode, unless `shared_home`. `timeout` is
-    in seconds.
+    * `arguments` is the command line; `{task}` in it becomes the task's payload as JSON, `{task.key}` one value of it.
+    * `score` computes the reward from the program's output.
+    * An exit code other than 0 aborts the episode. With `any_exit_code`, exit codes 1 to 124 are scored, too.
+    * If the server refused a request, the episode is aborted whichever exit code the program has, unless
+      `score_refused`.
+    * Each program gets HOME, XDG folders and TMPDIR of its episode, unless `shared_home`.
+    * `timeout` is in seconds.
     """
 
     def __init__(
@@ -115,33 +118,27 @@ class Command:
         code_version: str = "",
     ) -> None:
         if not arguments:
-            raise ValueError("there is no command")
+            raise ValueError("the command is empty: give a program and its arguments")
         self.arguments = tuple(arguments)
         self.timeout = timeout
         self.any_exit_code = any_exit_code
         self.score_refused = score_refused
         self.shared_home = shared_home
         self.code_version = code_version
-        """What the server is told of the program's source."""
-        # By this name Python's own tools find the function that stands behind a callable: an exception in it is shown
-        # with its file and line.
+        """Code version of the program's source."""
+        # `inspect.unwrap` finds the function behind a callable by this name, so that an exception in it is shown with
+        # its file and line.
         self.__wrapped__ = score
 
     def filled(self, task: Task) -> list[str]:
-        """The command line for a task. Raises `ConfigError` when it names what the task has not."""
-        return [filled(word, task.payload) for word in self.arguments]
+        """The command line for a task. Raises `ConfigError` if it names a key that the task does not have."""
+        return [fill_placeholders(word, task.payload) for word in self.arguments]
 
     def changed(self, arguments: Sequence[str], score: Score, code_version: str) -> Command:
-        """The same, of another version of its source."""
-        return Command(
-            arguments,
-            score,
-            timeout=self.timeout,
-            any_exit_code=self.any_exit_code,
-            score_refused=self.score_refused,
-            shared_home=self.shared_home,
-            code_version=code_version,
-        )
+        """The same command with another version of its source."""
+        command = copy.copy(self)
+        command.arguments, command.__wrapped__, command.code_version = tuple(arguments), score, code_version
+        return command
 
     def __repr__(self) -> str:
         return f"Command({list(self.arguments)!r})"
@@ -161,7 +158,7 @@ class Command:
         given = environment(task, episode) | ({} if self.shared_home else own_folders(place))
         arguments = self.filled(task)
         started = time.monotonic()
-        # Files, not pipes: a process that outlives the program would hold a pipe open, and nothing is read meanwhile.
+        # Files, not pipes: a process that outlives the program would hold a pipe open, and a full pipe blocks.
         with stdout.open("wb") as out, stderr.open("wb") as err:
             try:
                 process = subprocess.Popen(
@@ -179,7 +176,7 @@ class Command:
         try:
             await asyncio.wait([exited], timeout=self.timeout)
             if not exited.done():
-                raise CommandFailed(f"it ran longer than {self.timeout:g} s{_tail(place)}")
+                raise CommandFailed(f"the program ran longer than {self.timeout:g} s{_tail(place)}")
         finally:
             await _end(process, exited)
         return Result(_text(stdout), _text(stderr), exited.result(), time.monotonic() - started, folder)
@@ -188,16 +185,17 @@ class Command:
         """Raises `CommandFailed` for a program that crashed."""
         code, tail = result.exit_code, _tail(result.folder.parent)
         if code < 0:
-            raise CommandFailed(f"it was ended by {_signal_name(-code)}{tail}")
+            raise CommandFailed(f"the program was ended by {_signal_name(-code)}{tail}")
         if code >= FIRST_FAILURE_CODE or (code and not self.any_exit_code):
             raise CommandFailed(f"exit code {code}{tail}")
 
 
 def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What a program is given to know: the model's address and key, its episode and its task, beside what is inherited.
+    """The environment of a program: the inherited one, the model's address and key, its episode and its task.
 
-    What would lead an SDK elsewhere is taken out: Anthropic's bearer token, which goes before its key, and a proxy for
-    a server on this machine. So is the client's token, which opens more than one episode.
+    Variables that would lead an SDK elsewhere are removed or overridden: Anthropic's bearer token, which takes
+    precedence over the key, and a proxy for a server on this machine. The client's token is removed, because it opens
+    more than one episode.
     """
     base = inherited_environment() if inherited is None else inherited
     kept = {name: value for name, value in base.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
@@ -219,8 +217,8 @@ def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] 
 
 
 def own_folders(place: Path) -> dict[str, str]:
-    """HOME and the folders that follow from it, made below `place`: programs keep sessions, caches and settings there,
-    which episodes must not share."""
+    """HOME and the folders that follow from it, created below `place`. Programs keep sessions, caches and settings
+    there, which episodes must not share."""
     home = place / "home"
     folders = {
         "HOME": home,
@@ -236,8 +234,8 @@ def own_folders(place: Path) -> dict[str, str]:
 
 
 async def _check_refusals(episode: AsyncEpisode) -> None:
-    """Raises `CommandFailed` when the server refused a request of the program: many exit with 0 all the same, and the
-    reward would judge the refusal."""
+    """Raises `CommandFailed` if the server refused a request of the program. Many programs exit with 0 nevertheless,
+    and the reward would score the refusal."""
     view = await episode.heartbeat()
     if view.unscorable:
         refused = ", ".join(f"{name} ({count})" for name, count in view.refused.items())
@@ -245,7 +243,7 @@ async def _check_refusals(episode: AsyncEpisode) -> None:
 
 
 async def _end(process: subprocess.Popen[bytes], exited: asyncio.Future[int]) -> None:
-    """End the program, and whatever it left running in its process group."""
+    """End the program and every other process of its process group."""
     try:
         if not exited.done():
             _signal_group(process, signal.SIGTERM)

@@ -1,17 +1,14 @@
-"""The client's settings: the only place in the client that reads the environment.
+"""The connection to one server: settings, authorisation, retries, and error answers as exceptions of the project.
 
-`AGENTJET_URL` and `AGENTJET_TOKEN` stand in for arguments that were not given.
+Two kinds of failure are retried, with exponential back-off and full jitter, each within its own time limit:
 
-The way of one request: authorisation, retries, and problem bodies turned into the project's exceptions.
-
-Everything is asynchronous; the synchronous client drives this same code (see `threads.py`). Two kinds of failure
-are retried, with exponential back-off and full jitter, each within a time of its own:
-
-* the server does not answer, or something else answers in its place: within `Retry.patience` since its last answer;
-* answers that mean "later" (429, 503; `Retry-After` honoured): within the caller's own patience, since the request
+* The server does not answer, or another program answers in its place: up to `Retry.patience` seconds since its last
+  answer.
+* The server answers "later" (429 or 503, `Retry-After` honoured): up to the caller's `patience`, since the request
   began.
 
-A repeated request carries the same `Idempotency-Key`, so it has one effect.
+A repeated request carries the same `Idempotency-Key`, so it has one effect. This module is the only reader of the
+environment in the client.
 """
 
 from __future__ import annotations
@@ -44,31 +41,41 @@ from agentjet.errors import (
     Unauthorized,
     Unreachable,
 )
-from agentjet.protocol import PREFIX, Event, Problem
+from agentjet.protocol import PREFIX, Event, Problem, StatusResponse
 
 DEFAULT_URL = "http://127.0.0.1:8400"
 URL_VARIABLE = "AGENTJET_URL"
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
 PROCESS = uuid.uuid4().hex
-"""This process, as the clients in it name it to servers. Processes forked from it are the same."""
+"""Identifies this process to servers. Forked processes share it."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+LEASE_HEADER = "AgentJet-Lease"
+ERRORS: dict[int, type[RequestError]] = {
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    413: TooLarge,
+}
+GATEWAY_TROUBLE = frozenset({502, 503, 504})
+"""Without a problem body, these answers come from a proxy between client and server."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Where the server is and how the client introduces itself."""
+    """The server's address, and the identity of the client."""
 
     url: str
     token: str
     client_id: str
     lease: int | None = None
-    """Epoch of the lease that its requests show."""
+    """Epoch of the server lease that its requests carry."""
     instance_id: str = ""
-    """The process, for a client that has a name of its own: see `PROCESS`."""
+    """Identifies the process behind a named client: see `PROCESS`."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the server is on this machine: then no proxy of the environment is asked."""
+        """True if the server is on this machine. Proxies of the environment are not used then."""
         return urlsplit(self.url).hostname in LOOPBACK
 
 
@@ -80,9 +87,10 @@ def load_settings(
     instance_id: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientSettings:
-    """Arguments first, then the environment, then the default address.
+    """Arguments take precedence over AGENTJET_URL and AGENTJET_TOKEN, and these over the default address.
 
-    Raises `ConfigError` when the address is not an http(s) URL, or no header can carry the token.
+    Raises `ConfigError` if the address is not an http(s) URL, or if the token has a character that a header cannot
+    carry.
     """
     address = url or environ.get(URL_VARIABLE) or DEFAULT_URL
     if not _is_address(address):
@@ -97,7 +105,7 @@ def load_settings(
 
 
 def _is_address(address: object) -> bool:
-    """Whether requests can be sent there: an http(s) URL with a host and, if any, a port that there is."""
+    """True for an http(s) URL with a host and a valid port, if any."""
     if not isinstance(address, str):
         return False
     try:
@@ -109,45 +117,33 @@ def _is_address(address: object) -> bool:
 
 
 def _checked_token(token: str) -> str:
-    """Without the white space around it, such as the newline of the file it was read from. Never part of a message."""
+    """The token without surrounding white space, such as the newline of its file. Error messages never show it."""
     token = token.strip()
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(
-            f"the token (an argument, or {TOKEN_VARIABLE}) has a character that no header can carry, such as a line "
-            "break or a letter with an accent: give what is in the file 'token' of the server's data dir"
+            f"the token (an argument, or {TOKEN_VARIABLE}) has a character that a header cannot carry, such as a "
+            "line break or an accented letter: give the content of the file 'token' in the server's data dir"
         )
     return token
 
 
 def inherited_environment() -> dict[str, str]:
-    """What a program that the client starts inherits."""
+    """The environment for a program that the client starts."""
     return dict(os.environ)
-
-
-LEASE_HEADER = "AgentJet-Lease"
-ERRORS: dict[int, type[RequestError]] = {
-    401: Unauthorized,
-    403: Forbidden,
-    404: NotFound,
-    409: Conflict,
-    413: TooLarge,
-}
-GATEWAY_TROUBLE = frozenset({502, 503, 504})
-"""Without one of our problem bodies these come from something between client and server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How long and how often a request is repeated. Times in seconds; clock and sleep can be replaced by tests."""
+    """Limits of repeated requests, in seconds. Tests replace `clock`, `sleep` and `jitter`."""
 
     patience: float = 120.0
-    """How long a server that stopped answering is waited for: a restart should fit."""
+    """Time to wait for a server that stopped answering. A restart of the server must fit."""
     first_patience: float = 3.0
-    """The same before the server has ever answered: the address is probably wrong."""
+    """The same before the server's first answer: the address is probably wrong."""
     first_delay: float = 0.1
     longest_delay: float = 10.0
     timeout: float = 30.0
-    """Of one attempt, besides what the server was asked to wait."""
+    """Limit of one attempt, in addition to the time that the server was asked to wait."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     clock: Callable[[], float] = time.monotonic
     jitter: Callable[[], float] = random.random
@@ -159,15 +155,17 @@ class Retry:
 
 
 class ForeignAnswer(Exception):
-    """A success that no AgentJet server sends."""
+    """A success that an AgentJet server does not send."""
 
     def __init__(self, response: httpx.Response) -> None:
         kind = response.headers.get("Content-Type") or "a body without a Content-Type"
-        super().__init__(f"answered with status {response.status_code} and {kind}, which no AgentJet server sends")
+        super().__init__(
+            f"answered with status {response.status_code} and {kind}, which an AgentJet server does not send"
+        )
 
 
 class Connection:
-    """A server, as seen by one client. Belongs to the event loop that first used it."""
+    """One client's connection to a server. Belongs to the event loop that first used it."""
 
     def __init__(
         self, settings: ClientSettings, *, retry: Retry, transport: httpx.AsyncBaseTransport | None = None
@@ -200,9 +198,9 @@ class Connection:
     ) -> Any:
         """Send a control request until it is answered; returns the decoded JSON body.
 
-        `key` is the `Idempotency-Key` of a POST, by default a new one. `patience` bounds how long answers that mean
-        "later" are retried (default: `Retry.patience`; 0: not at all); `server_wait` is what the server was asked to
-        hold the request. Raises a `RequestError` or `Unreachable`.
+        `key` is the `Idempotency-Key` of a POST, by default a new one. `patience` limits the seconds of retries after
+        "later" answers (default: `Retry.patience`; 0 disables them). `server_wait` is the time that the server was
+        asked to hold the request. Raises a `RequestError` or `Unreachable`.
         """
         retry = self.retry
         started = answered = retry.clock()
@@ -234,12 +232,17 @@ class Connection:
                 raise error
             await retry.sleep(delay)
 
+    async def status(self) -> StatusResponse:
+        """The server's present status."""
+        return StatusResponse.model_validate(await self.request("GET", "/status"))
+
     async def events(self, after: int = 0) -> AsyncGenerator[Event]:
-        """The server's events numbered above `after`, without end; a broken stream is taken up again for as long as
-        `Retry.patience` allows since the server was last heard of.
+        """The server's events numbered above `after`, without end.
+
+        Reconnects a broken stream. Raises `Unreachable` after `Retry.patience` seconds without an answer.
         """
         retry, attempt = self.retry, 0
-        heard = retry.clock()
+        answered = retry.clock()
         while True:
             is_open = False
             try:
@@ -258,12 +261,12 @@ class Connection:
                     async for event in _parse_events(response):
                         attempt, after = 0, event.seq
                         yield event
-                heard, delay = retry.clock(), retry.delay(attempt)
+                answered, delay = retry.clock(), retry.delay(attempt)
             except Later as error:
-                heard, delay = retry.clock(), max(error.retry_after, retry.delay(attempt))
+                answered, delay = retry.clock(), max(error.retry_after, retry.delay(attempt))
             except (httpx.TransportError, ForeignAnswer) as problem:
-                heard, delay = retry.clock() if is_open else heard, retry.delay(attempt)
-                if retry.clock() - heard + delay > retry.patience:
+                answered, delay = retry.clock() if is_open else answered, retry.delay(attempt)
+                if retry.clock() - answered + delay > retry.patience:
                     raise self._unreachable(problem) from problem
             await retry.sleep(delay)
             attempt += 1
@@ -272,17 +275,17 @@ class Connection:
         reason = str(problem) or type(problem).__name__
         if isinstance(problem, ForeignAnswer):
             return Unreachable(
-                f"{self.settings.url} {reason}: a proxy or a login page answers in the server's place, or the address "
-                "is another program's. Give the right address as an argument or in AGENTJET_URL"
+                f"{self.settings.url} {reason}: a proxy, a login page or another program answers at this "
+                "address. Give the right address as an argument or in AGENTJET_URL"
             )
         if "CERTIFICATE_VERIFY_FAILED" in reason:
             return Unreachable(
-                f"{self.settings.url} shows a certificate that is not trusted here ({reason}): if it is the server's "
-                "own, name its file (PEM) in SSL_CERT_FILE"
+                f"{self.settings.url} has a certificate that this client does not trust ({reason}): if the server "
+                "signed it itself, set SSL_CERT_FILE to its file (PEM)"
             )
         return Unreachable(
-            f"no answer from {self.settings.url} ({reason}): is the server running there? Start one with "
-            "`agentjet serve`, or give the right address as an argument or in AGENTJET_URL"
+            f"no answer from {self.settings.url} ({reason}): start a server with `agentjet serve`, "
+            "or give the right address as an argument or in AGENTJET_URL"
         )
 
     def _error(self, response: httpx.Response) -> RequestError:
@@ -307,19 +310,19 @@ def _headers(settings: ClientSettings) -> dict[str, str]:
 
 
 def _certificates() -> ssl.SSLContext:
-    """Those known here, and those of SSL_CERT_FILE: reading them takes 20 ms, which plain http does not need."""
+    """The installed certificates and those of SSL_CERT_FILE. Loading takes 20 ms, which plain http does not need."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:
         given = {name: os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ}
         raise ConfigError(
-            f"the trusted certificates cannot be read, {given}: {error}; name a file of certificates (PEM) there, or "
+            f"the trusted certificates cannot be read, {given}: {error}; set it to a file of certificates (PEM), or "
             "unset it"
         ) from None
 
 
 def _decoded(response: httpx.Response) -> Any:
-    """The JSON body of a success; None without a body. Raises `ForeignAnswer`."""
+    """The JSON body of a success, or None without a body. Raises `ForeignAnswer`."""
     if not response.content:
         return None
     try:
@@ -346,7 +349,7 @@ def _retry_after(response: httpx.Response, problem: Problem | None) -> float:
 
 
 async def _parse_events(response: httpx.Response) -> AsyncIterator[Event]:
-    """Server-sent events whose data is one `Event` each; comments (keep-alives) are skipped."""
+    """Parses server-sent events whose data is one `Event` each. Comments (keep-alives) are skipped."""
     lines: list[str] = []
     async for line in response.aiter_lines():
         if line.startswith("data:"):

@@ -1,12 +1,9 @@
-"""`AsyncEpisode` and `Episode`: one attempt at a task, as the agent holds it.
+"""Episodes: one attempt at a task, from begin to finish or abort.
 
-`RunCleanup`: how a run gives back the episodes that are live at its end.
-
-Beginning an episode, so that none is left behind when whoever asked for it is cancelled.
-
-An evaluation against somebody else's model: episodes that point at any OpenAI-compatible endpoint.
-
-Nothing is recorded and nobody but this client knows of them: they begin at once, and end as they are told to.
+* `AsyncEpisode` and `Episode` are the handles that agents get.
+* `begin_episode` begins one, and aborts it if the caller is cancelled.
+* `RunCleanup` counts the episodes that a run could not abort when it ended.
+* `Endpoint` makes episodes that call another model, for a baseline. The server does not record them.
 """
 
 from __future__ import annotations
@@ -29,6 +26,19 @@ from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse
 from agentjet.types import EpisodeStatus, Mode, Reward
 
 T = TypeVar("T")
+STOPPED = "the client stopped"
+NOT_NEEDED = "not needed: the client's run has its steps"
+UNPLAYED = "not needed: its client no longer waits for it"
+"""Abort reason of an episode that was begun just as its client stopped waiting for it."""
+ABORT_SECONDS = 5.0
+"""Longest wait for the abort of a cancelled episode. Its lease would end it anyway."""
+COMPLETE_SECONDS = 30.0
+"""Longest wait for aborts after the last step. A busy server answers late, and each episode left behind blocks a place
+of the next run until its lease expires."""
+SERVER_WAIT = 20.0
+"""Longest time that the server is asked to hold a `begin`: short enough for every proxy."""
+NO_LEASE = 1e9
+"""Seconds: such a lease does not expire."""
 
 
 class RunCoroutine(Protocol):
@@ -38,23 +48,15 @@ class RunCoroutine(Protocol):
 
 
 class RequestSender(Protocol):
-    """What an episode needs of the way to its server; `Connection` has it."""
+    """Sends an episode's requests: a `Connection`, or an endpoint's stand-in."""
 
     async def request(
         self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
     ) -> Any: ...
 
 
-STOPPED = "the client stopped"
-NOT_NEEDED = "not needed: the client's run has its steps"
-UNPLAYED = "not needed: nobody waits for it any more"
-"""Of an episode that was begun just as its client stopped asking for one."""
-ABORT_SECONDS = 5.0
-"""How long the abort of a cancelled episode is tried: its lease would reclaim it anyway."""
-
-
-class _Attempt:
-    """What both kinds of episode show: how the agent reaches the model, and what it is an attempt at."""
+class _EpisodeFields:
+    """The fields that both kinds of episode share: access to the model, and the task."""
 
     def __init__(self, begun: BeginResponse, request: BeginRequest) -> None:
         self.begun = begun
@@ -74,32 +76,33 @@ class _Attempt:
 
     @property
     def anthropic_base_url(self) -> str:
-        """The same for Anthropic's SDKs, which write `/v1` themselves."""
+        """The same for Anthropic's SDKs, which append `/v1` themselves."""
         return self.base_url.removesuffix("/v1")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of task {self.task_id!r}>"  # never the key
 
 
-class AsyncEpisode(_Attempt):
-    """An episode to be awaited. As a context manager it aborts unless `finish` was called inside."""
+class AsyncEpisode(_EpisodeFields):
+    """An episode for asynchronous code. As a context manager it aborts unless `finish` was called inside."""
 
     def __init__(self, connection: RequestSender, begun: BeginResponse, request: BeginRequest) -> None:
         super().__init__(begun, request)
         self._connection = connection
         self.status: EpisodeStatus = "live"
-        """As far as this client knows."""
+        """The status in the server's last answer."""
         self.reward: Reward | None = None
-        """What it was finished with."""
+        """The reward that the server accepted."""
         self.reason = ""
-        """Why it ended without a reward, as the server has it."""
+        """The server's reason for an end without a reward."""
         self.num_calls = 0
         """Calls that the server recorded, as of its last answer."""
 
     async def prepare(self, reward: float | Reward) -> EpisodeView:
-        """Promise the reward: `finish` with the same one will be granted, after any crash. See docs/reliability.md.
+        """Promise the reward: a later `finish` with the same reward succeeds, also after a crash. See
+        docs/reliability.md.
 
-        From here on the episode makes no calls, and leaving its context neither finishes nor aborts it. Raises as
+        After this the episode makes no calls, and leaving its context neither finishes nor aborts it. Raises as
         `finish` does.
         """
         return await self._post("prepare", finish_body(checked_reward(reward)))
@@ -107,8 +110,8 @@ class AsyncEpisode(_Attempt):
     async def finish(self, reward: float | Reward) -> EpisodeView:
         """End the episode with its reward.
 
-        Raises `InvalidRequest` before anything is sent when a number is not finite, `Conflict` when the episode was
-        aborted or its lease has run out.
+        Raises `InvalidRequest` if a number is not finite, before anything is sent. Raises `Conflict` if the episode was
+        aborted or its lease has expired.
         """
         reward = checked_reward(reward)
         view = await self._post("finish", finish_body(reward))
@@ -116,25 +119,25 @@ class AsyncEpisode(_Attempt):
         return view
 
     async def abort(self, reason: str = "", *, patience: float | None = None) -> EpisodeView:
-        """End the episode without a score; it will not be trained on. `patience`: seconds to keep trying."""
+        """End the episode without a score; it is not trained on. Retries for `patience` seconds."""
         return await self._post("abort", AbortRequest(reason=reason[:2000]), patience=patience)
 
     async def heartbeat(self) -> EpisodeView:
-        """Show life: renews the lease. Calls of the model do so too."""
+        """Renew the lease. Calls of the model renew it too."""
         return await self._post("heartbeat", None)
 
-    async def look(self) -> EpisodeView:
-        """The episode as the server has it; shows no life."""
+    async def refresh(self) -> EpisodeView:
+        """The episode's present state on the server. Does not renew the lease."""
         answer = await self._connection.request("GET", f"/episodes/{quote(self.id, safe='')}")
-        return self._seen(EpisodeView.model_validate(answer))
+        return self._update(EpisodeView.model_validate(answer))
 
     def checked(self, returned: object) -> Reward:
-        """What an agent returned, as a reward. Raises as `checked_reward`."""
+        """An agent's return value as a reward. Raises as `checked_reward`."""
         return checked_reward(returned)
 
-    def driven(self, drive: RunCoroutine) -> Episode:
+    def blocking(self, run: RunCoroutine) -> Episode:
         """This episode for synchronous code."""
-        return Episode(self, drive)
+        return Episode(self, run)
 
     async def _post(
         self, verb: str, body: FinishRequest | AbortRequest | None, patience: float | None = None
@@ -147,9 +150,9 @@ class AsyncEpisode(_Attempt):
             if self.status == "live":
                 self.status = "aborted" if error.code == "episode_aborted" else "expired"
             raise
-        return self._seen(EpisodeView.model_validate(answer))
+        return self._update(EpisodeView.model_validate(answer))
 
-    def _seen(self, view: EpisodeView) -> EpisodeView:
+    def _update(self, view: EpisodeView) -> EpisodeView:
         self.status, self.reason, self.num_calls = view.status, view.reason, view.num_calls
         return view
 
@@ -163,42 +166,40 @@ class AsyncEpisode(_Attempt):
             await self.abort(abort_reason(error), patience=patience_after(error))
 
 
-class Episode(_Attempt):
-    """An episode for synchronous code: the same, each method returning when it is done.
+class Episode(_EpisodeFields):
+    """An episode for synchronous code: each method returns when it is done."""
 
-    `drive` runs a coroutine on the loop of `episode`'s client and returns its result.
-    """
-
-    def __init__(self, episode: AsyncEpisode, drive: RunCoroutine) -> None:
+    def __init__(self, episode: AsyncEpisode, run: RunCoroutine) -> None:
+        """`run` runs a coroutine on the loop of the episode's client."""
         super().__init__(episode.begun, episode.request)
         self._episode = episode
-        self._drive = drive
+        self._run = run
 
     @property
     def status(self) -> EpisodeStatus:
-        """As far as this client knows."""
+        """See `AsyncEpisode.status`."""
         return self._episode.status
 
     @property
     def reward(self) -> Reward | None:
-        """What it was finished with."""
+        """See `AsyncEpisode.reward`."""
         return self._episode.reward
 
     def prepare(self, reward: float | Reward) -> EpisodeView:
         """See `AsyncEpisode.prepare`."""
-        return self._drive(self._episode.prepare(reward))
+        return self._run(self._episode.prepare(reward))
 
     def finish(self, reward: float | Reward) -> EpisodeView:
         """See `AsyncEpisode.finish`."""
-        return self._drive(self._episode.finish(reward))
+        return self._run(self._episode.finish(reward))
 
     def abort(self, reason: str = "") -> EpisodeView:
         """See `AsyncEpisode.abort`."""
-        return self._drive(self._episode.abort(reason))
+        return self._run(self._episode.abort(reason))
 
     def heartbeat(self) -> EpisodeView:
         """See `AsyncEpisode.heartbeat`."""
-        return self._drive(self._episode.heartbeat())
+        return self._run(self._episode.heartbeat())
 
     def __enter__(self) -> Self:
         return self
@@ -207,30 +208,29 @@ class Episode(_Attempt):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.status == "live":
-            self._drive(self._episode.abort(abort_reason(error), patience=patience_after(error)))
+            self._run(self._episode.abort(abort_reason(error), patience=patience_after(error)))
 
 
 def patience_after(error: BaseException | None) -> float | None:
-    """How long the abort is tried: briefly by somebody who wants to leave (Ctrl-C, cancellation)."""
+    """Seconds of retries for an abort: 0 after Ctrl-C or cancellation, else the default."""
     return None if error is None or isinstance(error, Exception) else 0.0
 
 
 def abort_reason(error: BaseException | None) -> str:
-    """Why an episode ended without a reward, in one line."""
+    """The reason for an end without a reward, in one line."""
     if error is None:
         return "left without a reward"
     return f"{type(error).__name__}: {error}"[:2000]
 
 
 def finish_body(reward: Reward) -> FinishRequest:
-    """A reward as it is sent."""
     return FinishRequest(reward=reward.value, by_role=dict(reward.by_role), metrics=dict(reward.metrics))
 
 
 def checked_reward(reward: object) -> Reward:
-    """What an agent returned, as a `Reward` whose every number the server takes.
+    """An agent's return value as a `Reward` whose numbers the server accepts.
 
-    Raises `InvalidRequest` (422) naming the number that is not, or the type that is no reward.
+    Raises `InvalidRequest` (422) naming the number that is out of range, or the value that is not a reward.
     """
     if isinstance(reward, Reward):
         numbers = {"reward": reward.value}
@@ -262,84 +262,72 @@ def checked_reward(reward: object) -> Reward:
     return Reward(float(numbers["reward"]))
 
 
-COMPLETE_SECONDS = 30.0
-"""Seconds for giving episodes back after the last step: a busy server answers late, and each one left behind blocks a
-place of the next run until its lease runs out."""
-
-
 @dataclass
 class RunCleanup:
-    """The end of one run, and how many episodes were left behind."""
+    """The end of one run: time limits of its aborts, and the number of episodes left behind."""
 
-    has_enough: bool = False
-    """The run reached its goal; otherwise it was interrupted, or failed."""
+    goal_reached: bool = False
+    """True if the run reached its goal; False if it was interrupted, or failed."""
     num_left: int = 0
-    """Episodes that may be live on the server still, until their leases run out."""
+    """Episodes that may still be live on the server, until their leases expire."""
 
     @property
     def seconds(self) -> float:
-        """Seconds that one step of giving an episode back may take. They are few after an interruption."""
-        return COMPLETE_SECONDS if self.has_enough else ABORT_SECONDS / 2
+        """Longest wait for one step of an abort: short after an interruption."""
+        return COMPLETE_SECONDS if self.goal_reached else ABORT_SECONDS / 2
 
-    async def trim_malloc(self, asking: Awaitable[object], *, at_least: float = 0.0) -> None:
-        """Wait for requests that give an episode back. A server that gave no answer may have left it live: counted."""
+    async def wait_for_abort(self, requests: Awaitable[object], *, at_least: float = 0.0) -> None:
+        """Wait for requests that abort an episode. Counts the episode as left behind if the server did not answer."""
         try:
             async with asyncio.timeout(max(self.seconds, at_least)):
-                await asking
+                await requests
         except RequestError as refusal:
-            self.num_left += refusal.status >= 500  # What the server refuses otherwise is not live.
+            self.num_left += refusal.status >= 500  # After any other refusal the episode is not live.
         except (AgentJetError, TimeoutError):
             self.num_left += 1
 
     def __str__(self) -> str:
         return (
-            f"{self.num_left} episode{'' if self.num_left == 1 else 's'} could not be given back, since the server did "
-            "not answer in time: each may keep its place until its lease runs out"
+            f"{self.num_left} episode{'' if self.num_left == 1 else 's'} could not be aborted, because the server did "
+            "not answer in time: each may keep its place until its lease expires"
         )
 
 
-SERVER_WAIT = 20.0
-"""Longest the server is asked to hold a `begin`: short enough for every proxy."""
-
-
-async def begin(
+async def begin_episode(
     connection: Connection,
     request: BeginRequest,
     *,
     wait: float,
-    given_back: Callable[[AsyncEpisode], None] = lambda episode: None,
-    ending: RunCleanup | None = None,
+    on_abort: Callable[[AsyncEpisode], None] = lambda episode: None,
+    cleanup: RunCleanup | None = None,
 ) -> AsyncEpisode:
-    """Begin an episode, waiting up to `wait` seconds for room, then raise `Later`.
+    """Begin an episode. Waits up to `wait` seconds for room, then raises `Later`.
 
-    When this is cancelled, an episode that the server began all the same is aborted and passed to `given_back`; one
-    that could not be aborted is counted in `ending`.
+    If this is cancelled, the server may have begun the episode: it is aborted and passed to `on_abort`. If the abort
+    fails, `cleanup` counts it.
     """
     request = request.model_copy(update={"wait": min(wait, SERVER_WAIT)})
     key = uuid.uuid4().hex
     try:
-        return await _asked(connection, request, key, patience=wait)
+        return await _request_begin(connection, request, key, patience=wait)
     except asyncio.CancelledError:
-        # The server may have begun it just now. To ask for the same again, without waiting, tells; then it is given
-        # back.
-        async def trim_malloc() -> None:
-            episode = await _asked(connection, request.model_copy(update={"wait": 0.0}), key, patience=0.0)
+        # The server may have begun it just now. The same request again, without waiting, returns it.
+        async def abort_begun() -> None:
+            episode = await _request_begin(connection, request.model_copy(update={"wait": 0.0}), key, patience=0.0)
             await episode.abort(UNPLAYED, patience=0.0)
-            given_back(episode)
+            on_abort(episode)
 
-        await (ending or RunCleanup()).trim_malloc(trim_malloc())
+        await (cleanup or RunCleanup()).wait_for_abort(abort_begun())
         raise
 
 
-async def _asked(connection: Connection, request: BeginRequest, key: str, *, patience: float) -> AsyncEpisode:
+async def _request_begin(connection: Connection, request: BeginRequest, key: str, *, patience: float) -> AsyncEpisode:
     answer = await connection.request(
         "POST", "/episodes", body=request, key=key, patience=patience, server_wait=request.wait
     )
     return AsyncEpisode(connection, BeginResponse.model_validate(answer), request)
 
 
-NO_LEASE = 1e9
-"""Seconds: nobody reclaims it."""
 _numbers = itertools.count(1)
 
 
@@ -350,10 +338,10 @@ class Endpoint:
     base_url: str
     model: str
     api_key: str = field(default="none", repr=False)
-    """Endpoints that want none still need the SDK to send one."""
+    """Endpoints without keys still need a value: SDKs send one."""
 
     def begin(self, request: BeginRequest) -> AsyncEpisode:
-        """An episode whose agent talks to this endpoint. Its policy version is 0."""
+        """An episode whose agent calls this endpoint. Its policy version is 0."""
         begun = BeginResponse(
             episode_id=f"outside{next(_numbers):06d}",
             base_url=self.base_url,
@@ -368,29 +356,28 @@ class Endpoint:
 
 @dataclass
 class _EndpointConnection:
-    """Answers an episode's requests in a server's place."""
+    """Answers an episode's requests locally, in place of a server."""
 
     episode_id: str
-    asked: BeginRequest
+    begun_with: BeginRequest
     status: EpisodeStatus = "live"
 
     async def request(
         self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
     ) -> Any:
-        """See `Connection.request`."""
         if isinstance(body, FinishRequest):
             self.status = "finished"
         elif isinstance(body, AbortRequest):
             self.status = "aborted"
-        asked = self.asked
+        begun = self.begun_with
         return EpisodeView(
             episode_id=self.episode_id,
             status=self.status,
-            mode=asked.mode,
-            task_id=asked.task_id,
-            task_set=asked.task_set,
-            group=asked.group,
-            client_id=asked.client_id,
+            mode=begun.mode,
+            task_id=begun.task_id,
+            task_set=begun.task_set,
+            group=begun.group,
+            client_id=begun.client_id,
             policy_version=0,
             reason=body.reason if isinstance(body, AbortRequest) else "",
         ).model_dump()

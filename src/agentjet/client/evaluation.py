@@ -1,63 +1,68 @@
-"""One `evaluate` call: every task so many times, nothing of it trained on."""
+"""Evaluations: one `evaluate` call, and evaluations on held-out tasks within a training run.
+
+Episodes of an evaluation are never trained on. A score belongs to one policy version: `pin_policy_version` makes
+learning wait.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Literal
 
+from agentjet.client.agent_source import AgentVersion
 from agentjet.client.connection import Connection
-from agentjet.client.episode import ABORT_SECONDS, begin
+from agentjet.client.episode import ABORT_SECONDS, begin_episode
 from agentjet.client.progress import progress_for
-from agentjet.client.report import EpisodeResult, EvalReport
-from agentjet.client.rollout import Begin, RolloutQueue, RolloutSpec, Runner, keep_alive
-from agentjet.client.training import get_status
+from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, best_of
+from agentjet.client.rollout import AgentFailing, RolloutQueue, RolloutSpec, Runner, StartRollout, keep_alive
 from agentjet.errors import AgentJetError, Conflict
 from agentjet.protocol import BeginRequest, EvaluationRequest
 from agentjet.types import Task
 
 EVAL_WAIT = 60.0
-"""How long an evaluation waits for a place."""
+"""Longest wait of an evaluation's episode for room."""
 CHECKPOINT_WAIT = 600.0
-"""A checkpoint waits for the batch being learned and for the disk."""
+"""Longest wait for a checkpoint: for the batch being learned, and for the disk."""
 PIN_TASK_ID = "holding-the-policy-version"
-"""Task of the episode that does so."""
+"""Task id of the episode that pins the policy version."""
 
 
 @asynccontextmanager
 async def pin_policy_version(
     connection: Connection, request: BeginRequest, at_version: int | Literal["newest"]
 ) -> AsyncIterator[int]:
-    """Keep the policy at a version meanwhile, also between one episode and the next; gives the version.
+    """Keep the policy at one version, also between two episodes; yields the version.
 
-    It is an episode of its own that does it, aborted in the end. Raises `Conflict` (`version_gone`).
+    An extra episode pins the version, and is aborted at the end. Raises `Conflict` (`version_gone`).
     """
     while True:
-        version = (await get_status(connection)).policy_version if at_version == "newest" else at_version
+        version = (await connection.status()).policy_version if at_version == "newest" else at_version
         try:
-            holder = await begin(connection, request.model_copy(update={"at_version": version}), wait=EVAL_WAIT)
+            pin = await begin_episode(connection, request.model_copy(update={"at_version": version}), wait=EVAL_WAIT)
             break
-        except Conflict as gone:  # It learned since the look at its status.
-            if at_version != "newest" or gone.code != "version_gone":
+        except Conflict as error:  # The policy learned after its status was read.
+            if at_version != "newest" or error.code != "version_gone":
                 raise
-    heart = asyncio.create_task(keep_alive(holder))
+    heartbeats = asyncio.create_task(keep_alive(pin))
     try:
         yield version
     finally:
-        heart.cancel()
+        heartbeats.cancel()
         with suppress(AgentJetError, TimeoutError):
             async with asyncio.timeout(ABORT_SECONDS):
-                await holder.abort("not needed: the evaluation it held the policy version for is over")
+                await pin.abort("not needed: the evaluation it held the policy version for is over")
 
 
 async def run_evaluation(
-    begin_slot: Begin, tasks: Sequence[Task], *, repeats: int, concurrency: int, progress: bool
+    start: StartRollout, tasks: Sequence[Task], *, repeats: int, concurrency: int, progress: bool
 ) -> EvalReport:
-    """Run the agent that `begin_slot` gives on every task `repeats` times.
+    """Run every task `repeats` times with the agent of `start`.
 
-    An episode whose agent fails is begun anew up to twice, then reported as aborted: it counts in no mean.
+    A failed episode is attempted up to twice more, then reported as aborted: it counts in no mean.
     """
     started = time.monotonic()
     repeated = [task for task in tasks for _ in range(repeats)]
@@ -65,20 +70,20 @@ async def run_evaluation(
     num_repeated = 0
     with progress_for("evaluating", len(repeated), wanted=progress, num_lines=4) as shown:
 
-        def note(slot: RolloutSpec, result: EpisodeResult, last: bool) -> None:
+        def note(spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
             nonlocal num_repeated
             shown.episode(result, counts=last)
             num_repeated += not last
             if last:
-                results[slot.index] = result
+                results[spec.index] = result
 
-        await Runner(begin_slot, note).run(RolloutQueue.once(repeated), min(concurrency, len(repeated)))
+        await Runner(start, note).run(RolloutQueue.once(repeated), min(concurrency, len(repeated)))
     ordered = tuple(results[index] for index in sorted(results))
     return EvalReport(results=ordered, seconds=time.monotonic() - started, num_repeated=num_repeated)
 
 
 async def record_score(connection: Connection, client_id: str, policy_version: int, report: EvalReport) -> None:
-    """Store the score of a version on the server, which may save its checkpoint; nothing when no episode finished."""
+    """Store a version's score on the server, which may save its checkpoint. Does nothing if no episode finished."""
     score = report.mean_at_k
     if not score.num_tasks:
         return
@@ -90,3 +95,66 @@ async def record_score(connection: Connection, client_id: str, policy_version: i
         client_id=client_id,
     )
     await connection.request("POST", "/evaluations", body=body, server_wait=CHECKPOINT_WAIT)
+
+
+@dataclass
+class HeldOutEvaluations:
+    """The evaluations on held-out tasks within one training run. They run beside the training episodes."""
+
+    evaluate: Callable[[AgentVersion], Awaitable[EvalReport]]
+    """Evaluates the newest policy version with a version of the agent."""
+    every: int
+    """Batches from one evaluation to the next."""
+    stop_after: int = 0
+    """Evaluations in a row without a new best score, after which the run ends; 0: never."""
+    done: list[Evaluation] = field(default_factory=list)
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def learned(self, num_steps: int) -> None:
+        """Called with the number of batches learned. The first evaluation is due at 0."""
+        if num_steps % self.every == 0:
+            self.due.set()
+
+    async def watch(self, version: Callable[[], AgentVersion], notify: Callable[[str], None]) -> None:
+        """Evaluate whenever one is due; returns when the score no longer improves."""
+        while not self.stalled:
+            await self.due.wait()
+            self.due.clear()
+            await self.run(version(), notify)
+
+    async def finish(self, version: AgentVersion, policy_version: int, notify: Callable[[str], None]) -> None:
+        """Evaluate the last policy version of a run, unless that is done."""
+        if not self.done or self.done[-1].policy_version != policy_version:
+            await self.run(version, notify)
+
+    async def run(self, version: AgentVersion, notify: Callable[[str], None]) -> None:
+        """One evaluation. It is skipped if it takes longer than the server holds a version."""
+        try:
+            report = await self.evaluate(version)
+        except Conflict as error:
+            if error.code != "version_gone":
+                raise
+            notify(f"held-out tasks were not all evaluated before the policy learned on: {error}")
+            return
+        except AgentFailing as failing:
+            raise AgentFailing(f"held-out evaluation: {failing.fact}", tasks="eval_tasks") from None
+        self.done.append(Evaluation(report.policy_versions[0], report))
+        best = "; the best so far" if best_of(self.done) is self.done[-1] and len(self.done) > 1 else ""
+        notify(f"held-out tasks at version {self.done[-1].policy_version}: {report}{best}")
+
+    @property
+    def stalled(self) -> bool:
+        """True if the last `stop_after` evaluations brought no new best score."""
+        return bool(self.stop_after) and best_of(self.done[: -self.stop_after]) is best_of(self.done) is not None
+
+
+def check_held_out(eval_tasks: Sequence[object], every: int, stop_after: int) -> None:
+    """Raises `ValueError` for settings of held-out evaluations that contradict each other."""
+    for name, value in (("eval_every", every), ("stop_after", stop_after)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} = {value!r}: it must be a whole number, 0 for none")
+    if bool(eval_tasks) != bool(every):
+        given, missing = ("eval_tasks", "eval_every") if eval_tasks else (f"eval_every = {every}", "eval_tasks")
+        raise ValueError(f"{given} needs {missing}: held-out tasks, and the number of batches between evaluations")
+    if stop_after and not every:
+        raise ValueError(f"stop_after = {stop_after} counts evaluations: give eval_tasks and eval_every, too")

@@ -1,8 +1,6 @@
-"""What a caller gave to a run or an episode, checked before it begins: a mistake is a sentence that names it.
+"""Checks of user input: arguments of a run or episode, task files, and changes of job settings.
 
-Tasks from a file of JSON lines: one object a task, whose `id` and `task_set` are the task's, if there.
-
-Changes of single job settings: a read, an edit and a compare-and-set, repeated if another change came first.
+Every error names the key, the value and the way out, and is raised before anything is sent.
 """
 
 from __future__ import annotations
@@ -18,22 +16,23 @@ from typing import Any, TypeGuard, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from agentjet.errors import ConfigError, Conflict, InvalidRequest
-from agentjet.protocol import BeginRequest, JobBody
+from agentjet.protocol import JobBody
 from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, Task
 
 Body = TypeVar("Body", bound=BaseModel)
 
 SHOWN = 60
 """Characters of a wrong value in a message."""
+MAX_ROW_BYTES = 100_000
+"""A row travels in a process's environment, where Linux allows 128 KiB."""
+ATTEMPTS = 5
+"""Attempts at one change. Another client may replace the settings between the read and the write."""
+FIXED = ("model", "sampler", "server")
+"""Sections of the settings that a running server keeps."""
 
 
-def begin_request(**fields: Any) -> BeginRequest:
-    """A request for an episode. Raises `InvalidRequest` naming the first field that is wrong."""
-    return request_of(BeginRequest, **fields)
-
-
-def request_of(kind: type[Body], **fields: Any) -> Body:
-    """A request's body. Raises `InvalidRequest` naming the first field that is wrong."""
+def build_request(kind: type[Body], **fields: Any) -> Body:
+    """A request body of class `kind`. Raises `InvalidRequest` naming the first wrong field."""
     try:
         return kind(**fields)
     except ValidationError as error:
@@ -43,7 +42,7 @@ def request_of(kind: type[Body], **fields: Any) -> Body:
 
 
 def check_run(agent: object, **counts: object) -> None:
-    """Raises `ValueError` for what is no agent, or no count of at least 1."""
+    """Raises `ValueError` if `agent` is not an agent, or if a count is not a whole number of at least 1."""
     if not callable(agent):
         raise ValueError(f"agent = {_shown(agent)}: give a function, which is called as agent(task, episode)")
     check_signature(agent, f"agent = {_shown(agent)}")
@@ -53,7 +52,8 @@ def check_run(agent: object, **counts: object) -> None:
 
 
 def checked_tasks(tasks: Iterable[Task], *, named: str = "tasks") -> tuple[Task, ...]:
-    """The tasks given as `named`; an iterator is used up. Raises `ValueError` for what is no list of tasks."""
+    """The tasks of the argument called `named`; uses up an iterator. Raises `ValueError` for anything but a list of
+    tasks."""
     if isinstance(tasks, Task):
         raise ValueError(f"{named} = {_shown(tasks)}: give a list, such as [Task('an-id', payload=...)]")
     if isinstance(tasks, Set):
@@ -64,7 +64,7 @@ def checked_tasks(tasks: Iterable[Task], *, named: str = "tasks") -> tuple[Task,
     try:
         listed = tuple(tasks)
     except TypeError:
-        if hasattr(tasks, "__iter__"):  # What it raises on its way is its own.
+        if hasattr(tasks, "__iter__"):  # The error came from the iterator itself.
             raise
         raise ValueError(f"{named} = {_shown(tasks)}: give a list of Task") from None
     for index, task in enumerate(listed):
@@ -74,9 +74,9 @@ def checked_tasks(tasks: Iterable[Task], *, named: str = "tasks") -> tuple[Task,
 
 
 def require_tasks(verb: str, tasks: Iterable[Task]) -> tuple[Task, ...]:
-    """The same. Raises `ValueError`, too, when there are no tasks to `verb` on."""
+    """The same, but raises `ValueError` for an empty list, too."""
     if not (listed := checked_tasks(tasks)):
-        raise ValueError(f"there are no tasks to {verb} on")
+        raise ValueError(f"there are no tasks to {verb} on: give at least one")
     return listed
 
 
@@ -86,12 +86,12 @@ def check_signature(agent: Callable[..., object], named: str) -> None:
         inspect.signature(agent, follow_wrapped=False).bind(None, None)
     except TypeError as error:
         raise ValueError(f"{named} cannot be called as agent(task, episode): {error}") from None
-    except ValueError:  # what is not written in Python may have no signature
+    except ValueError:  # a function that is not written in Python may lack a signature
         pass
 
 
 def check_policy(at_version: Any, temperature: Any) -> None:
-    """Raises `ValueError` for what is no policy version, or no temperature."""
+    """Raises `ValueError` for an invalid policy version or temperature."""
     if at_version not in (None, "newest") and not (_is_whole(at_version) and at_version >= 0):
         raise ValueError(f"at_version = {_shown(at_version)}: give a policy version, from 0 on, or 'newest'")
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
@@ -112,31 +112,28 @@ def _shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-MAX_ROW_BYTES = 100_000
-"""A row travels in the environment of a process, where Linux takes 128 KiB."""
-
-
 def read_tasks(path: Path) -> list[Task]:
-    """The tasks of a file; the payload of each is its row. A row without an `id` is called after its line.
+    """The tasks of a JSON-lines file: one object a task, which becomes its payload. `id` and `task_set` of the object
+    are the task's; without `id` its id is `line-N`.
 
-    Raises `ConfigError` naming the line, and the column where there is one.
+    Raises `ConfigError` naming the line, and the column if known.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is no UTF-8") from None
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
     tasks: dict[str, tuple[int, Task]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         task = _task(_row(line, f"{path} line {number}"), number, f"{path} line {number}")
         if task.id in tasks:
-            raise ConfigError(f"{path} line {number}: the id {task.id!r} is that of line {tasks[task.id][0]}, too")
+            raise ConfigError(f"{path} line {number}: the id {task.id!r} is also that of line {tasks[task.id][0]}")
         tasks[task.id] = (number, task)
     if not tasks:
-        raise ConfigError(f"{path}: there is no task in it")
+        raise ConfigError(f"{path}: the file has no tasks")
     return [task for _, task in tasks.values()]
 
 
@@ -152,7 +149,7 @@ def _row(line: str, place: str) -> dict[str, Any]:
     if len(line.encode()) > MAX_ROW_BYTES:
         raise ConfigError(
             f"{place}: the row has {len(line.encode())} bytes; it travels in the environment, where {MAX_ROW_BYTES} "
-            "fit: put what is long into a file, and its name into the row"
+            "fit: put long content into a file, and its name into the row"
         )
     return row
 
@@ -166,17 +163,11 @@ def _task(row: dict[str, Any], number: int, place: str) -> Task:
     return Task(str(named), task_set=task_set, payload=row)
 
 
-ATTEMPTS = 5
-"""Number of tries. Another client may replace the settings between the read and the write."""
-FIXED = ("model", "sampler", "server")
-"""Sections of the settings that a running server keeps."""
-
-
 def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the job settings with `changes`, whose keys are dotted names with or without `job.` in front.
+    """A copy of the job settings with `changes`. Their keys are dotted names, with or without `job.` in front.
 
-    Raises `ConfigError` for a setting that is not the job's, or a key that leads through a value. The server checks
-    everything else.
+    Raises `ConfigError` for a setting outside the job, or for a key below a plain value. The server checks everything
+    else.
     """
     edited = copy.deepcopy(dict(job))
     for key, value in changes.items():
@@ -192,13 +183,13 @@ def edited(job: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
             values = values.setdefault(inner, {})
             if not isinstance(values, dict):
                 held = ".".join(["job", *sections[:depth]])
-                raise ConfigError(f"{key} = {value!r}: {held} is a value, {values!r}, and has no settings in it")
+                raise ConfigError(f"{key} = {value!r}: {held} is a value, {values!r}, not a section of settings")
         values[name] = value
     return edited
 
 
 def check_finite(values: Mapping[str, Any], prefix: str = "job.") -> None:
-    """Raises `ConfigError` for a number that is not finite: JSON has none, and the server would be given `null`."""
+    """Raises `ConfigError` for a number that is not finite: JSON cannot carry it, so the server would get `null`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             check_finite(value, f"{prefix}{name}.")
@@ -209,7 +200,10 @@ def check_finite(values: Mapping[str, Any], prefix: str = "job.") -> None:
 async def change(
     read: Callable[[], Awaitable[JobBody]], write: Callable[[JobBody], Awaitable[JobBody]], changes: Mapping[str, Any]
 ) -> JobBody:
-    """The job settings after `changes`. Raises `Conflict` if other changes came first `ATTEMPTS` times in a row."""
+    """The job settings after `changes`: a read, an edit and a compare-and-set.
+
+    Raises `Conflict` if other changes came first `ATTEMPTS` times in a row.
+    """
     for attempt in range(1, ATTEMPTS + 1):
         now = await read()
         try:

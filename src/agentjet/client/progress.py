@@ -1,4 +1,4 @@
-"""What a person sees while `train` and `evaluate` run: a bar on a terminal, a line a step elsewhere."""
+"""Progress of `train` and `evaluate` on standard output: a bar on a terminal, one line a step elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAME_WAIT_SECONDS = 60.0
 
 
 class Progress:
-    """Shows nothing; the base of what does. Also counts failures, so that each kind is shown once."""
+    """Shows nothing; the base of the displays. Counts failures, so that each kind is shown once."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -28,14 +28,14 @@ class Progress:
         """A batch was learned."""
         self.done += 1
         reward = metrics.get("reward/mean")
-        # The first batch's time began when the server last had nothing to do, perhaps long before this client came.
+        # The first batch's time includes the server's idle time before this client began.
         speed = metrics.get("perf/tokens_per_second") if self.done > 1 else None
         parts = [] if reward is None else [f"reward {reward:.3f}"]
         parts += [] if speed is None else [f"{speed:.0f} tokens/s"]
         self._show("  ".join(parts))
 
     def episode(self, result: EpisodeResult, *, counts: bool = False) -> None:
-        """An episode ended; `counts`: episodes are what is being counted."""
+        """An episode ended. `counts`: the display counts episodes, not steps."""
         if result.outcome in ("aborted", "expired"):
             self.failures[result.error] += 1
             if self.failures[result.error] == 1 and len(self.failures) <= NUM_ERRORS_SHOWN:
@@ -45,11 +45,11 @@ class Progress:
             self.done += 1
             self._show("")
 
-    def waits(self, what: str) -> None:
-        """The server admits no episode of this run meanwhile, since it waits for `what`; empty: it does again."""
+    def waits(self, reason: str) -> None:
+        """The server begins no episode of this run because it waits for `reason`; empty: the wait is over."""
 
-    def say(self, text: str) -> None:
-        """Something that should be seen, whatever else is shown."""
+    def notify(self, text: str) -> None:
+        """Show a message."""
         self._note(text)
 
     def _show(self, text: str) -> None:
@@ -84,7 +84,7 @@ class Lines(Progress):
         self._clock = clock
         self._started = clock()
         self._last_wait = ("", 0.0)
-        """What was last said to be waited for, without its numbers, and when."""
+        """The reason shown last, with its numbers masked, and the time."""
 
     def _show(self, text: str) -> None:
         if self.done % self._every and self.done != self.total:
@@ -93,12 +93,12 @@ class Lines(Progress):
         line = self._with_failures(f"{self._title} {self.done}/{self.total}  {text}".rstrip())
         self._note(f"{line}  {_minutes(left)} left" if left else line)
 
-    def waits(self, what: str) -> None:
-        """A line when it is something else than before, but for numbers that count down; the same once a minute."""
-        kind, now = re.sub(r"\d+", "#", what), self._clock()
-        if what and (kind != self._last_wait[0] or now - self._last_wait[1] >= SAME_WAIT_SECONDS):
+    def waits(self, reason: str) -> None:
+        """Shows a line if the reason changed, apart from numbers that count down; the same reason once a minute."""
+        kind, now = re.sub(r"\d+", "#", reason), self._clock()
+        if reason and (kind != self._last_wait[0] or now - self._last_wait[1] >= SAME_WAIT_SECONDS):
             self._last_wait = (kind, now)
-            self._note(f"waiting for {what}")
+            self._note(f"waiting for {reason}")
 
     def _note(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -130,9 +130,9 @@ class Bar(Progress):
         self._text = self._with_failures(text)
         self._bar.update(self._task, completed=self.done, text=self._text)
 
-    def waits(self, what: str) -> None:
-        """In the place of the figures, until there are new ones or it ends."""
-        self._bar.update(self._task, text=f"waiting for {what}" if what else self._text)
+    def waits(self, reason: str) -> None:
+        """Shows the reason in place of the metrics, until there are new ones or the wait is over."""
+        self._bar.update(self._task, text=f"waiting for {reason}" if reason else self._text)
 
     def _note(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
@@ -148,7 +148,7 @@ class Bar(Progress):
 
 
 def progress_for(title: str, total: int, *, wanted: bool, num_lines: int = 100) -> Progress:
-    """The fitting display on standard output, or none."""
+    """A display for standard output; one that shows nothing unless `wanted`."""
     if not wanted:
         return Progress(total)
     if sys.stdout.isatty():

@@ -1,15 +1,8 @@
-"""Estimates of an evaluation, each with a 95 % interval.
+"""Results of runs and episodes: reports of `train` and `evaluate`, their estimates, and episodes as a data set.
 
-An evaluation's tasks are the sample, and the repeats of a task tell about that task only: what is resampled is tasks,
-with all their repeats (cluster bootstrap). Where every task's value is 0 or 1 resampling would see no more than the
-share, and nothing at all at 0 or 1: there the interval is Wilson's.
-
-What training and evaluating give back.
-
-Episodes as a data set: one row for each conversation that an episode and role held, with its reward.
-
-A conversation ends with a call whose answer no later call sends back. Answers that did not reach the agent are left
-out. Messages have the shape of OpenAI's chat format, which `transformers` chat templates and `trl` read.
+The tasks of an evaluation are the sample: repeats of one task are not independent. So intervals resample tasks, with
+all their repeats (cluster bootstrap). If every task's value is 0 or 1, resampling is too narrow near 0 and 1: there the
+interval is Wilson's.
 """
 
 from __future__ import annotations
@@ -26,12 +19,13 @@ from agentjet.protocol import REPORTED_BATCHES, CallView, EpisodeTree, batches_w
 
 RESAMPLES = 2000
 SEED = 0
-"""Of the resampling: the same values, the same interval."""
+"""Seed of the resampling: equal values give an equal interval."""
+LEARNED_AFTER = " (a batch that was complete by then is learned all the same, after this report)"
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over `num_tasks` tasks and its 95 % interval, from `low` to `high`; NaN where there is none to be had."""
+    """A mean over `num_tasks` tasks and its 95 % interval, from `low` to `high`; NaN if there is none."""
 
     value: float
     low: float
@@ -45,9 +39,8 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of one value a task. The interval is Wilson's when all are 0 or 1, else the percentile bootstrap's
-    (Efron 1979) over tasks; a single task that is neither has none.
-    """
+    """The mean of one value a task. The interval is Wilson's if all values are 0 or 1, else the percentile bootstrap
+    over tasks (Efron 1979). A single other value has no interval."""
     if not values:
         return Estimate(math.nan, math.nan, math.nan, 0)
     mean, count = math.fsum(values) / len(values), len(values)
@@ -62,20 +55,20 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(num_right: int, num_tries: int, k: int) -> float:
-    """The chance that one of `k` tries is right, of which `num_right` of `num_tries` were: 1 - C(n-c, k) / C(n, k).
+    """The chance that one of `k` attempts is right, if `num_right` of `num_tries` were: 1 - C(n-c, k) / C(n, k).
 
-    Unbiased, other than 1 - (1 - c/n)^k (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
-    Raises `ValueError` when fewer than `k` were tried.
+    Unbiased, unlike 1 - (1 - c/n)^k (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
+    Raises `ValueError` for fewer than `k` attempts.
     """
     if not 1 <= k <= num_tries:
-        raise ValueError(f"pass@{k} needs at least {k} tries of a task, and k at least 1; there are {num_tries}")
+        raise ValueError(f"pass@{k} needs k >= 1 and at least {k} attempts at a task; there are {num_tries}")
     return 1.0 - math.comb(num_tries - num_right, k) / math.comb(num_tries, k)
 
 
 def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share (Wilson 1927), 95 % by default; (0, 1) when nothing was tried.
+    """Wilson's score interval of a share (Wilson 1927), 95 % by default; (0, 1) without trials.
 
-    Unlike the normal approximation it stays inside [0, 1] and does not shrink to nothing at 0 or 1.
+    Unlike the normal approximation it stays inside [0, 1] and has a width at 0 and 1.
     """
     if trials == 0:
         return 0.0, 1.0
@@ -86,13 +79,12 @@ def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple
 
 
 Outcome = Literal["finished", "aborted", "expired", "not_needed"]
-"""`not_needed`: aborted through nobody's fault, when the run had its steps or the server's batch enough without it."""
-LEARNED_AFTER = " (a batch that was complete by then is learned all the same, after this report)"
+"""`not_needed`: aborted without a failure, because the run had its steps or the server's batch was full."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """How one episode ended. `reward` is None unless it finished; `error` says why it did not."""
+    """The end of one episode. `reward` is None unless it finished; `error` is the reason otherwise."""
 
     task_id: str
     task_set: str
@@ -102,21 +94,22 @@ class EpisodeResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     where: str = ""
-    """File and line of the agent that `error` came from, where it came from the agent."""
+    """File and line in the agent where `error` was raised, if the agent raised it."""
     code_version: str = ""
-    """The version of the agent's source that ran it."""
+    """Version of the agent's source that ran it."""
     by_role: Mapping[str, float] = field(default_factory=dict)
-    """Its rewards by agent role; of a team, by member."""
+    """Its rewards by role; of a team, by member."""
     num_calls: int = 0
-    """Calls that the server recorded of it."""
+    """Calls that the server recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeChange:
-    """What became of an edit of the agent while it was trained.
+    """An edit of the agent during training, and its fate.
 
-    `kind` "loaded": code version `to` took the place of `before`. "not loaded": `before` stayed, because of `why`.
-    "rolled back": `before` failed its first episodes, `to` is in its place again.
+    * "loaded": code version `to` replaced `before`.
+    * "not loaded": `before` stayed, because of `why`.
+    * "rolled back": `before` failed its first episodes, and `to` replaced it.
     """
 
     kind: Literal["loaded", "not loaded", "rolled back"]
@@ -127,7 +120,7 @@ class CodeChange:
 
 @dataclass(frozen=True, slots=True)
 class CodeVersionResult:
-    """How one version of the agent's source fared. `mean_reward` is NaN when no episode finished."""
+    """Episodes of one version of the agent's source. `mean_reward` is NaN if none finished."""
 
     num_finished: int
     num_failed: int
@@ -136,7 +129,7 @@ class CodeVersionResult:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch: the policy version it led to and the server's metrics of it."""
+    """One batch: the policy version it led to, and the server's metrics of it."""
 
     policy_version: int
     metrics: Mapping[str, float]
@@ -159,22 +152,22 @@ class _Report:
 
     @property
     def num_expired(self) -> int:
-        """Episodes the server reclaimed before they were finished."""
+        """Episodes whose lease expired."""
         return sum(result.outcome == "expired" for result in self.results)
 
     @property
     def errors(self) -> Counter[str]:
-        """Why episodes were not finished, and how often."""
+        """Reasons of unfinished episodes, and their counts."""
         return Counter(result.error for result in self.results if result.outcome in ("aborted", "expired"))
 
     @property
     def mean_reward(self) -> float:
-        """Over finished episodes; NaN when there is none."""
+        """Over finished episodes; NaN without any."""
         return _mean([result.reward for result in self.finished if result.reward is not None])
 
     @property
     def by_code_version(self) -> dict[str, CodeVersionResult]:
-        """By version of the agent's source, in the order in which their episodes first ended."""
+        """By version of the agent's source, in the order in which their first episodes ended."""
         versions = dict.fromkeys(result.code_version for result in self.results)
         return {version: self._of_code(version) for version in versions}
 
@@ -185,24 +178,24 @@ class _Report:
         return CodeVersionResult(len(rewards), failed, _mean(rewards))
 
     def mean_metric(self, name: str) -> float:
-        """Over the finished episodes that carry the metric; NaN when none does."""
+        """Over finished episodes with that metric; NaN without any."""
         return _mean([result.metrics[name] for result in self.finished if name in result.metrics])
 
 
 @dataclass(frozen=True)
 class TrainReport(_Report):
-    """What `train` did: the steps, and this client's episodes."""
+    """The result of `train`: the steps, and this client's episodes."""
 
     steps: tuple[Step, ...]
     seconds: float
     code_changes: tuple[CodeChange, ...] = ()
-    """Edits of the agent meanwhile, with `reload`, in order."""
+    """Edits of the agent during the run, in order, with `reload`."""
     evaluations: tuple[Evaluation, ...] = ()
-    """With `eval_every`, the scores on the held-out tasks, in order, from before the first batch to the end."""
+    """Scores on the held-out tasks, in order, from before the first batch to the end, with `eval_every`."""
     stopped_early: bool = False
     """True if the run ended before its steps because `stop_after` evaluations brought no new best score."""
     num_left: int = 0
-    """Episodes that could not be given back at the end: they may keep their places until their leases run out."""
+    """Episodes that could not be aborted at the end: they may keep their places until their leases expire."""
 
     @property
     def best(self) -> Evaluation | None:
@@ -216,8 +209,8 @@ class TrainReport(_Report):
 
     @property
     def num_not_needed(self) -> int:
-        """Episodes that were live when the last batch was learned, or that the server ended as surplus or stale. It
-        counts them as aborted, but nothing failed."""
+        """Episodes that were live when the last batch was learned, or that the server ended as surplus or stale. The
+        server counts them as aborted, but nothing failed."""
         return sum(result.outcome == "not_needed" for result in self.results)
 
     def __str__(self) -> str:
@@ -226,7 +219,7 @@ class TrainReport(_Report):
             f"{self.num_aborted} aborted, {self.num_expired} expired, {self.num_not_needed} not needed"
         ]
         if self.num_left:
-            lines.append(f"{self.num_left} episodes could not be given back: they may keep their places for a lease")
+            lines.append(f"{self.num_left} episodes could not be aborted: they may keep their places for a lease")
         empty = [batches_without_variance([step.metrics]) for step in self.steps]
         if sum(empty) >= REPORTED_BATCHES:
             lines.append(f"{sum(empty)} of these steps could teach nothing: in every group all rewards were equal")
@@ -247,8 +240,8 @@ class TrainReport(_Report):
 
 @dataclass(frozen=True)
 class TeamReport(_Report):
-    """What a team's `train` did: the steps of every member's server, and this client's episodes, whose reward is the
-    mean of their members'."""
+    """The result of a team's `train`: each server's steps, and this client's episodes. An episode's reward is the mean
+    of its members'."""
 
     steps: Mapping[str, tuple[Step, ...]]
     seconds: float
@@ -265,21 +258,22 @@ class TeamReport(_Report):
 
 @dataclass(frozen=True)
 class EvalReport(_Report):
-    """What `evaluate` saw. `results` are in the order of the tasks, repeats of a task together."""
+    """The result of `evaluate`. `results` are in the order of the tasks, repeats of a task together."""
 
     seconds: float
     num_repeated: int = 0
-    """Episodes that failed and were begun anew: the means are of what did not fail."""
+    """Failed episodes that were attempted again. The means cover episodes that did not fail."""
 
     @property
     def policy_versions(self) -> tuple[int, int]:
-        """The lowest and the highest version that began an episode: they differ when the policy learned meanwhile."""
+        """The lowest and the highest version that began an episode. They differ if the policy learned during the
+        evaluation."""
         versions = [result.policy_version for result in self.results]
         return min(versions), max(versions)
 
     @property
     def by_task(self) -> dict[tuple[str, str], tuple[float, ...]]:
-        """By task set and task id the rewards of the finished repeats; none for a task of which none finished."""
+        """Rewards of the finished repeats, by task set and task id; empty for a task without any."""
         rewards: dict[tuple[str, str], tuple[float, ...]] = {}
         for result in self.results:
             known = rewards.setdefault((result.task_set, result.task_id), ())
@@ -289,26 +283,26 @@ class EvalReport(_Report):
 
     @property
     def repeats(self) -> int:
-        """The k of `mean_at_k`: finished repeats of the task that has the most."""
+        """The k of `mean_at_k`: the largest number of finished repeats of a task."""
         return max(map(len, self.by_task.values()), default=0)
 
     @property
     def mean_at_k(self) -> Estimate:
-        """The mean over tasks of the mean over their finished repeats. Tasks of which none finished are left out, and
-        are missing in `num_tasks`. One task alone is judged by its repeats."""
+        """The mean over tasks of the mean over their finished repeats. `num_tasks` leaves out tasks without any. The
+        interval of a single task is over its repeats."""
         return _over_tasks(list(self.by_task.values()))
 
     @property
     def by_task_set(self) -> dict[str, Estimate]:
-        """`mean_at_k` of each task set, in the order in which the sets first occur."""
+        """`mean_at_k` of each task set, in the order of the tasks."""
         sets: dict[str, list[Sequence[float]]] = {}
         for (task_set, _), rewards in self.by_task.items():
             sets.setdefault(task_set, []).append(rewards)
         return {task_set: _over_tasks(tasks) for task_set, tasks in sets.items()}
 
     def metric_at_k(self, name: str) -> Estimate:
-        """The same of a metric, over the finished repeats that carry it. Raises `ValueError` when there are
-        some, and none carries it."""
+        """The same of a metric, over the finished repeats that have it. Raises `ValueError` if there are finished
+        repeats, but none has it."""
         known = sorted({metric for result in self.finished for metric in result.metrics})
         if self.finished and name not in known:
             raise ValueError(f"no episode has the metric {name!r}; there are: {', '.join(known) or 'none'}")
@@ -319,10 +313,11 @@ class EvalReport(_Report):
         return _over_tasks(list(tasks.values()))
 
     def pass_at(self, k: int, *, right: float = 1.0) -> Estimate:
-        """The chance that one of `k` attempts at a task is right (`pass_at_k`), over tasks. An attempt is right when
-        its reward is at least `right`.
+        """The chance that one of `k` attempts at a task is right (`pass_at_k`), over tasks. An attempt is right if its
+        reward is at least `right`.
 
-        Raises `ValueError` when a task has fewer than `k` finished repeats: begin with more, or mend what failed.
+        Raises `ValueError` if a task has fewer than `k` finished repeats: evaluate with more repeats, or fix the
+        failures.
         """
         for (_, task_id), rewards in self.by_task.items():
             if not 1 <= k <= len(rewards):
@@ -349,12 +344,12 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """Mean over tasks of the mean reward over their repeats; NaN when no episode finished."""
+        """Mean over tasks of the mean reward over their repeats; NaN if no episode finished."""
         return self.report.mean_at_k.value
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """The one with the highest score, the earliest of equal ones; None when none has a score."""
+    """The evaluation with the highest score, the earliest of equal ones; None if none has a score."""
     scored = [evaluation for evaluation in evaluations if not math.isnan(evaluation.score)]
     return max(scored, key=lambda evaluation: evaluation.score, default=None)
 
@@ -371,9 +366,11 @@ def _mean(values: list[float]) -> float:
 
 
 def rows(episode: EpisodeTree) -> list[dict[str, Any]]:
-    """The conversations of an episode, in the order their last calls were made; none if its calls are not kept.
+    """One row for each conversation of the episode, in the order of their last calls; none if its calls are not kept.
 
-    Every row has the same keys, and a key always has the same type: `tools` is JSON text, since schemas differ.
+    A conversation ends with a call whose answer no later call sends back. Answers that did not reach the agent are left
+    out. Messages have OpenAI's chat format, which `transformers` chat templates and `trl` read. Every row has the same
+    keys and types; `tools` is JSON text, since schemas differ.
     """
     calls = {call.call_id: call for call in episode.calls}
     continued = {call.after for call in episode.calls}

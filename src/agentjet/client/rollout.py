@@ -1,10 +1,8 @@
-"""`RolloutQueue`: which episode of a run is next, and which instead while the server has no room for a task set.
+"""The rollout runner: runs agents on tasks, many episodes at a time.
 
-The rollout runner: agents on tasks, many at a time.
-
-Invariants: an exception inside an agent aborts its episode and is reported, never scored; an episode that was begun is
-finished or aborted, also when the runner is cancelled while agents hang in their threads; each task of a training run
-is visited under a group id of its own.
+* An exception inside an agent aborts its episode and is reported; it is never scored.
+* Every begun episode is finished or aborted, also when the runner is cancelled while agents hang in their threads.
+* Each visit of a task in a training run has a new group id.
 """
 
 from __future__ import annotations
@@ -21,77 +19,80 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentjet.client.agent_source import error_location
-from agentjet.client.episode import (
-    ABORT_SECONDS,
-    NOT_NEEDED,
-    STOPPED,
-    RunCleanup,
-    RunCoroutine,
-    abort_reason,
-)
+from agentjet.client.episode import ABORT_SECONDS, NOT_NEEDED, STOPPED, RunCleanup, RunCoroutine, abort_reason
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import in_thread
 from agentjet.errors import AgentJetError, Conflict, NotFound, RequestError, Unreachable
 from agentjet.types import EpisodeStatus, Reward, Task
 
+SURPLUS_REASONS = ("surplus:", "stale:")
+"""Beginnings of the server's abort reasons that do not mean a failure."""
+_CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
+_MEND = "fix the agent; swarm.evaluate(agent, {tasks}[:1]) tries it once"
+ATTEMPTS = 3
+"""Attempts at one episode of the queue."""
+FULL_SECONDS = 1.0
+"""Seconds before a worker that found every task set full requests again."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """One episode to be had: a task, the group it is compared in, and its place in the order."""
+    """One episode to run: a task, the group it is compared in, and its place in the order."""
 
     task: Task
     group: str
     index: int
     spare: bool = False
-    """Beyond what its group needs: not begun when the group has all it needs by then."""
+    """Beyond the size of its group: not begun if the group is complete by then."""
     opened: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
-    """Common to a group's slots, set when one of them has begun. A spare one joins a group, and so waits for it."""
+    """Shared by the group, set when one of its episodes has begun. A spare one joins a group, so it waits for this."""
 
 
 class RolloutQueue:
-    """The slots of a run, in order. One that found no room is put back, and is the next of its task set."""
+    """The episodes of a run, in order. One that the server had no room for is put back, and is next of its task set."""
 
-    def __init__(self, slots: Mapping[str, Iterator[RolloutSpec]], order: Iterator[str]) -> None:
-        """`slots` are by task set, `order` says which set is next."""
-        self._slots = slots
+    def __init__(self, specs: Mapping[str, Iterator[RolloutSpec]], order: Iterator[str]) -> None:
+        """`specs` are by task set; `order` yields the task set of each next episode."""
+        self._specs = specs
         self._order = order
-        self._put_back: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in slots}
-        self.task_sets = frozenset(slots)
+        self._put_back: dict[str, deque[RolloutSpec]] = {task_set: deque() for task_set in specs}
+        self.task_sets = frozenset(specs)
 
     @classmethod
     def training(cls, tasks: Sequence[Task], group_size: int, seed: int, spare: int = 0) -> RolloutQueue:
-        """Tasks for ever, in an order that `seed` determines, anew each epoch; `group_size` slots a visit, and `spare`.
+        """Endless epochs over the tasks, each in a new order that `seed` determines. A visit of a task is a group of
+        `group_size` episodes plus `spare` ones.
 
-        Every task set has an order of its own, so that one that is passed over misses none of its tasks.
+        The order of each task set is independent, so a set that is passed over misses none of its tasks.
         """
         members = [number >= group_size for number in range(group_size + spare)]
         run, index = uuid.uuid4().hex[:8], itertools.count()
 
-        def slots(own: Sequence[Task]) -> Iterator[RolloutSpec]:
+        def specs(own: Sequence[Task]) -> Iterator[RolloutSpec]:
             for epoch, task in _epochs(own, seed):
                 group, opened = f"{task.id[:200]}/{run}/{epoch}", asyncio.Event()
                 for is_spare in members:
                     yield RolloutSpec(task, group, next(index), is_spare, opened)
 
         task_sets = dict.fromkeys(task.task_set for task in tasks)
-        by_set = {name: slots([task for task in tasks if task.task_set == name]) for name in task_sets}
+        by_set = {name: specs([task for task in tasks if task.task_set == name]) for name in task_sets}
         return cls(by_set, (task.task_set for _, task in _epochs(tasks, seed) for _ in members))
 
     @classmethod
     def once(cls, tasks: Sequence[Task]) -> RolloutQueue:
-        """Each task once, in no group; room does not depend on the task set."""
-        slots = (RolloutSpec(task, "", index) for index, task in enumerate(tasks))
-        return cls({"": slots}, itertools.repeat(""))
+        """Each task once, in no group. All tasks share the room."""
+        specs = (RolloutSpec(task, "", index) for index, task in enumerate(tasks))
+        return cls({"": specs}, itertools.repeat(""))
 
     def next(self, full: Collection[str] = ()) -> RolloutSpec | None:
-        """The next slot of a task set that is not in `full`; None after the last. Some set is not in `full`."""
+        """The next episode of a task set that is not in `full`, or None after the last. One set must not be full."""
         task_set = next(name for name in self._order if name not in full)
         waiting = self._put_back[task_set]
-        return waiting.popleft() if waiting else next(self._slots[task_set], None)
+        return waiting.popleft() if waiting else next(self._specs[task_set], None)
 
-    def put_back(self, slot: RolloutSpec) -> None:
-        """There was no room for it."""
-        self._put_back[slot.task.task_set].append(slot)
+    def put_back(self, spec: RolloutSpec) -> None:
+        """Return an episode that the server had no room for."""
+        self._put_back[spec.task.task_set].append(spec)
 
 
 def _epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
@@ -103,23 +104,14 @@ def _epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
 
 Returned = float | Reward | Mapping[str, float]
 Agent = Callable[[Task, Any], Returned | Awaitable[Returned]]
-"""`agent(task, episode) -> reward`. A plain function runs in a thread and holds an `Episode` (of a team, a
-`TeamEpisode`), an `async def` one an `AsyncEpisode`. Rewards by member are a team's."""
-Begin = Callable[[RolloutSpec], Awaitable["StartedRollout"]]
+"""`agent(task, episode) -> reward`. A plain function runs in a thread and gets an `Episode` (of a team, a
+`TeamEpisode`). An `async def` function gets an `AsyncEpisode`. Only a team's agent returns rewards by member."""
+StartRollout = Callable[[RolloutSpec], Awaitable["StartedRollout"]]
 Report = Callable[[RolloutSpec, EpisodeResult, bool], None]
 
-SPARE = ("surplus:", "stale:")
-"""How the server's reasons begin for episodes that failed in nothing."""
-_CALL = "give the agent's client episode.base_url and episode.api_key, and read its streams to their end"
-_MEND = "mend the agent; swarm.evaluate(agent, {tasks}[:1]) tries it once"
-ATTEMPTS = 3
-"""How often a slot is tried, when its episodes fail."""
-FULL_SECONDS = 1.0
-"""Before a worker asks again that has found no task set with room."""
 
-
-class Attempt(Protocol):
-    """What the runner needs of an episode: `AsyncEpisode` and `AsyncTeamEpisode` have it."""
+class RunnableEpisode(Protocol):
+    """An episode as the runner uses it: an `AsyncEpisode` or an `AsyncTeamEpisode`."""
 
     @property
     def status(self) -> EpisodeStatus: ...
@@ -136,18 +128,18 @@ class Attempt(Protocol):
     @property
     def num_calls(self) -> int: ...
     def checked(self, returned: object) -> Reward: ...
-    def driven(self, drive: RunCoroutine) -> object: ...
+    def blocking(self, run: RunCoroutine) -> object: ...
     async def finish(self, reward: Reward) -> object: ...
     async def abort(self, reason: str = "", *, patience: float | None = None) -> object: ...
     async def heartbeat(self) -> object: ...
-    async def look(self) -> object: ...
+    async def refresh(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StartedRollout:
-    """An episode, and the agent that is to run it."""
+    """A begun episode, and the agent that runs it."""
 
-    episode: Attempt
+    episode: RunnableEpisode
     agent: Agent
 
 
@@ -155,182 +147,204 @@ class AgentFailing(AgentJetError):
     """Every episode so far was aborted by the agent's own exception, or made no call (`is_silent`)."""
 
     def __init__(self, fact: str, *, is_silent: bool = False, tasks: str = "tasks") -> None:
-        """`tasks`: the argument that its tasks were given as."""
+        """`tasks` is the name of the argument with the agent's tasks."""
         super().__init__(f"{fact}: {_CALL if is_silent else _MEND.format(tasks=tasks)}")
         self.fact = fact
         self.is_silent = is_silent
 
 
+@dataclass
+class _FailureCheck:
+    """Raises `AgentFailing` when the first `limit` episodes all fail, or make no call although `needs_calls`: then the
+    agent is wrong, not unlucky."""
+
+    limit: int
+    needs_calls: bool
+    num_failed: int = 0
+    num_silent: int = 0
+    """Episodes scored before the first one with a call."""
+    has_scored: bool = False
+    has_called: bool = False
+
+    def scored(self, result: EpisodeResult) -> None:
+        self.has_scored = True
+        self.has_called = self.has_called or result.num_calls > 0
+        self.num_silent += not self.has_called
+        if self.needs_calls and self.num_silent >= self.limit:
+            raise AgentFailing(
+                f"the first {self.num_silent} episodes were scored but made no call of the policy, so there is nothing "
+                "to train",
+                is_silent=True,
+            )
+
+    def failed(self, result: EpisodeResult) -> None:
+        self.num_failed += 1
+        if not self.has_scored and self.num_failed >= self.limit:
+            where = f" at {result.where}" if result.where else ""
+            raise AgentFailing(
+                f"the first {self.num_failed} episodes all failed and none was scored, the last with "
+                f"{result.error}{where}"
+            )
+
+
 class Runner:
     """Runs agents.
 
-    `report(slot, result, last)` hears of every episode that ended; `last`: its slot is not tried again. Set
-    `ending.has_enough` before cancelling a run that reached its goal: what is still live is reported as `not_needed`
-    then.
+    Calls `report(spec, result, last)` for every episode that ended; `last` is True if it is not attempted again. Set
+    `cleanup.goal_reached` before cancelling a run that reached its goal: live episodes are then reported as
+    `not_needed`.
     """
 
     def __init__(
         self,
-        begin: Begin,
+        start: StartRollout,
         report: Report,
         *,
         needs_calls: bool = False,
         is_on_trial: Callable[[str], bool] = lambda code_version: False,
     ) -> None:
-        """`needs_calls`: what makes no call cannot be trained, and agents that never make one are wrong.
-        `is_on_trial`: whether a code version may yet turn out to be the one that fails, so that no slot is given up for
-        its failures.
+        """`needs_calls`: episodes without a call cannot be trained, so an agent that never makes one is an error.
+        `is_on_trial` is True for a code version that may be the one that fails. Its failures do not use up attempts.
         """
-        self._begin = begin
+        self._start = start
         self._report = report
         self._needs_calls = needs_calls
         self._is_on_trial = is_on_trial
-        self.ending = RunCleanup()
+        self._unneeded: set[str] = set()
+        """Groups that the server dropped. Begun again, such a group would lack the members it had."""
+        self.cleanup = RunCleanup()
         self.num_begun = 0
-        self.live: set[Attempt] = set()
-        """Episodes begun and not ended yet."""
+        self.live: set[RunnableEpisode] = set()
+        """Episodes that have begun and not ended."""
         self._num_beginning = 0
         self._none_beginning = asyncio.Event()
 
-    async def run(self, slots: RolloutQueue, concurrency: int) -> None:
-        """Attempt every slot, `concurrency` at a time; one that fails is tried again, `ATTEMPTS` times in all. While a
-        task set has no room (`Conflict`, `task_set_full`) others have their turn.
+    async def run(self, queue: RolloutQueue, concurrency: int) -> None:
+        """Run every episode of the queue, `concurrency` at a time, with up to `ATTEMPTS` attempts each. While a task
+        set has no room (`Conflict`, `task_set_full`), episodes of other sets are begun.
 
-        Raises `AgentFailing` when the first `2 * concurrency` episodes all fail, or make no call where that matters:
-        then the agent is wrong, not unlucky.
+        Raises `AgentFailing` when the first `2 * concurrency` episodes all fail, or make no call although calls are
+        needed.
         """
-        failures = silent = 0
-        succeeded = called = False
-        unwanted: set[str] = set()
-        """Groups the server has no use for: begun again, one would be short of the members it had."""
+        check = _FailureCheck(2 * concurrency, self._needs_calls)
 
         async def work() -> None:
-            # A worker whose episode failed takes the freed place in the same group at once. Were the slot queued, all
-            # workers could be waiting for room for new groups while this one lacks a member.
-            nonlocal failures, succeeded, silent, called
             full: set[str] = set()
-            while (slot := slots.next(full)) is not None:
-                if slot.group and slot.group in unwanted:
-                    continue
-                attempts_left = ATTEMPTS
-                while attempts_left:
-                    try:
-                        result = await self.attempt(slot)
-                    except Conflict as refusal:
-                        if refusal.code == "task_set_full":
-                            slots.put_back(slot)
-                            full.add(slot.task.task_set)
-                            if full == slots.task_sets:
-                                await asyncio.sleep(FULL_SECONDS)
-                                full.clear()
-                        elif not (slot.spare and refusal.code == "group_closed"):
-                            raise
-                        break
-                    full.clear()
-                    attempts_left -= not self._is_on_trial(result.code_version)
-                    self._report(slot, result, result.outcome in ("finished", "not_needed") or not attempts_left)
-                    if result.outcome == "not_needed":
-                        unwanted.add(slot.group)
-                        break
-                    if result.outcome == "finished":
-                        succeeded = True
-                        called = called or result.num_calls > 0
-                        silent += not called
-                        if self._needs_calls and silent >= 2 * concurrency:
-                            raise AgentFailing(
-                                f"the first {silent} episodes were scored but made no call of the policy, so there is "
-                                "nothing to train",
-                                is_silent=True,
-                            )
-                        break
-                    failures += 1
-                    if not succeeded and failures >= 2 * concurrency:
-                        where = f" at {result.where}" if result.where else ""
-                        raise AgentFailing(
-                            f"the first {failures} episodes all failed and none was scored, the last with "
-                            f"{result.error}{where}"
-                        )
+            while (spec := queue.next(full)) is not None:
+                try:
+                    await self._run_spec(spec, check, full)
+                except Conflict as refusal:
+                    if refusal.code == "task_set_full":
+                        queue.put_back(spec)
+                        full.add(spec.task.task_set)
+                        if full == queue.task_sets:
+                            await asyncio.sleep(FULL_SECONDS)
+                            full.clear()
+                    elif not (spec.spare and refusal.code == "group_closed"):
+                        raise
 
         await all_to_end([work() for _ in range(concurrency)])
 
-    async def attempt(self, slot: RolloutSpec) -> EpisodeResult:
-        """One episode from begin to end. Raises what the server's refusals and silence raise, not what the agent does
-        itself.
+    async def _run_spec(self, spec: RolloutSpec, check: _FailureCheck, full: set[str]) -> None:
+        """Attempt an episode until it is scored, dropped or out of attempts; `full` is cleared once it has begun.
+
+        The worker of a failed episode begins the next attempt at once. If attempts were queued, all workers could wait
+        for room for new groups while this group lacks a member.
         """
-        begun = await self._begun(slot)
-        episode = begun.episode
-        heart = asyncio.create_task(keep_alive(episode))
+        if spec.group and spec.group in self._unneeded:
+            return
+        attempts_left = ATTEMPTS
+        while attempts_left:
+            result = await self.attempt(spec)
+            full.clear()
+            attempts_left -= not self._is_on_trial(result.code_version)
+            self._report(spec, result, result.outcome in ("finished", "not_needed") or not attempts_left)
+            if result.outcome == "not_needed":
+                self._unneeded.add(spec.group)
+                return
+            if result.outcome == "finished":
+                check.scored(result)
+                return
+            check.failed(result)
+
+    async def attempt(self, spec: RolloutSpec) -> EpisodeResult:
+        """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
+        started = await self._begin(spec)
+        episode = started.episode
+        heartbeats = asyncio.create_task(keep_alive(episode))
         error = where = ""
-        has_played = False
+        has_returned = False
         try:
-            returned = await self._while_wanted(slot.task, begun, heart)
-            has_played = True
+            returned = await self._call_while_live(spec.task, started, heartbeats)
+            has_returned = True
             if episode.status == "live":
-                await self._finish(slot, episode, episode.checked(returned))
+                await self._finish(spec, episode, episode.checked(returned))
             error = "" if episode.reward is not None else f"{episode.status} before the agent was done"
         except asyncio.CancelledError:
             if episode.status == "live":
-                await self._abort_on_exit(slot, episode)
+                await self._abort_on_exit(spec, episode)
             raise
-        except Exception as failure:  # the boundary: whatever an agent raises is a fact about its episode
-            if has_played and isinstance(failure, Unreachable):  # The reward may have arrived: an abort is no answer.
+        except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
+            if has_returned and isinstance(failure, Unreachable):  # The reward may have arrived: do not abort.
                 raise
-            error, where = abort_reason(failure), error_location(begun.agent, failure)
+            error, where = abort_reason(failure), error_location(started.agent, failure)
             if episode.status == "live":
-                with contextlib.suppress(RequestError):  # it ended meanwhile: there is nothing left to abort
+                with contextlib.suppress(RequestError):  # the episode ended: there is nothing left to abort
                     await episode.abort(error)
         finally:
-            heart.cancel()
+            heartbeats.cancel()
             self.live.discard(episode)
-        if await _was_spare(episode):
-            return not_needed(slot.task, episode)
-        return _result(slot.task, episode, error, where)
+        if await _was_surplus(episode):
+            return not_needed(spec.task, episode)
+        return _result(spec.task, episode, error, where)
 
-    async def _while_wanted(self, task: Task, begun: StartedRollout, heart: asyncio.Task[bool]) -> object:
-        """What the agent returns. One that works on although the server ended its episode is given up: its place is
-        needed.
+    async def _call_while_live(self, task: Task, started: StartedRollout, heartbeats: asyncio.Task[bool]) -> object:
+        """The agent's return value. An agent that is still running when the server ends its episode is cancelled, to
+        free its worker.
         """
-        working = asyncio.create_task(_call(begun.agent, task, begun.episode))
+        working = asyncio.create_task(_call(started.agent, task, started.episode))
         try:
-            await asyncio.wait({working, heart}, return_when=asyncio.FIRST_COMPLETED)
-            given_up = not working.done() and heart.result()
-            return None if given_up else await working
+            await asyncio.wait({working, heartbeats}, return_when=asyncio.FIRST_COMPLETED)
+            has_ended = not working.done() and heartbeats.result()
+            return None if has_ended else await working
         finally:
             if not working.done():
                 working.cancel()
                 await asyncio.wait([working])
 
-    async def _begun(self, slot: RolloutSpec) -> StartedRollout:
-        if slot.spare:
-            await slot.opened.wait()
+    async def _begin(self, spec: RolloutSpec) -> StartedRollout:
+        if spec.spare:
+            await spec.opened.wait()
         self._num_beginning += 1
         self._none_beginning.clear()
         try:
-            begun = await self._begin(slot)
+            started = await self._start(spec)
         finally:
             self._num_beginning -= 1
             if not self._num_beginning:
                 self._none_beginning.set()
-        slot.opened.set()
+        spec.opened.set()
         self.num_begun += 1
-        self.live.add(begun.episode)
-        return begun
+        self.live.add(started.episode)
+        return started
 
-    async def _abort_on_exit(self, slot: RolloutSpec, episode: Attempt) -> None:
-        """Abort on the way out, once nothing of ours waits for room any more: the server would give the freed place to
-        a `begin` that nobody listens for. A cancelled client does not wait for a server that is gone.
+    async def _abort_on_exit(self, spec: RolloutSpec, episode: RunnableEpisode) -> None:
+        """Abort a live episode when the run ends.
+
+        Waits until no worker waits for room: the server would give the freed place to a `begin` that is being
+        cancelled. A cancelled client does not wait for a server that is gone.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.ending.seconds):
+            async with asyncio.timeout(self.cleanup.seconds):
                 await self._none_beginning.wait()
-        why = NOT_NEEDED if self.ending.has_enough else STOPPED
-        await self.ending.trim_malloc(episode.abort(why, patience=self.ending.seconds))
-        if self.ending.has_enough:
-            self._report(slot, not_needed(slot.task, episode), True)
+        why = NOT_NEEDED if self.cleanup.goal_reached else STOPPED
+        await self.cleanup.wait_for_abort(episode.abort(why, patience=self.cleanup.seconds))
+        if self.cleanup.goal_reached:
+            self._report(spec, not_needed(spec.task, episode), True)
 
-    async def _finish(self, slot: RolloutSpec, episode: Attempt, reward: Reward) -> None:
-        """Hand in the reward. A run may be over, and this cancelled, because this very reward completed its last batch:
-        what was handed in is reported all the same.
+    async def _finish(self, spec: RolloutSpec, episode: RunnableEpisode, reward: Reward) -> None:
+        """Send the reward. If this reward completes the last batch, the run is cancelled while it is being sent; the
+        episode is reported nevertheless.
         """
         finishing = asyncio.ensure_future(episode.finish(reward))
         try:
@@ -338,26 +352,26 @@ class Runner:
         except asyncio.CancelledError:
             await asyncio.wait([finishing], timeout=ABORT_SECONDS)
             if episode.reward is not None:
-                self._report(slot, _result(slot.task, episode), True)
+                self._report(spec, _result(spec.task, episode), True)
             elif not finishing.done():
                 finishing.cancel()
             elif not finishing.cancelled():
-                finishing.exception()  # Seen: the server ended the episode first, which is no news now.
+                finishing.exception()  # Retrieved, so that asyncio does not log it: the server ended the episode first.
             raise
 
 
-async def _call(agent: Agent, task: Task, episode: Attempt) -> object:
-    """What the agent returns."""
+async def _call(agent: Agent, task: Task, episode: RunnableEpisode) -> object:
+    """The agent's return value."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
         getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
     ):
         try:
             return await agent(task, episode)  # type: ignore[misc]
-        except SystemExit as ended:  # It would end the event loop, and every other episode with it.
-            raise RuntimeError(f"the agent called sys.exit({ended.code!r})") from ended
+        except SystemExit as error:  # It would end the event loop, and every other episode with it.
+            raise RuntimeError(f"the agent called sys.exit({error.code!r})") from error
     loop = asyncio.get_running_loop()
-    drive: RunCoroutine = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
-    returned = await in_thread(agent, task, episode.driven(drive))
+    run: RunCoroutine = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()  # noqa: E731
+    returned = await in_thread(agent, task, episode.blocking(run))
     return await returned if inspect.isawaitable(returned) else returned
 
 
@@ -367,25 +381,26 @@ async def all_to_end(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def first_to_end(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Wait for the first; the others are cancelled and waited for. Raises what it raised."""
+    """Wait for the first; the others are cancelled and waited for. Raises its exception."""
     await _until(asyncio.FIRST_COMPLETED, coroutines)
 
 
 async def _until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        ended, _ = await asyncio.wait(tasks, return_when=when)
+        done, _ = await asyncio.wait(tasks, return_when=when)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-    for task in ended:
+    for task in done:
         task.result()
 
 
-async def keep_alive(episode: Attempt) -> bool:
-    """Heartbeat for an agent that thinks longer than its lease between two calls; ends with the episode, and tells
-    whether it was the server that ended it.
+async def keep_alive(episode: RunnableEpisode) -> bool:
+    """Send heartbeats until the episode ends, for an agent that computes longer than its lease between two calls.
+
+    Returns True if the server ended the episode.
     """
     while True:
         await asyncio.sleep(episode.lease_seconds / 3)
@@ -393,29 +408,29 @@ async def keep_alive(episode: Attempt) -> bool:
             return False
         try:
             await episode.heartbeat()
-        except (Conflict, NotFound):  # It ended, or its run is not served any more.
+        except (Conflict, NotFound):  # The episode ended, or its run is not served any more.
             return True
-        except AgentJetError:  # The server may be away for a while: the agent finds out when it asks.
+        except AgentJetError:  # The server may be away for a while: the agent's own request raises.
             pass
 
 
-async def _was_spare(episode: Attempt) -> bool:
-    """Whether the server ended it because the batch had enough without it, or no longer wants what is so old."""
+async def _was_surplus(episode: RunnableEpisode) -> bool:
+    """True if the server ended the episode because the batch was full, or because the episode was stale."""
     if episode.status == "aborted" and not episode.reason:
         with contextlib.suppress(AgentJetError):
-            await episode.look()
-    return episode.status == "aborted" and episode.reason.startswith(SPARE)
+            await episode.refresh()
+    return episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS)
 
 
-def not_needed(task: Task, episode: Attempt) -> EpisodeResult:
-    """The end of an episode that no batch this run waits for has a use for."""
-    why = episode.reason if episode.reason.startswith(SPARE) else NOT_NEEDED
+def not_needed(task: Task, episode: RunnableEpisode) -> EpisodeResult:
+    """The result of an episode that no batch of this run needs."""
+    why = episode.reason if episode.reason.startswith(SURPLUS_REASONS) else NOT_NEEDED
     code = episode.code_version
     return EpisodeResult(task.id, task.task_set, "not_needed", episode.policy_version, error=why, code_version=code)
 
 
-def _result(task: Task, episode: Attempt, error: str = "", where: str = "") -> EpisodeResult:
-    """`episode`'s end as the client knows it. An episode still "live" here could not even be aborted."""
+def _result(task: Task, episode: RunnableEpisode, error: str = "", where: str = "") -> EpisodeResult:
+    """The episode's result, from the client's view. An episode still "live" here could not be aborted."""
     reward, version, code = episode.reward, episode.policy_version, episode.code_version
     if reward is not None:
         return EpisodeResult(

@@ -1,46 +1,43 @@
-"""`AsyncSwarm`: the client of one server. Every request is written here, once; `Swarm` drives this class from
-synchronous code.
-
-`Swarm`: the client of one server for synchronous code. It holds no logic: `AsyncSwarm` does the work.
-"""
+"""The clients of one server: `AsyncSwarm` implements every request; `Swarm` calls it from synchronous code."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
+from pydantic import BaseModel
 
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource, code_version_of
 from agentjet.client.connection import Connection, Retry, load_settings
-from agentjet.client.episode import AsyncEpisode, Endpoint, Episode, begin, checked_reward, finish_body
+from agentjet.client.episode import AsyncEpisode, Endpoint, Episode, begin_episode, checked_reward, finish_body
 from agentjet.client.evaluation import (
     CHECKPOINT_WAIT,
     EVAL_WAIT,
     PIN_TASK_ID,
+    HeldOutEvaluations,
+    check_held_out,
     pin_policy_version,
     record_score,
     run_evaluation,
 )
 from agentjet.client.inputs import (
-    begin_request,
+    build_request,
     change,
     check_finite,
     check_policy,
     check_run,
     checked_tasks,
-    request_of,
     require_tasks,
 )
 from agentjet.client.report import EvalReport, TrainReport
 from agentjet.client.rollout import Agent, RolloutSpec, StartedRollout
-from agentjet.client.threads import SyncClient, driven, driven_run
-from agentjet.client.training import HeldOutEvaluations, Training
-from agentjet.client.training import check as check_held_out
+from agentjet.client.threads import SyncClient, blocking, blocking_run
+from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
 from agentjet.protocol import (
     AbortRequest,
@@ -63,15 +60,18 @@ from agentjet.protocol import (
 )
 from agentjet.types import Mode, Reward, Task
 
+View = TypeVar("View", bound=BaseModel)
+
 
 class AsyncSwarm:
     """A client of one server. Use it from one event loop; close it, or use it as a context manager.
 
-    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN. `lease` is the epoch of the lease under which it
-    works: see `take_lease`.
-    `client_id` names this client to the server; without one each client has a random name. A process that begins with
-    the `client_id` of an earlier one takes its places over: the episodes which that one left live are aborted. Several
-    processes that are one client give the same `instance_id`, too; "" takes nothing over.
+    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN. `lease` is the epoch of a server lease: see
+    `take_lease`.
+
+    `client_id` identifies this client to the server; by default it is random. If a process begins episodes with the
+    `client_id` of an earlier one, the server aborts the live episodes of the earlier one. Several processes that act as
+    one client share an `instance_id`, too; "" aborts nothing.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class AsyncSwarm:
         self._retry, self._transport = retry or Retry(), transport
         self._connection = Connection(self._settings, retry=self._retry, transport=transport)
 
-    def again(self) -> Self:
-        """Another client of the same server under the same name, for another event loop."""
-        known = self._settings
+    def clone(self) -> Self:
+        """Another client of the same server with the same identity, for another event loop."""
+        settings = self._settings
         return type(self)(
-            known.url,
-            known.token,
-            client_id=known.client_id,
-            lease=known.lease,
-            instance_id=known.instance_id,
+            settings.url,
+            settings.token,
+            client_id=settings.client_id,
+            lease=settings.lease,
+            instance_id=settings.instance_id,
             retry=self._retry,
             transport=self._transport,
         )
@@ -109,14 +109,15 @@ class AsyncSwarm:
 
     @property
     def connection(self) -> Connection:
-        """The way of its requests."""
+        """The connection of its requests."""
         return self._connection
 
-    def asking(
+    def episode_request(
         self, task_id: str, task_set: str = "", group: str = "", mode: Mode = "train", *, code_version: str = ""
     ) -> BeginRequest:
-        """The request for an episode of this client. Raises `InvalidRequest` naming what is wrong in it."""
-        return begin_request(
+        """The request for an episode of this client. Raises `InvalidRequest` naming the wrong field."""
+        return build_request(
+            BeginRequest,
             task_id=task_id,
             task_set=task_set,
             group=group,
@@ -131,32 +132,32 @@ class AsyncSwarm:
     async def begin(
         self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
     ) -> AsyncEpisode:
-        """Begin an episode; whoever begins it must `finish` or `abort` it.
+        """Begin an episode. The caller must `finish` or `abort` it.
 
         Waits up to `wait` seconds for room in the present batch, then raises `Later`.
         """
-        return await begin(self._connection, self.asking(task_id, task_set, group, mode), wait=wait)
+        return await begin_episode(self._connection, self.episode_request(task_id, task_set, group, mode), wait=wait)
 
     @asynccontextmanager
     async def episode(
         self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
     ) -> AsyncIterator[AsyncEpisode]:
-        """An episode as a context: leaving it without `finish`, or by an exception, aborts."""
+        """An episode as a context manager: leaving it without `finish`, or by an exception, aborts."""
         episode = await self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait)
         async with episode:
             yield episode
 
     async def finish(self, episode_id: str, reward: float | Reward) -> EpisodeView:
-        """End an episode that somebody else began, with its reward. Raises as `AsyncEpisode.finish` does."""
+        """End an episode that another process began, with its reward. Raises as `AsyncEpisode.finish` does."""
         return await self._end(episode_id, "finish", finish_body(checked_reward(reward)))
 
     async def abort(self, episode_id: str, reason: str = "") -> EpisodeView:
-        """End an episode that somebody else began, without a score."""
+        """End an episode that another process began, without a score."""
         return await self._end(episode_id, "abort", AbortRequest(reason=reason[:2000]))
 
     async def _end(self, episode_id: str, verb: str, body: FinishRequest | AbortRequest) -> EpisodeView:
         path = f"/episodes/{quote(episode_id, safe='')}/{verb}"
-        return EpisodeView.model_validate(await self._connection.request("POST", path, body=body))
+        return await self._send(EpisodeView, "POST", path, body=body)
 
     # ---- running agents -------------------------------------------------------------------------------------------
 
@@ -178,18 +179,18 @@ class AsyncSwarm:
     ) -> TrainReport:
         """Run `agent` on `tasks` until the policy has learned `steps` more batches.
 
-        Tasks are visited in an order that `seed` determines, each as a group of the job's `group_size` episodes. An
-        exception in the agent aborts its episode, which is begun anew up to twice. Other clients may be feeding the
-        same batches. Episodes still live when the last batch is learned, or when this is cancelled, are aborted. Raises
-        `InvalidRequest` when the job ends before `steps`, `Conflict` when the engine is stopped or has failed,
-        `AgentFailing` when not one episode could be finished.
+        `seed` determines the order of the tasks. Each visit of a task is a group of the job's `group_size` episodes. If
+        the agent raises, its episode is aborted and attempted up to twice more. Other clients may contribute to the
+        same batches. Episodes that are live when the last batch is learned, or when this is cancelled, are aborted.
 
-        `reload` takes up the agent's module, and those beside it, when their files change: see `LiveCode`. Raises
-        `ConfigError` when the agent cannot be loaded anew. `code_version` names the agent's version to the server where
-        the hash of its files is not wanted.
+        Raises `InvalidRequest` if the job ends before `steps`. Raises `Conflict` if the engine is stopped or has
+        failed. Raises `AgentFailing` if not one episode could be finished.
 
-        With `eval_tasks` the newest policy version is run_evaluation on them before the first batch, after every
-        `eval_every` batches and at the end; see `evaluate` with `record=True`. The run ends early when `stop_after`
+        `reload` loads the agent's module, and those beside it, again when their files change: see `LiveReload`. Raises
+        `ConfigError` if the agent cannot be reloaded. `code_version` replaces the hash of the agent's files.
+
+        With `eval_tasks`, the newest policy version is evaluated on them: before the first batch, after every
+        `eval_every` batches and at the end. See `evaluate` with `record=True`. The run ends early when `stop_after`
         evaluations in a row brought no new best score.
         """
         check_run(agent, steps=steps, concurrency=concurrency, eval_repeats=eval_repeats)
@@ -218,7 +219,7 @@ class AsyncSwarm:
         try:
             return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
         except (AgentJetError, asyncio.CancelledError) as error:
-            raise error.with_traceback(None) from None  # The frames inside tell a user nothing.
+            raise error.with_traceback(None) from None  # The internal frames do not help a user.
 
     async def evaluate(
         self,
@@ -234,43 +235,44 @@ class AsyncSwarm:
         endpoint: Endpoint | None = None,
         record: bool = False,
     ) -> EvalReport:
-        """Run `agent` on every task `repeats` times and report; nothing of it is trained on.
+        """Run `agent` on every task `repeats` times and report. These episodes are not trained on.
 
-        An episode whose agent fails is begun anew up to twice, then reported as aborted: it counts in no mean.
-        `temperature` replaces that of every call, 0 is greedy; by default it is the agent's, or the job's.
-        `at_version` is the policy version that answers throughout, "newest" the present one: learning waits for it, at
-        most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) when the server is at another one. With
-        `endpoint` the agent talks to another model instead, and the server is not asked at all. `record` stores the
-        score on the server, see `evaluations`; it needs `at_version`.
+        A failed episode is attempted up to twice more, then reported as aborted: it counts in no mean.
+
+        * `temperature` replaces that of every call; 0 is greedy. By default the agent's applies, or the job's.
+        * `at_version` is the policy version that answers throughout; "newest" is the present one. Learning waits for
+          it, at most `job.max_episode_seconds`. Raises `Conflict` (`version_gone`) if the server is at another version.
+        * With `endpoint` the agent calls another model, and the server gets no requests.
+        * `record` stores the score on the server, see `evaluations`. It needs `at_version`.
         """
         check_run(agent, repeats=repeats, concurrency=concurrency)
         tasks = require_tasks("evaluate", tasks)
         check_policy(at_version, temperature)
         if record and at_version is None:
-            raise ValueError("record = True needs at_version, such as 'newest': a score is of one policy version")
+            raise ValueError("record = True needs at_version, such as 'newest': a score belongs to one policy version")
         if endpoint is not None and (at_version, temperature) != (None, None):
             raise ValueError(
-                "at_version and temperature are for the policy of a server: an endpoint has no versions, and is asked "
-                "with the agent's own temperature"
+                "at_version and temperature need the policy of a server: an endpoint has no versions, and gets the "
+                "agent's own temperature"
             )
         version = AgentVersion(code_version_of(agent) if code_version is None else code_version, agent)
 
         async def run(pinned: int | None) -> EvalReport:
-            async def begun(slot: RolloutSpec) -> StartedRollout:
-                task, code = slot.task, version.code_version
-                request = self.asking(task.id, task.task_set, mode="eval", code_version=code)
+            async def start(spec: RolloutSpec) -> StartedRollout:
+                task, code = spec.task, version.code_version
+                request = self.episode_request(task.id, task.task_set, mode="eval", code_version=code)
                 if endpoint is not None:
                     return StartedRollout(endpoint.begin(request), version.agent)
                 request = request.model_copy(update={"at_version": pinned, "temperature": temperature})
-                return StartedRollout(await begin(self._connection, request, wait=EVAL_WAIT), version.agent)
+                return StartedRollout(await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent)
 
-            return await run_evaluation(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
+            return await run_evaluation(start, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
 
         try:
             if at_version is None:
                 return await run(None)
             async with pin_policy_version(
-                self._connection, self.asking(PIN_TASK_ID, mode="eval"), at_version
+                self._connection, self.episode_request(PIN_TASK_ID, mode="eval"), at_version
             ) as pinned:
                 report = await run(pinned)
                 if record:
@@ -282,109 +284,111 @@ class AsyncSwarm:
     # ---- the server -----------------------------------------------------------------------------------------------
 
     async def episodes(self, limit: int = 20, *, before: str = "") -> EpisodeList:
-        """The newest episodes, newest first; those begun before the one with the id `before`, where it is given."""
+        """The newest episodes, newest first. With `before`, those begun before the episode with that id."""
         path = f"/episodes?limit={limit}" + (f"&before={quote(before, safe='')}" if before else "")
-        return EpisodeList.model_validate(await self._connection.request("GET", path))
+        return await self._send(EpisodeList, "GET", path)
 
     async def episode_tree(self, episode_id: str) -> EpisodeTree:
         """An episode with every call, token by token. Raises `NotFound`."""
         path = f"/episodes/{quote(episode_id, safe='')}"
-        return EpisodeTree.model_validate(await self._connection.request("GET", path))
+        return await self._send(EpisodeTree, "GET", path)
 
     async def status(self) -> StatusResponse:
-        """What the server is doing."""
-        return StatusResponse.model_validate(await self._connection.request("GET", "/status"))
+        """The server's present status."""
+        return await self._connection.status()
 
-    async def events(self, after: int = 0) -> AsyncGenerator[Event]:
-        """What happens on the server, from the event numbered `after` on, without end, across restarts of the
-        server."""
-        async with aclosing(self._connection.events(after)) as events:
-            async for event in events:
-                yield event
+    def events(self, after: int = 0) -> AsyncGenerator[Event]:
+        """The server's events numbered above `after`, without end, across restarts of the server."""
+        return self._connection.events(after)
 
     async def job(self) -> JobBody:
         """The job's settings and their revision."""
-        return JobBody.model_validate(await self._connection.request("GET", "/job"))
+        return await self._send(JobBody, "GET", "/job")
 
     async def set_job(self, job: Mapping[str, Any], *, revision: int) -> JobBody:
-        """Replace the job's settings, if they are still those of `revision`; else raises `Conflict`. Takes the admin
+        """Replace the job's settings if they are still those of `revision`, else raise `Conflict`. Needs the admin
         token."""
-        return await self._put_job(request_of(JobBody, revision=revision, job=dict(job)))
+        return await self._put_job(build_request(JobBody, revision=revision, job=dict(job)))
 
     async def change_job(self, changes: Mapping[str, Any]) -> JobBody:
-        """Change single job settings by dotted name, such as `{"optimizer.lr": 1e-5}`; the others stay as they are.
+        """Change single job settings by dotted name, such as `{"optimizer.lr": 1e-5}`; the others stay.
 
-        Raises `ConfigError` or `InvalidRequest` naming the key, the value and the nearest key. Takes the admin token.
+        Raises `ConfigError` or `InvalidRequest` naming the key, the value and the nearest key. Needs the admin token.
         """
         return await change(self.job, self._put_job, changes)
 
     async def _put_job(self, body: JobBody) -> JobBody:
         check_finite(body.job)
-        return JobBody.model_validate(await self._connection.request("PUT", "/job", body=body))
+        return await self._send(JobBody, "PUT", "/job", body=body)
 
     async def evaluations(self) -> list[EvaluationView]:
-        """Every evaluation that was recorded on the server, in the order they came."""
-        answer = await self._connection.request("GET", "/evaluations")
-        return [EvaluationView.model_validate(item) for item in answer]
+        """The evaluations recorded on the server, oldest first."""
+        return await self._send_list(EvaluationView, "GET", "/evaluations")
 
     async def start(self) -> StatusResponse:
-        """Let training go on. Takes the admin token."""
-        return StatusResponse.model_validate(await self._connection.request("POST", "/start"))
+        """Resume training. Needs the admin token."""
+        return await self._send(StatusResponse, "POST", "/start")
 
     async def stop(self) -> StatusResponse:
-        """Stop training and sampling, after the batch being learned. Takes the admin token."""
-        return StatusResponse.model_validate(await self._connection.request("POST", "/stop"))
+        """Stop training and sampling, after the batch being learned. Needs the admin token."""
+        return await self._send(StatusResponse, "POST", "/stop")
 
     async def take_lease(self, holder: str, seconds: float, *, epoch: int | None = None) -> LeaseView:
-        """Have the server for oneself, for a time: only clients made with `lease=` its epoch begin episodes meanwhile.
+        """Reserve the server: during the lease only clients made with `lease=` its epoch begin episodes.
 
-        With the `epoch` of a lease that is still held it is renewed. Raises `Conflict` (`leased`, `lease_over`). Takes
-        the admin token, as do the next two.
+        With the `epoch` of a lease that is still held, the lease is renewed. Raises `Conflict` (`leased`,
+        `lease_over`). Needs the admin token, as do the next two methods.
         """
-        body = request_of(LeaseRequest, holder=holder, seconds=seconds, epoch=epoch)
-        return LeaseView.model_validate(await self._connection.request("PUT", "/lease", body=body))
+        body = build_request(LeaseRequest, holder=holder, seconds=seconds, epoch=epoch)
+        return await self._send(LeaseView, "PUT", "/lease", body=body)
 
     async def end_lease(self) -> LeaseView:
-        """End the lease, whoever has it; the server goes back to its own run."""
-        answer = await self._connection.request("DELETE", "/lease", server_wait=CHECKPOINT_WAIT)
-        return LeaseView.model_validate(answer)
+        """End the lease of any holder; the server returns to its own run."""
+        return await self._send(LeaseView, "DELETE", "/lease", server_wait=CHECKPOINT_WAIT)
 
     async def enter_run(self, name: str, job: Mapping[str, Any]) -> StatusResponse:
-        """Have the server serve a run of this lease: from the base model, or from where it was left."""
-        body = request_of(RunRequest, name=name, job=dict(job))
-        answer = await self._connection.request("PUT", "/run", body=body, server_wait=CHECKPOINT_WAIT)
-        return StatusResponse.model_validate(answer)
+        """Switch the server to a run of this lease: from the base model, or from the run's last state."""
+        body = build_request(RunRequest, name=name, job=dict(job))
+        return await self._send(StatusResponse, "PUT", "/run", body=body, server_wait=CHECKPOINT_WAIT)
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints on the server's disk, oldest first."""
-        answer = await self._connection.request("GET", "/checkpoints")
-        return [CheckpointInfo.model_validate(item) for item in answer]
+        return await self._send_list(CheckpointInfo, "GET", "/checkpoints")
 
     async def checkpoint(self) -> CheckpointInfo:
         """Save a checkpoint of the present policy, between two batches."""
-        answer = await self._connection.request("POST", "/checkpoints", server_wait=CHECKPOINT_WAIT)
-        return CheckpointInfo.model_validate(answer)
+        return await self._send(CheckpointInfo, "POST", "/checkpoints", server_wait=CHECKPOINT_WAIT)
 
     async def tag(self, policy_version: int, name: str) -> list[CheckpointInfo]:
         """Name a checkpoint, which is then kept until `untag`. Raises `InvalidRequest`, `NotFound`, `Conflict`."""
         check_tag(name)
-        body = request_of(TagRequest, policy_version=policy_version)
-        answer = await self._connection.request("PUT", f"/tags/{quote(name, safe='')}", body=body)
-        return [CheckpointInfo.model_validate(item) for item in answer]
+        body = build_request(TagRequest, policy_version=policy_version)
+        return await self._send_list(CheckpointInfo, "PUT", f"/tags/{quote(name, safe='')}", body=body)
 
     async def untag(self, name: str) -> list[CheckpointInfo]:
         """Remove the name of a checkpoint. Raises `InvalidRequest`, `NotFound`."""
         check_tag(name)
-        answer = await self._connection.request("DELETE", f"/tags/{quote(name, safe='')}")
-        return [CheckpointInfo.model_validate(item) for item in answer]
+        return await self._send_list(CheckpointInfo, "DELETE", f"/tags/{quote(name, safe='')}")
 
     async def export(self, *, adapter: bool = False) -> CheckpointInfo:
-        """Have the present policy written on the server's disk, between two batches: as a plain Hugging Face folder, or
-        its `adapter` alone as a PEFT folder. Raises `InvalidRequest` for the adapter of a policy without one.
+        """Write the present policy to the server's disk, between two batches.
+
+        Writes a plain Hugging Face folder, or with `adapter` its adapter alone as a PEFT folder. Raises
+        `InvalidRequest` for the adapter of a policy without one.
         """
         body = ExportRequest(adapter=adapter)
-        answer = await self._connection.request("POST", "/exports", body=body, server_wait=CHECKPOINT_WAIT)
-        return CheckpointInfo.model_validate(answer)
+        return await self._send(CheckpointInfo, "POST", "/exports", body=body, server_wait=CHECKPOINT_WAIT)
+
+    async def _send(
+        self, view: type[View], method: str, path: str, *, body: BaseModel | None = None, server_wait: float = 0.0
+    ) -> View:
+        return view.model_validate(await self._connection.request(method, path, body=body, server_wait=server_wait))
+
+    async def _send_list(
+        self, view: type[View], method: str, path: str, *, body: BaseModel | None = None
+    ) -> list[View]:
+        answer = await self._connection.request(method, path, body=body)
+        return [view.model_validate(item) for item in answer]
 
     async def close(self) -> None:
         """Close the connections."""
@@ -400,15 +404,11 @@ class AsyncSwarm:
 
 
 class Swarm(SyncClient[AsyncSwarm]):
-    """A client of one server. May be used from several threads. Its methods are those of `AsyncSwarm`; Ctrl-C in
-    `train` and `evaluate` aborts the live episodes, then raises a `KeyboardInterrupt`, which ends a script that does
-    not catch it with a sentence; SIGTERM, then `SystemExit`.
+    """A client of one server for synchronous code. May be used from several threads.
 
-    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN. `lease` is the epoch of the lease under which it
-    works: see `take_lease`.
-    `client_id` names this client to the server; without one each client has a random name. A process that begins with
-    the `client_id` of an earlier one takes its places over: the episodes which that one left live are aborted. Several
-    processes that are one client give the same `instance_id`, too; "" takes nothing over.
+    Arguments and methods are those of `AsyncSwarm`. Ctrl-C in `train` and `evaluate` aborts the live episodes, then
+    raises a `KeyboardInterrupt`; a script that does not catch it ends with a message. SIGTERM aborts them too, then
+    raises `SystemExit`.
     """
 
     def __init__(
@@ -427,8 +427,8 @@ class Swarm(SyncClient[AsyncSwarm]):
 
     @property
     def asynchronous(self) -> AsyncSwarm:
-        """A client of the same server under the same name, for the caller's own event loop."""
-        return self._client.again()
+        """A client of the same server with the same identity, for the caller's own event loop."""
+        return self._client.clone()
 
     @property
     def url(self) -> str:
@@ -440,37 +440,37 @@ class Swarm(SyncClient[AsyncSwarm]):
     ) -> Episode:
         """See `AsyncSwarm.begin`."""
         begun = self._loop.run(self._client.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait))
-        return begun.driven(self._loop.run)
+        return begun.blocking(self._loop.run)
 
     @contextmanager
     def episode(
         self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
     ) -> Iterator[Episode]:
-        """An episode as a context: leaving it without `finish`, or by an exception, aborts."""
+        """See `AsyncSwarm.episode`."""
         with self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait) as episode:
             yield episode
 
-    finish = driven(AsyncSwarm.finish)
-    abort = driven(AsyncSwarm.abort)
-    train = driven_run(AsyncSwarm.train)
-    evaluate = driven_run(AsyncSwarm.evaluate)
-    episodes = driven(AsyncSwarm.episodes)
-    episode_tree = driven(AsyncSwarm.episode_tree)
-    evaluations = driven(AsyncSwarm.evaluations)
-    status = driven(AsyncSwarm.status)
-    job = driven(AsyncSwarm.job)
-    set_job = driven(AsyncSwarm.set_job)
-    change_job = driven(AsyncSwarm.change_job)
-    start = driven(AsyncSwarm.start)
-    stop = driven(AsyncSwarm.stop)
-    take_lease = driven(AsyncSwarm.take_lease)
-    end_lease = driven(AsyncSwarm.end_lease)
-    enter_run = driven(AsyncSwarm.enter_run)
-    checkpoints = driven(AsyncSwarm.checkpoints)
-    checkpoint = driven(AsyncSwarm.checkpoint)
-    tag = driven(AsyncSwarm.tag)
-    untag = driven(AsyncSwarm.untag)
-    export = driven(AsyncSwarm.export)
+    finish = blocking(AsyncSwarm.finish)
+    abort = blocking(AsyncSwarm.abort)
+    train = blocking_run(AsyncSwarm.train)
+    evaluate = blocking_run(AsyncSwarm.evaluate)
+    episodes = blocking(AsyncSwarm.episodes)
+    episode_tree = blocking(AsyncSwarm.episode_tree)
+    evaluations = blocking(AsyncSwarm.evaluations)
+    status = blocking(AsyncSwarm.status)
+    job = blocking(AsyncSwarm.job)
+    set_job = blocking(AsyncSwarm.set_job)
+    change_job = blocking(AsyncSwarm.change_job)
+    start = blocking(AsyncSwarm.start)
+    stop = blocking(AsyncSwarm.stop)
+    take_lease = blocking(AsyncSwarm.take_lease)
+    end_lease = blocking(AsyncSwarm.end_lease)
+    enter_run = blocking(AsyncSwarm.enter_run)
+    checkpoints = blocking(AsyncSwarm.checkpoints)
+    checkpoint = blocking(AsyncSwarm.checkpoint)
+    tag = blocking(AsyncSwarm.tag)
+    untag = blocking(AsyncSwarm.untag)
+    export = blocking(AsyncSwarm.export)
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """See `AsyncSwarm.events`."""

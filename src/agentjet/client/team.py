@@ -1,16 +1,8 @@
-"""Beginning an episode on every server of a team, or on none.
+"""Teams: several servers, each training the model of one member, on episodes they share. `Team` calls `AsyncTeam` from
+synchronous code.
 
-Servers are asked one after the other, in the order of their addresses: of teams that hold places on one server and wait
-for another, none then waits for what a second one holds while that waits for it. Asking them side by side would save a
-round trip and lose that.
-
-Recovery: parts of team episodes that promised a reward and heard no more, settled as their anchors decided.
-
-`TeamTraining`: one `train` call of a team, from the statuses it starts at to its report.
-
-`AsyncTeam`: several servers, each training the model of one member, on episodes they share.
-
-`Team`: a team for synchronous code. It holds no logic: `AsyncTeam` does the work.
+Servers are asked one after the other, in the order of their addresses. Requests side by side would save a round trip,
+but two teams could each hold a place that the other waits for.
 """
 
 from __future__ import annotations
@@ -29,7 +21,15 @@ from urllib.parse import quote
 
 from agentjet.client.agent_source import AgentVersion, code_version_of
 from agentjet.client.connection import Connection
-from agentjet.client.episode import ABORT_SECONDS, SERVER_WAIT, UNPLAYED, AsyncEpisode, Endpoint, RunCleanup, begin
+from agentjet.client.episode import (
+    ABORT_SECONDS,
+    SERVER_WAIT,
+    UNPLAYED,
+    AsyncEpisode,
+    Endpoint,
+    RunCleanup,
+    begin_episode,
+)
 from agentjet.client.evaluation import EVAL_WAIT, PIN_TASK_ID, pin_policy_version, run_evaluation
 from agentjet.client.inputs import check_policy, check_run, require_tasks
 from agentjet.client.progress import Progress, progress_for
@@ -37,33 +37,37 @@ from agentjet.client.report import EpisodeResult, EvalReport, TeamReport
 from agentjet.client.rollout import Agent, RolloutQueue, RolloutSpec, Runner, StartedRollout, all_to_end, first_to_end
 from agentjet.client.swarm_client import AsyncSwarm, Swarm
 from agentjet.client.team_episode import AsyncTeamEpisode, TeamEpisode
-from agentjet.client.threads import SyncClient, driven, driven_run
-from agentjet.client.training import ServerProgress, get_status, show_waiting_reason
+from agentjet.client.threads import SyncClient, blocking, blocking_run
+from agentjet.client.training import ServerProgress, show_waiting_reason
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.protocol import AbortRequest, BeginRequest, EpisodeList, EpisodeView, FinishRequest
 from agentjet.types import Mode, Task
 
 INCOMPLETE = "not needed: another server of the team had no room"
-Asking = Callable[[str], BeginRequest]
-"""A member's request, made anew each time its server is asked."""
+RequestFor = Callable[[str], BeginRequest]
+"""Makes a member's request, each time its server is asked."""
+PREPARED_LISTED = 500
+RECOVER_SECONDS = 15.0
+"""Interval between two recoveries."""
+T = TypeVar("T")
 
 
 async def begin_on_all(
     swarms: Mapping[str, AsyncSwarm],
-    asking: Asking,
+    request_for: RequestFor,
     *,
     wait: float,
     outside: Mapping[str, Endpoint] | None = None,
     deciding: set[str] | None = None,
     refused: Callable[[str], Awaitable[None]] | None = None,
-    ending: RunCleanup | None = None,
+    cleanup: RunCleanup | None = None,
 ) -> AsyncTeamEpisode:
-    """An episode of the members of `swarms`, the anchor first; those in `outside` talk to other models.
+    """An episode of the members of `swarms`, the anchor first; members in `outside` call other models.
 
-    Waits up to `wait` seconds for room everywhere, then raises `Later`; of every member whose server had none for a
-    while `refused` hears. A place is not held for long while another server has no room.
+    Waits up to `wait` seconds for room everywhere, then raises `Later`. Calls `refused` with each member whose server
+    had no room for a while. A place is not held for long while another server has no room.
     """
-    outside, ending = outside or {}, ending or RunCleanup()
+    outside, cleanup = outside or {}, cleanup or RunCleanup()
     anchor = next(iter(swarms))
     retry = swarms[anchor].connection.retry
     deadline, attempt = retry.clock() + wait, 0
@@ -72,36 +76,35 @@ async def begin_on_all(
         parts: dict[str, AsyncEpisode] = {}
         try:
             for member, swarm in swarms.items():
-                request = asking(member).model_copy(update={"team": team})
+                request = request_for(member).model_copy(update={"team": team})
                 if member in outside:
                     parts[member] = outside[member].begin(request)
                     continue
                 held = [part.lease_seconds for name, part in parts.items() if name not in outside]
                 patience = min(deadline - retry.clock(), min(held) / 2 if held else SERVER_WAIT)
-                parts[member] = await begin(swarm.connection, request, wait=max(0.0, patience), ending=ending)
+                parts[member] = await begin_episode(swarm.connection, request, wait=max(0.0, patience), cleanup=cleanup)
             return AsyncTeamEpisode(team, parts, deciding)
         except BaseException as error:
             without_room = isinstance(error, Later) or (isinstance(error, Conflict) and error.code == "task_set_full")
-            await _give_back(parts, INCOMPLETE if without_room else UNPLAYED, ending)
+            await _give_back(parts, INCOMPLETE if without_room else UNPLAYED, cleanup)
             left = deadline - retry.clock()
             if not isinstance(error, Later) or left <= 0:
                 raise
         if refused is not None:
             await refused(member)
         await retry.sleep(min(left, retry.delay(attempt)))
-        attempt = attempt + 1 if parts else 0  # Who held no place has waited with the server.
+        attempt = attempt + 1 if parts else 0  # Without a held place, the server itself waited.
 
 
-async def _give_back(parts: Mapping[str, AsyncEpisode], reason: str, ending: RunCleanup) -> None:
-    """Abort what was begun in vain. A server that is away is not waited for: the lease ends its part."""
-    await asyncio.gather(*[ending.trim_malloc(part.abort(reason), at_least=ABORT_SECONDS) for part in parts.values()])
-
-
-PREPARED_LISTED = 500
+async def _give_back(parts: Mapping[str, AsyncEpisode], reason: str, cleanup: RunCleanup) -> None:
+    """Abort the parts of an incomplete episode. A server that is away is not waited for: the lease ends its part."""
+    await asyncio.gather(
+        *[cleanup.wait_for_abort(part.abort(reason), at_least=ABORT_SECONDS) for part in parts.values()]
+    )
 
 
 async def recover(connections: Mapping[str, Connection], deciding: Collection[str]) -> int:
-    """Settle what is in doubt on the servers of these members, but for the teams in `deciding`. Returns how many."""
+    """Settle prepared parts on the servers of these members, except for teams in `deciding`. Returns their number."""
     found = await asyncio.gather(
         *[_episodes(connection, f"status=prepared&limit={PREPARED_LISTED}") for connection in connections.values()]
     )
@@ -137,13 +140,9 @@ async def _episodes(connection: Connection, query: str) -> tuple[EpisodeView, ..
     return tuple(found.episodes)
 
 
-RECOVER_SECONDS = 15.0
-"""Between two looks for parts that somebody left in doubt."""
-
-
 @dataclass
 class TeamTraining:
-    """What is to be trained, by whom, and what came of it so far."""
+    """One `train` call of a team."""
 
     swarms: Mapping[str, AsyncSwarm]
     """By member, the anchor's first."""
@@ -153,14 +152,14 @@ class TeamTraining:
     recover: Callable[[], Awaitable[int]]
     results: list[EpisodeResult] = field(default_factory=list)
     over: set[str] = field(default_factory=set)
-    """Members whose servers have learned their `max_steps`: they play on as they are while others learn."""
+    """Members whose servers have learned their `max_steps`: they continue without learning."""
 
     async def run(self, steps: int, *, concurrency: int, seed: int, progress: bool) -> TeamReport:
         """See `AsyncTeam.train`."""
         started = time.monotonic()
         await self.recover()
         reached = await asyncio.gather(
-            *[ServerProgress.reach(swarm.connection, steps) for swarm in self.swarms.values()]
+            *[ServerProgress.start(swarm.connection, steps) for swarm in self.swarms.values()]
         )
         servers = dict(zip(self.swarms, reached, strict=True))
         slots = self._slots(servers, seed)
@@ -173,11 +172,11 @@ class TeamTraining:
             async def begun(slot: RolloutSpec) -> StartedRollout:
                 episode = await begin_on_all(
                     self.swarms,
-                    lambda member: self._asking(member, slot, unless_full=len(slots.task_sets) > 1),
+                    lambda member: self._request(member, slot, unless_full=len(slots.task_sets) > 1),
                     wait=math.inf,
                     deciding=self.deciding,
                     refused=lambda member: self._look_whether_over(member, shown),
-                    ending=runner.ending,
+                    cleanup=runner.cleanup,
                 )
                 return StartedRollout(episode, self.version.agent)
 
@@ -186,18 +185,20 @@ class TeamTraining:
             async def follow() -> None:
                 await all_to_end(
                     [
-                        server.follow(shown.step if place == 0 else lambda metrics: None, partial(_say, shown, member))
-                        for place, (member, server) in enumerate(servers.items())
+                        server.watch_steps(
+                            shown.step if i == 0 else lambda metrics: None, partial(_notify, shown, member)
+                        )
+                        for i, (member, server) in enumerate(servers.items())
                     ]
                 )
-                runner.ending.has_enough = True
+                runner.cleanup.goal_reached = True
 
             waiting = show_waiting_reason([swarm.connection for swarm in self.swarms.values()], runner, shown)
             try:
                 await first_to_end([runner.run(slots, concurrency), follow(), waiting, self._recover_now_and_then()])
             finally:
-                if runner.ending.num_left:
-                    shown.say(str(runner.ending))
+                if runner.cleanup.num_left:
+                    shown.notify(str(runner.cleanup))
         with suppress(AgentJetError):
             await self.recover()
         return TeamReport(
@@ -216,19 +217,21 @@ class TeamTraining:
         spare = min(server.status.spare_episodes for server in servers.values())
         return RolloutQueue.training(self.tasks, next(iter(sizes.values())), seed, spare)
 
-    def _asking(self, member: str, slot: RolloutSpec, *, unless_full: bool) -> BeginRequest:
+    def _request(self, member: str, slot: RolloutSpec, *, unless_full: bool) -> BeginRequest:
         task, code, swarm = slot.task, self.version.code_version, self.swarms[member]
         if member in self.over:
-            return swarm.asking(task.id, task.task_set, "", "eval", code_version=code)
-        request = swarm.asking(task.id, task.task_set, slot.group, "train", code_version=code)
+            return swarm.episode_request(task.id, task.task_set, "", "eval", code_version=code)
+        request = swarm.episode_request(task.id, task.task_set, slot.group, "train", code_version=code)
         return request.model_copy(update={"join_only": slot.spare, "unless_full": unless_full})
 
     async def _look_whether_over(self, member: str, shown: Progress) -> None:
         """A server without room may have no more batches to learn at all."""
-        status = await get_status(self.swarms[member].connection)
+        status = await self.swarms[member].connection.status()
         if 0 < status.max_steps <= status.policy_version and member not in self.over:
             self.over.add(member)
-            shown.say(f"{member} has learned its max_steps = {status.max_steps}: it plays on as it is for the others")
+            shown.notify(
+                f"{member} has learned its max_steps = {status.max_steps}: it plays on as it is for the others"
+            )
 
     async def _recover_now_and_then(self) -> None:
         retry = next(iter(self.swarms.values())).connection.retry
@@ -238,19 +241,16 @@ class TeamTraining:
                 await self.recover()
 
 
-def _say(shown: Progress, member: str, text: str) -> None:
-    shown.say(f"{member}: {text}")
-
-
-T = TypeVar("T")
+def _notify(shown: Progress, member: str, text: str) -> None:
+    shown.notify(f"{member}: {text}")
 
 
 class AsyncTeam:
     """A team: by member, the server that trains its model. Use it from one event loop; close it.
 
-    An episode is begun, finished and aborted on all of them or on none (see `team_episode`). Each server compares
-    its own member's rewards with each other: advantages are by member. Servers are asked in the order of their
-    addresses, whatever the order given here, so that two teams never wait for each other; the first is the anchor.
+    An episode is begun, finished and aborted on all servers or on none (see `team_episode`). Each server compares its
+    own member's rewards with each other: advantages are by member. Servers are asked in the order of their addresses,
+    so that two teams never wait for each other. The first server is the anchor.
     """
 
     def __init__(self, swarms: Mapping[str, AsyncSwarm]) -> None:
@@ -269,20 +269,20 @@ class AsyncTeam:
         self.anchor = next(iter(self._swarms))
         """The member whose server decides."""
         self._deciding: set[str] = set()
-        """Ids of the team episodes that this client is just finishing: not to be recovered."""
+        """Ids of the team episodes that this client is finishing: `recover` skips them."""
 
     # ---- episodes -------------------------------------------------------------------------------------------------
 
     async def begin(
         self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
     ) -> AsyncTeamEpisode:
-        """Begin an episode on every server; whoever begins it must `finish` or `abort` it.
+        """Begin an episode on every server. The caller must `finish` or `abort` it.
 
         Waits up to `wait` seconds for room everywhere, then raises `Later`.
         """
         return await begin_on_all(
             self._swarms,
-            lambda member: self._swarms[member].asking(task_id, task_set, group, mode),
+            lambda member: self._swarms[member].episode_request(task_id, task_set, group, mode),
             wait=wait,
             deciding=self._deciding,
         )
@@ -308,12 +308,12 @@ class AsyncTeam:
         progress: bool = True,
         code_version: str | None = None,
     ) -> TeamReport:
-        """Run `agent(task, episode)` until every server has learned `steps` more batches. `episode[member]` is what a
-        member talks to. Agents return rewards as `AsyncTeamEpisode.checked` takes them.
+        """Run `agent(task, episode)` until every server has learned `steps` more batches. The agent calls the model of
+        a member through `episode[member]`, and returns rewards as `AsyncTeamEpisode.checked` takes them.
 
-        Otherwise as `AsyncSwarm.train`. The servers' jobs must have the same `group_size`. Parts of episodes that a
-        client left in doubt are settled before, meanwhile and in the end. A server may learn more than `steps` batches
-        while another is behind (it dropped groups, say); one at its `max_steps` plays on without learning.
+        Otherwise as `AsyncSwarm.train`. The servers' jobs must have the same `group_size`. Unsettled parts of earlier
+        episodes are settled before, during and after the run. A server may learn more than `steps` batches while
+        another is behind. A server at its `max_steps` continues without learning.
         """
         check_run(agent, steps=steps, concurrency=concurrency)
         tasks = require_tasks("train", tasks)
@@ -339,8 +339,8 @@ class AsyncTeam:
     ) -> EvalReport:
         """As `AsyncSwarm.evaluate`, over all servers; an episode's reward is the mean of its members'.
 
-        `at_version` is for all members, or by member: those left out are played by whichever version is the newest.
-        With `endpoint` all members talk to that model, or those that are named to theirs.
+        `at_version` is for all members, or by member; the others use their newest version. With `endpoint` all members
+        call that model, or only the named ones.
         """
         check_run(agent, repeats=repeats, concurrency=concurrency)
         tasks = require_tasks("evaluate", tasks)
@@ -357,20 +357,24 @@ class AsyncTeam:
             async with AsyncExitStack() as holding:
                 pinned = {
                     member: await holding.enter_async_context(
-                        pin_policy_version(swarm.connection, swarm.asking(PIN_TASK_ID, mode="eval"), versions[member])
+                        pin_policy_version(
+                            swarm.connection, swarm.episode_request(PIN_TASK_ID, mode="eval"), versions[member]
+                        )
                     )
                     for member, swarm in self._swarms.items()
                     if member in versions
                 }
 
                 async def begun(slot: RolloutSpec) -> StartedRollout:
-                    def asking(member: str) -> BeginRequest:
+                    def request_for(member: str) -> BeginRequest:
                         task, code = slot.task, version.code_version
-                        request = self._swarms[member].asking(task.id, task.task_set, "", "eval", code_version=code)
+                        request = self._swarms[member].episode_request(
+                            task.id, task.task_set, "", "eval", code_version=code
+                        )
                         return request.model_copy(update={"at_version": pinned.get(member), "temperature": temperature})
 
                     return StartedRollout(
-                        await begin_on_all(self._swarms, asking, wait=EVAL_WAIT, outside=outside), version.agent
+                        await begin_on_all(self._swarms, request_for, wait=EVAL_WAIT, outside=outside), version.agent
                     )
 
                 return await run_evaluation(begun, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
@@ -378,7 +382,7 @@ class AsyncTeam:
             raise error.with_traceback(None) from None
 
     def _by_member(self, given: T | Mapping[str, T] | None, what: str, members: Sequence[str]) -> dict[str, T]:
-        """What was given for all, or by name, of those `members` that may have it."""
+        """Values by member, given for all or by name. Only `members` may have one."""
         if given is None:
             return {}
         if not isinstance(given, Mapping):
@@ -390,10 +394,11 @@ class AsyncTeam:
     # ---- recovery -------------------------------------------------------------------------------------------------
 
     async def recover(self) -> int:
-        """Settle what clients that died left in doubt: parts that promised a reward and heard no more. Where the
-        anchor finished its part they are finished, where it did not they are aborted; where it still lives, its client
-        may, too, and they are left alone. Returns how many were settled. Any client of these servers may do this that
-        gives the members the same names.
+        """Settle parts that promised a reward and then lost their client. Returns their number.
+
+        If the anchor finished its part they are finished; if the anchor's part ended otherwise they are aborted. If the
+        anchor's part is live, they are left alone, since the client may be, too. Every client of these servers with the
+        same member names may recover.
         """
         return await recover(self._connections, self._deciding)
 
@@ -413,9 +418,8 @@ class AsyncTeam:
 
 class Team(SyncClient[AsyncTeam]):
     """A team: by member, the server that trains its model. May be used from several threads. Its methods are those of
-    `AsyncTeam`; Ctrl-C in `train` and `evaluate` aborts the live episodes, then raises a `KeyboardInterrupt`;
-    SIGTERM, then `SystemExit`.
-    """
+    `AsyncTeam`; Ctrl-C in `train` and `evaluate` aborts the live episodes, then raises a `KeyboardInterrupt`; SIGTERM,
+    then `SystemExit`."""
 
     def __init__(self, swarms: Mapping[str, Swarm]) -> None:
         super().__init__(AsyncTeam({member: swarm.asynchronous for member, swarm in swarms.items()}))
@@ -425,7 +429,7 @@ class Team(SyncClient[AsyncTeam]):
     ) -> TeamEpisode:
         """See `AsyncTeam.begin`."""
         begun = self._loop.run(self._client.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait))
-        return begun.driven(self._loop.run)
+        return begun.blocking(self._loop.run)
 
     @contextmanager
     def episode(
@@ -435,6 +439,6 @@ class Team(SyncClient[AsyncTeam]):
         with self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait) as episode:
             yield episode
 
-    train = driven_run(AsyncTeam.train)
-    evaluate = driven_run(AsyncTeam.evaluate)
-    recover = driven(AsyncTeam.recover)
+    train = blocking_run(AsyncTeam.train)
+    evaluate = blocking_run(AsyncTeam.evaluate)
+    recover = blocking(AsyncTeam.recover)

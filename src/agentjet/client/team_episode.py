@@ -1,8 +1,8 @@
 """One episode over several servers, each with its part: begun on all or on none, finished on all or on none.
 
-The finish has two phases. Every server but the first promises the reward (`prepare`), then the first one, the *anchor*,
-finishes: that is the decision. The others follow, now or, when they or this client are away, by `recover`. A team's id
-names the anchor's member, so that whoever recovers knows whom to ask.
+The finish has two phases. Every server but the first promises the reward (`prepare`). Then the first server, the
+*anchor*, finishes: that is the decision. The others follow, or `recover` finishes them later. A team's id contains the
+anchor's member, which `recover` needs.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
         self._anchor = next(iter(self._parts.values()))
         self._deciding = set() if deciding is None else deciding
         self._asked_anchor = False
-        """A finish was sent to the anchor: from then on only the anchor knows whether the decision fell."""
+        """True once a finish was sent to the anchor: from then on only the anchor has the decision."""
         self._said: set[str] = set()
-        """Reasons of aborts that are not where the end came from."""
+        """Abort reasons that this client gave, so that they are not the cause of the end."""
         self.reward: Reward | None = None
-        """What it was finished with, by member in `by_role`."""
+        """The reward it was finished with, by member in `by_role`."""
         self.unsettled: dict[str, str] = {}
-        """Members whose part has not heard of the decision, and why; `Team.recover` tells them."""
+        """Members whose part has not received the decision, and why; `Team.recover` sends it."""
 
     def __getitem__(self, member: str) -> AsyncEpisode:
         return self._parts[member]
@@ -68,7 +68,7 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
 
     @property
     def mode(self) -> Mode:
-        """Of a training episode some parts may be in "eval" mode: their servers' jobs are over."""
+        """A training episode may have parts in "eval" mode: their servers' jobs are over."""
         return "train" if any(part.mode == "train" for part in self.values()) else "eval"
 
     @property
@@ -87,7 +87,7 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
 
     @property
     def status(self) -> EpisodeStatus:
-        """As far as this client knows. A team's episode lives while all its parts do."""
+        """The status in the servers' last answers. A team's episode is live while all its parts are."""
         if self.reward is not None:
             return "finished"
         cause = self._cause()
@@ -105,7 +105,7 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
         return "" if cause is None else cause.reason
 
     def _cause(self) -> AsyncEpisode | None:
-        """The part that ended unscored, before those that were aborted because of it."""
+        """The part that ended first without a score; other parts were aborted because of it."""
         ended = [part for part in self.values() if part.status in ("aborted", "expired")]
         return min(ended, key=lambda part: part.reason in self._said, default=None)
 
@@ -149,10 +149,10 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
     async def finish(self, reward: float | Reward | Mapping[str, float | Reward]) -> None:
         """End the episode everywhere, each part with its member's reward (see `checked`).
 
-        Raises `InvalidRequest` before anything is sent when a reward is wrong; `Conflict` when a part has ended, after
-        which none of them counts; `Unreachable` when a server stays away before the decision is known to have fallen:
-        if it fell all the same, `Team.recover` carries it out. Once it fell this succeeds: a part that cannot be told
-        of it is in `unsettled`.
+        Raises `InvalidRequest` for a wrong reward, before anything is sent. Raises `Conflict` if a part has ended; then
+        no part counts. Raises `Unreachable` if a server stays away before the decision is confirmed: if the anchor did
+        finish, `Team.recover` finishes the others. After the decision this succeeds: a part that did not receive it is
+        in `unsettled`.
         """
         agreed = self.checked(reward)
         self._deciding.add(self.team)
@@ -181,17 +181,17 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
         self.unsettled = {member: str(outcome) for member, outcome in told.items() if outcome is not None}
 
     async def _give_up(self, why: str) -> None:
-        """A part has ended: abort the others, for the same reason if its server tells."""
+        """A part has ended: abort the others, with the server's reason if there is one."""
         ended = {member: part for member, part in self.items() if not _is_open(part)}
-        await _all({member: part.look() for member, part in ended.items() if not part.reason})
+        await _all({member: part.refresh() for member, part in ended.items() if not part.reason})
         causes = [f"{part.reason} (the part of {member})" for member, part in ended.items() if part.reason]
         await self._abort_all([*causes, why][0])
 
     async def abort(self, reason: str = "", *, patience: float | None = None) -> None:
         """End the episode without a score on every server. Parts that ended before are left alone.
 
-        Raises `Conflict` (`episode_finished`), and aborts none, when the anchor has been finished after all, which can
-        only be when `finish` was not heard out.
+        Raises `Conflict` (`episode_finished`) and aborts no part if the anchor was finished by a `finish` without an
+        answer.
         """
         if self._asked_anchor:
             await self._anchor.abort(reason, patience=patience)
@@ -206,7 +206,7 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
                 raise error
 
     async def heartbeat(self) -> None:
-        """Show life everywhere. Raises `Conflict` when a server has ended its part; the others are aborted then."""
+        """Renew all leases. Raises `Conflict` if a server has ended its part; the others are aborted then."""
         heard = await _all({member: part.heartbeat() for member, part in self.items() if part.status == "live"})
         failed = {member: error for member, error in heard.items() if error is not None}
         for member, error in failed.items():
@@ -216,13 +216,13 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
         for error in failed.values():
             raise error
 
-    async def look(self) -> None:
-        """Ask every server for its part; shows no life. Servers that are away are left out."""
-        await _all({member: part.look() for member, part in self.items()})
+    async def refresh(self) -> None:
+        """Request every part's present state; renews no lease. Servers that are away are left out."""
+        await _all({member: part.refresh() for member, part in self.items()})
 
-    def driven(self, drive: RunCoroutine) -> TeamEpisode:
+    def blocking(self, run: RunCoroutine) -> TeamEpisode:
         """This episode for synchronous code."""
-        return TeamEpisode(self, drive)
+        return TeamEpisode(self, run)
 
     async def __aenter__(self) -> Self:
         return self
@@ -237,10 +237,10 @@ class AsyncTeamEpisode(Mapping[str, AsyncEpisode]):
 class TeamEpisode(Mapping[str, Episode]):
     """A team's episode for synchronous code: the same, each method returning when it is done."""
 
-    def __init__(self, episode: AsyncTeamEpisode, drive: RunCoroutine) -> None:
+    def __init__(self, episode: AsyncTeamEpisode, run: RunCoroutine) -> None:
         self._episode = episode
-        self._drive = drive
-        self._parts = {member: Episode(part, drive) for member, part in episode.items()}
+        self._run = run
+        self._parts = {member: Episode(part, run) for member, part in episode.items()}
         self.team = episode.team
         self.task_id = episode.task_id
         self.mode: Mode = episode.mode
@@ -264,20 +264,20 @@ class TeamEpisode(Mapping[str, Episode]):
 
     @property
     def reward(self) -> Reward | None:
-        """What it was finished with."""
+        """See `AsyncTeamEpisode.reward`."""
         return self._episode.reward
 
     def finish(self, reward: float | Reward | Mapping[str, float | Reward]) -> None:
         """See `AsyncTeamEpisode.finish`."""
-        self._drive(self._episode.finish(reward))
+        self._run(self._episode.finish(reward))
 
     def abort(self, reason: str = "") -> None:
         """See `AsyncTeamEpisode.abort`."""
-        self._drive(self._episode.abort(reason))
+        self._run(self._episode.abort(reason))
 
     def heartbeat(self) -> None:
         """See `AsyncTeamEpisode.heartbeat`."""
-        self._drive(self._episode.heartbeat())
+        self._run(self._episode.heartbeat())
 
     def __enter__(self) -> Self:
         return self
@@ -286,7 +286,7 @@ class TeamEpisode(Mapping[str, Episode]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.status == "live":
-            self._drive(self._episode.abort(abort_reason(error), patience=patience_after(error)))
+            self._run(self._episode.abort(abort_reason(error), patience=patience_after(error)))
 
 
 def _share(agreed: Reward, member: str) -> Reward:

@@ -1,11 +1,8 @@
-"""Being asked to end: what is live is aborted first, and children are ended, as after Ctrl-C.
+"""Threads, loops and signals: the border between synchronous and asynchronous code.
 
-A process that ends with whoever started it, however that ended: its standard input ends then.
-
-Where synchronous and asynchronous code meet: a loop in a thread for synchronous callers, threads for synchronous
-agents.
-
-How a client for synchronous code drives the asynchronous one, which does the work, in an event loop in a thread.
+* `LoopThread` runs an event loop in a thread, for synchronous callers. `SyncClient` uses it.
+* `in_thread` runs a synchronous agent in a thread.
+* `raise_on_signals` and `exit_with_parent` end a process so that its live episodes are aborted first.
 """
 
 from __future__ import annotations
@@ -27,19 +24,29 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from agentjet.errors import AgentJetError
 
+STDIN = 0
+T = TypeVar("T")
+SIGNAL_SECONDS = 0.2
+"""Longest delay until the main thread handles a signal that another thread received."""
+BLOCKED_SECONDS = 0.1
+"""Time for a loop that may be blocked to end."""
+CLEANING_SECONDS = 8.0
+"""Longest wait after Ctrl-C for a coroutine to clean up. Aborting all live episodes must fit."""
+P = ParamSpec("P")
+
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """While inside, a request to end this process (SIGTERM, a closed terminal) raises `SystemExit` in the main thread,
-    as Ctrl-C raises `KeyboardInterrupt`. One that the program handles or ignores is left to it; from other threads
-    nothing can be done.
+    """Inside, SIGTERM and SIGHUP raise `SystemExit` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
+
+    A signal that the program handles or ignores is left alone. Has no effect in other threads.
     """
 
     def unwind(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    asking = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    taken = [number for number in asking if signal.getsignal(number) == signal.SIG_DFL]
+    ending = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    taken = [number for number in ending if signal.getsignal(number) == signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
         taken = []
     for number in taken:
@@ -51,37 +58,23 @@ def raise_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-STDIN = 0
-
-
 def exit_with_parent(number: signal.Signals) -> None:
-    """Send this process a signal when its standard input ends."""
+    """Send this process the signal `number` when its standard input ends, that is, when its parent is gone."""
 
     def watch() -> None:
-        while os.read(STDIN, 4096):  # Not through Python's buffer, whose lock would be held at the process's end.
+        while os.read(STDIN, 4096):  # Not through Python's buffer: its lock would be held when the process ends.
             pass
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-T = TypeVar("T")
-
-SIGNAL_SECONDS = 0.2
-"""How long a signal that another thread received may go unnoticed."""
-BLOCKED_SECONDS = 0.1
-"""How long a loop that may be blocked is given to end."""
-CLEANING_SECONDS = 8.0
-"""How long Ctrl-C waits for a coroutine to clean up: longer than the farewells of all episodes together may take."""
-
-
 class LoopThread:
-    """An event loop in a daemon thread, started at the first use: how the synchronous client drives the asynchronous
-    one.
+    """An event loop in a daemon thread, started at the first use.
 
-    Ctrl-C in the calling thread cancels the coroutine, waits until it has cleaned up, `patience` seconds at most, then
-    raises `KeyboardInterrupt`; a second Ctrl-C does not wait. The same holds for what other signal handlers raise. The
-    project's own exceptions come without the frames they passed in here, which tell a user nothing.
+    Ctrl-C in the calling thread cancels the coroutine, waits up to `patience` seconds for its clean-up, then raises
+    `KeyboardInterrupt`. A second Ctrl-C does not wait. The same holds for exceptions of other signal handlers. The
+    project's own exceptions are raised without the frames of this module.
     """
 
     def __init__(self, patience: float = CLEANING_SECONDS) -> None:
@@ -89,15 +82,15 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._abandoned = False
-        """A coroutine did not end in time: its loop may be blocked, and is waited for no more."""
+        """A coroutine did not end in time: its loop may be blocked."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. Raises what it raises."""
+        """The coroutine's result. Raises its exception."""
         loop = self._started()
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(
-                "this call would wait for its own event loop: an async agent awaits its episode's methods"
+                "this call would block its own event loop: an async agent awaits the methods of its episode"
             )
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         running: list[asyncio.Task[None]] = []
@@ -105,7 +98,7 @@ class LoopThread:
         async def deliver() -> None:
             try:
                 outcome.set_result(await coroutine)
-            except BaseException as error:  # also what would end the loop, had it been let through
+            except BaseException as error:  # also what would end the loop
                 outcome.set_exception(error)
 
         def begin() -> None:
@@ -138,12 +131,12 @@ class LoopThread:
             raise
 
     def run_agents(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The same for what takes long: a request to end the process cancels the coroutine, too, then ends it."""
+        """The same for a long run: SIGTERM and SIGHUP cancel the coroutine too, then end the process."""
         with raise_on_signals():
             return self.run(coroutine)
 
     def iterate(self, values: AsyncIterator[T]) -> Iterator[T]:
-        """Draw from an asynchronous iterator, one value at a time."""
+        """The values of an asynchronous iterator, one at a time."""
 
         async def draw() -> tuple[bool, T | None]:
             try:
@@ -165,12 +158,12 @@ class LoopThread:
         self._loop = self._thread = None
         loop.call_soon_threadsafe(loop.stop)
         thread.join(BLOCKED_SECONDS if self._abandoned else None)
-        if not thread.is_alive():  # else it, a daemon, ends with the process
+        if not thread.is_alive():  # else the daemon ends with the process
             loop.close()
 
     @property
     def abandoned(self) -> bool:
-        """Whether something was left undone in the loop, so that nothing more should be asked of it."""
+        """True if a coroutine did not end in time, so that the loop accepts no more work."""
         return self._abandoned
 
     def _started(self) -> asyncio.AbstractEventLoop:
@@ -182,8 +175,10 @@ class LoopThread:
 
 
 def _await(outcome: concurrent.futures.Future[Any], patience: float = math.inf) -> None:
-    """Wait until `outcome` is there, `patience` seconds at most. In short pieces: the system may deliver a signal to
-    any thread of the process, and its handler, which runs in the main thread, would not interrupt one long wait there.
+    """Wait up to `patience` seconds for `outcome`, in short pieces.
+
+    The system may deliver a signal to any thread. Its handler runs in the main thread, and does not interrupt one long
+    wait there.
     """
     deadline = time.monotonic() + patience
     while not outcome.done() and (left := deadline - time.monotonic()) > 0:
@@ -191,11 +186,10 @@ def _await(outcome: concurrent.futures.Future[Any], patience: float = math.inf) 
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run `function` in a daemon thread of its own.
+    """Run `function` in a new daemon thread. Cancelling abandons the thread and ignores its outcome.
 
-    Not `asyncio.to_thread`: its pool has as many threads as there are cores plus four, fewer than agents that wait for
-    a model, and the interpreter cannot exit while one of them hangs. Cancelling abandons the thread; its outcome is
-    then ignored.
+    Not `asyncio.to_thread`: its pool has only as many threads as cores plus four. Waiting agents may be more, and the
+    interpreter cannot exit while one of them hangs.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -217,10 +211,10 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
         except BaseException as error:
             failure = error
             if not isinstance(error, Exception) or isinstance(error, StopIteration):
-                # A future cannot carry the one, and the others would end the loop instead of the function's caller.
+                # A future cannot carry StopIteration; the others would end the loop, not the caller.
                 failure = RuntimeError(f"the function ended by {type(error).__name__}: {error}")
                 failure.__cause__ = error
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop has closed
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=work, name="agentjet-agent", daemon=True).start()
@@ -228,9 +222,8 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class Interrupted(SystemExit, KeyboardInterrupt):
-    """Ctrl-C during a run. `except KeyboardInterrupt` catches it; a script that does not ends with the sentence and
-    status 1, as after `sys.exit(sentence)`, instead of a traceback.
-    """
+    """Ctrl-C during a run. `except KeyboardInterrupt` catches it. A script that does not catch it ends with the message
+    and status 1, as after `sys.exit(message)`, without a traceback."""
 
 
 class Closable(Protocol):
@@ -240,7 +233,6 @@ class Closable(Protocol):
 
 
 Client = TypeVar("Client", bound=Closable)
-P = ParamSpec("P")
 
 
 class SyncClient(Generic[Client]):
@@ -265,40 +257,39 @@ class SyncClient(Generic[Client]):
         self.close()
 
 
-def driven(
+def blocking(
     verb: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[SyncClient[Client], P], T]:
-    """A method of the asynchronous client as one that returns when it is done, with the same signature."""
+    """A method of the asynchronous client as a synchronous method with the same signature."""
 
     @wraps(verb)
-    def drive(self: SyncClient[Client], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self: SyncClient[Client], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._loop.run(verb(self._client, *args, **kwargs))
 
-    return drive
+    return run
 
 
-def driven_run(
+def blocking_run(
     verb: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[SyncClient[Client], P], T]:
-    """The same for one that runs agents. Ctrl-C aborts the live episodes, then raises `Interrupted`; SIGTERM, then
-    `SystemExit`.
-    """
+    """The same for a method that runs agents. Ctrl-C aborts the live episodes, then raises `Interrupted`; SIGTERM, then
+    `SystemExit`."""
 
     @wraps(verb)
     def run_agents(self: SyncClient[Client], /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return self._loop.run_agents(verb(self._client, *args, **kwargs))
         except (AgentJetError, KeyboardInterrupt) as error:
-            raise _told(error) from None
+            raise _without_frames(error) from None
 
     return run_agents
 
 
-def _told(error: BaseException) -> BaseException:
-    """What ends a script, as its author should see it: the sentence, under the line of the script."""
+def _without_frames(error: BaseException) -> BaseException:
+    """The exception as the author of the script sees it: the message, under the line of the script."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(
-            "interrupted: this client's live episodes were aborted (one that could not be ends with its lease), "
-            "what was learned stays learned"
+            "interrupted: this client's live episodes were aborted (or end with their leases); "
+            "finished training steps are kept"
         )
     return error.with_traceback(None)

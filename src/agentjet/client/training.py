@@ -1,54 +1,47 @@
-"""What a training run sees of a server: the steps it learns, up to the run's last, and what it waits for meanwhile.
+"""Training: one `train` call, from the server's first status to the report.
 
-`HeldOutEvaluations`: evaluations on held-out tasks within a training run, and whether their score still improves.
+These coroutines run side by side:
 
-They run beside the training episodes; learning waits while a version is evaluated, so every score is of one version.
+* the rollouts,
+* the stream of the server's steps,
+* the display of the reason for a wait,
+* the watch on the agent's files,
+* held-out evaluations.
 
-`Training`: one `train` call, from the status it starts at to its report.
-
-Side by side run: the agents, the events of the server's steps, a look at what the server waits for whenever it admits
-nothing, and one at the agent's files. The run ends when the steps are there, or when one of these raises.
+The run ends when the server has learned the steps, when the held-out score no longer improves, or on an exception.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from agentjet.client.agent_source import AgentSource, AgentVersion
 from agentjet.client.connection import Connection
-from agentjet.client.episode import AsyncEpisode, begin
-from agentjet.client.inputs import begin_request
+from agentjet.client.episode import AsyncEpisode, begin_episode
+from agentjet.client.evaluation import HeldOutEvaluations
+from agentjet.client.inputs import build_request
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.progress import Progress, progress_for
-from agentjet.client.report import EpisodeResult, EvalReport, Evaluation, Step, TrainReport, best_of
-from agentjet.client.rollout import (
-    AgentFailing,
-    RolloutQueue,
-    RolloutSpec,
-    Runner,
-    StartedRollout,
-    first_to_end,
-    not_needed,
-)
+from agentjet.client.report import EpisodeResult, Step, TrainReport
+from agentjet.client.rollout import RolloutQueue, RolloutSpec, Runner, StartedRollout, first_to_end, not_needed
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
-from agentjet.protocol import REPORTED_BATCHES, StatusResponse, batches_without_variance, report_lines
+from agentjet.protocol import REPORTED_BATCHES, BeginRequest, StatusResponse, batches_without_variance, report_lines
 from agentjet.types import Task
 
 QUIET_SECONDS = 10.0
-"""So long a run may get no episode before it shows what the server waits for."""
-LOOK_SECONDS = 2.0
-"""Between two looks at whether it does, and at what the server waits for."""
+"""Time without a new episode after which the display shows what the server waits for."""
+POLL_SECONDS = 2.0
+"""Interval of that check."""
 
 
 @dataclass
 class ServerProgress:
-    """A server at the beginning of a run, the policy version that ends it, and what was learned so far."""
+    """The steps that a server learns during a run: its first status, the last version wanted, and the steps so far."""
 
     connection: Connection
     status: StatusResponse
@@ -56,17 +49,19 @@ class ServerProgress:
     learned: list[Step] = field(default_factory=list)
 
     @classmethod
-    async def reach(cls, connection: Connection, steps: int) -> Self:
-        """The server as it is now; `steps` more batches are wanted of it.
+    async def start(cls, connection: Connection, steps: int) -> Self:
+        """Progress towards `steps` more batches.
 
-        Raises `Conflict` when its engine is stopped or failed, `InvalidRequest` when its job ends before.
+        Raises `Conflict` if the engine is stopped or failed, and `InvalidRequest` if the job ends before.
         """
-        status = await get_status(connection)
+        status = await connection.status()
         return cls(connection, status, _target(status, steps))
 
-    async def follow(self, note: Callable[[Mapping[str, float]], None], say: Callable[[str], None]) -> None:
-        """Take in the steps until the policy is at version `target`; `note` is given the metrics of each. Raises
-        `Conflict` when the engine fails. Says so when batches in a row could teach nothing, once for each such row."""
+    async def watch_steps(self, note: Callable[[Mapping[str, float]], None], notify: Callable[[str], None]) -> None:
+        """Record steps until the policy is at version `target`; calls `note` with the metrics of each.
+
+        Calls `notify` once for each streak of batches without a learning signal. Raises `Conflict` if the engine fails.
+        """
         version = self.status.policy_version
         async with aclosing(self.connection.events(after=self.status.last_event)) as events:
             async for event in events:
@@ -75,43 +70,38 @@ class ServerProgress:
                     self.learned.append(Step(version, event.body["metrics"]))
                     note(self.learned[-1].metrics)
                     if batches_without_variance([step.metrics for step in self.learned]) == REPORTED_BATCHES:
-                        await self._report_zero_variance(say)
+                        await self._report_zero_variance(notify)
                     if version >= self.target:
                         return
                 elif event.kind == "state" and event.body["state"] == "failed":
                     raise Conflict(f"the engine failed: {event.body['reason']}", code="engine_failed")
 
-    async def _report_zero_variance(self, say: Callable[[str], None]) -> None:
-        with suppress(AgentJetError):  # What is wrong with the server is found out by those who need it.
-            found = (await get_status(self.connection)).zero_variance
+    async def _report_zero_variance(self, notify: Callable[[str], None]) -> None:
+        with suppress(AgentJetError):  # The rollouts raise if the server is away.
+            found = (await self.connection.status()).zero_variance
             if found is not None:
-                say("\n".join(report_lines(found)))
-
-
-async def get_status(connection: Connection) -> StatusResponse:
-    """What a server is doing."""
-    return StatusResponse.model_validate(await connection.request("GET", "/status"))
+                notify("\n".join(report_lines(found)))
 
 
 async def show_waiting_reason(connections: Sequence[Connection], runner: Runner, shown: Progress) -> None:
-    """Without end: while nothing is live and nothing could be begun for a while, ask the servers why."""
+    """Without end: show what the servers wait for while no episode is live and none could be begun for a while."""
     retry = connections[0].retry
     num_begun, since, is_shown = runner.num_begun, retry.clock(), False
     while True:
-        await retry.sleep(LOOK_SECONDS)
+        await retry.sleep(POLL_SECONDS)
         if runner.live or runner.num_begun != num_begun:
             num_begun, since = runner.num_begun, retry.clock()
             if is_shown:
                 shown.waits("")
             is_shown = False
         elif retry.clock() - since >= QUIET_SECONDS:
-            with suppress(AgentJetError):  # What is wrong with a server is found out by those who need it.
-                shown.waits("; ".join([(await get_status(connection)).waiting_for for connection in connections]))
+            with suppress(AgentJetError):  # The rollouts raise if a server is away.
+                shown.waits("; ".join([(await connection.status()).waiting_for for connection in connections]))
                 is_shown = True
 
 
 def _target(status: StatusResponse, steps: int) -> int:
-    """The policy version at which `steps` more batches are learned, if the server can get there."""
+    """The policy version after `steps` more batches, if the server can get there."""
     if status.state in ("offline", "failed"):
         raise Conflict(f"the engine is {status.state}: {status.waiting_for}", code=f"engine_{status.state}")
     target = status.policy_version + steps
@@ -125,155 +115,110 @@ def _target(status: StatusResponse, steps: int) -> int:
 
 
 @dataclass
-class HeldOutEvaluations:
-    """The evaluations of one run: when they are due, and their scores so far."""
-
-    evaluate: Callable[[AgentVersion], Awaitable[EvalReport]]
-    """Evaluates the newest policy version with a version of the agent."""
-    every: int
-    """Batches from one evaluation to the next."""
-    stop_after: int = 0
-    """Evaluations in a row that may pass without a new best score; 0: any number."""
-    done: list[Evaluation] = field(default_factory=list)
-    due: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def learned(self, num_steps: int) -> None:
-        """The run has learned so many batches; the first evaluation is due before the first."""
-        if num_steps % self.every == 0:
-            self.due.set()
-
-    async def watch(self, version: Callable[[], AgentVersion], say: Callable[[str], None]) -> None:
-        """Evaluate whenever one is due; ends when the score no longer improves."""
-        while not self.stalled:
-            await self.due.wait()
-            self.due.clear()
-            await self.run(version(), say)
-
-    async def finish(self, version: AgentVersion, policy_version: int, say: Callable[[str], None]) -> None:
-        """Evaluate the last version of a run, unless that is done."""
-        if not self.done or self.done[-1].policy_version != policy_version:
-            await self.run(version, say)
-
-    async def run(self, version: AgentVersion, say: Callable[[str], None]) -> None:
-        """One evaluation. The run goes on without it when it takes longer than the server holds a version."""
-        try:
-            report = await self.evaluate(version)
-        except Conflict as gone:
-            if gone.code != "version_gone":
-                raise
-            say(f"held-out tasks were not all evaluated before the policy learned on: {gone}")
-            return
-        except AgentFailing as failing:
-            raise AgentFailing(f"held-out evaluation: {failing.fact}", tasks="eval_tasks") from None
-        self.done.append(Evaluation(report.policy_versions[0], report))
-        best = "; the best so far" if best_of(self.done) is self.done[-1] and len(self.done) > 1 else ""
-        say(f"held-out tasks at version {self.done[-1].policy_version}: {report}{best}")
-
-    @property
-    def stalled(self) -> bool:
-        """True if the last `stop_after` evaluations brought no new best score."""
-        return bool(self.stop_after) and best_of(self.done[: -self.stop_after]) is best_of(self.done) is not None
-
-
-def check(eval_tasks: Sequence[object], every: int, stop_after: int) -> None:
-    """Raises `ValueError` for settings of the evaluations that do not fit each other."""
-    for name, value in (("eval_every", every), ("stop_after", stop_after)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} = {value!r}: it must be a whole number, 0 for none")
-    if bool(eval_tasks) != bool(every):
-        given, missing = ("eval_tasks", "eval_every") if eval_tasks else (f"eval_every = {every}", "eval_tasks")
-        raise ValueError(f"{given} needs {missing}: held-out tasks, and the number of batches between evaluations")
-    if stop_after and not every:
-        raise ValueError(f"stop_after = {stop_after} counts evaluations: give eval_tasks and eval_every, too")
-
-
-@dataclass
 class Training:
-    """What is to be trained, and what came of it so far."""
+    """The arguments of one `train` call."""
 
     connection: Connection
     version: AgentVersion
     tasks: Sequence[Task]
     code: AgentSource | None = None
-    """Looked at for a newer version of the agent."""
+    """Watched for newer versions of the agent."""
     held_out: HeldOutEvaluations | None = None
-    results: list[EpisodeResult] = field(default_factory=list)
 
     async def run(self, steps: int, *, concurrency: int, seed: int, progress: bool) -> TrainReport:
         """See `AsyncSwarm.train`."""
         started = time.monotonic()
-        server = await ServerProgress.reach(self.connection, steps)
-        status = server.status
-        slots = RolloutQueue.training(self.tasks, status.group_size, seed, status.spare_episodes)
+        server = await ServerProgress.start(self.connection, steps)
         with progress_for("training", steps, wanted=progress) as shown:
-            live = LiveReload(
-                self.version,
-                self.code,
-                group_size=status.group_size,
-                sleep=self.connection.retry.sleep,
-                say=shown.say,
-            )
-
-            def note(slot: RolloutSpec, result: EpisodeResult, last: bool) -> None:
-                self.results.append(result)
-                live.ended(slot, result, last)
-                shown.episode(result)
-
-            async def begun(slot: RolloutSpec) -> StartedRollout:
-                def trim_malloc(episode: AsyncEpisode) -> None:
-                    note(slot, not_needed(slot.task, episode), True)
-
-                def ask(code_version: str) -> Coroutine[Any, Any, AsyncEpisode]:
-                    request = begin_request(
-                        task_id=slot.task.id,
-                        task_set=slot.task.task_set,
-                        group=slot.group,
-                        client_id=self.connection.settings.client_id,
-                        instance_id=self.connection.settings.instance_id,
-                        join_only=slot.spare,
-                        unless_full=len(slots.task_sets) > 1,
-                        code_version=code_version,
-                    )
-                    return begin(self.connection, request, wait=math.inf, given_back=trim_malloc, ending=runner.ending)
-
-                episode, agent = await live.begin(slot, ask, trim_malloc, runner.ending)
-                return StartedRollout(episode, agent)
-
-            runner = Runner(begun, note, needs_calls=True, is_on_trial=live.is_on_trial)
-
-            held_out = self.held_out
-
-            def learned(metrics: Mapping[str, float]) -> None:
-                shown.step(metrics)
-                if held_out is not None and len(server.learned) < steps:
-                    held_out.learned(len(server.learned))
-
-            async def follow() -> None:
-                await server.follow(learned, shown.say)
-                runner.ending.has_enough = True
-
-            async def evaluate(held_out: HeldOutEvaluations) -> None:
-                held_out.learned(0)
-                await held_out.watch(lambda: live.current.version, shown.say)
-                runner.ending.has_enough = True
-
-            running = runner.run(slots, concurrency)
-            beside = [follow(), show_waiting_reason([self.connection], runner, shown)]
-            beside += [live.watch()] if self.code is not None else []
-            beside += [evaluate(held_out)] if held_out is not None else []
-            try:
-                await first_to_end([running, *beside])
-            finally:
-                if runner.ending.num_left:
-                    shown.say(str(runner.ending))
-            if held_out is not None and not held_out.stalled:
-                await held_out.finish(live.current.version, server.target, shown.say)
+            loop = _TrainingLoop(self, server, shown, seed)
+            await loop.run(steps, concurrency)
         return TrainReport(
-            results=tuple(self.results),
+            results=tuple(loop.results),
             steps=tuple(server.learned),
             seconds=time.monotonic() - started,
-            code_changes=tuple(live.changes),
-            evaluations=tuple(held_out.done) if held_out is not None else (),
+            code_changes=tuple(loop.live.changes),
+            evaluations=tuple(self.held_out.done) if self.held_out is not None else (),
             stopped_early=len(server.learned) < steps,
-            num_left=runner.ending.num_left,
+            num_left=loop.runner.cleanup.num_left,
         )
+
+
+class _TrainingLoop:
+    """The coroutines of one training run, and their results."""
+
+    def __init__(self, training: Training, server: ServerProgress, shown: Progress, seed: int) -> None:
+        self._training, self._server, self._shown = training, server, shown
+        self._connection = training.connection
+        status = server.status
+        self._queue = RolloutQueue.training(training.tasks, status.group_size, seed, status.spare_episodes)
+        self.live = LiveReload(
+            training.version,
+            training.code,
+            group_size=status.group_size,
+            sleep=self._connection.retry.sleep,
+            notify=shown.notify,
+        )
+        self.runner = Runner(self._start, self._note, needs_calls=True, is_on_trial=self.live.is_on_trial)
+        self.results: list[EpisodeResult] = []
+
+    async def run(self, steps: int, concurrency: int) -> None:
+        training, server, shown = self._training, self._server, self._shown
+        held_out = training.held_out
+        coroutines = [
+            self.runner.run(self._queue, concurrency),
+            self._watch_steps(steps),
+            show_waiting_reason([self._connection], self.runner, shown),
+        ]
+        if training.code is not None:
+            coroutines.append(self.live.watch())
+        if held_out is not None:
+            coroutines.append(self._evaluate(held_out))
+        try:
+            await first_to_end(coroutines)
+        finally:
+            if self.runner.cleanup.num_left:
+                shown.notify(str(self.runner.cleanup))
+        if held_out is not None and not held_out.stalled:
+            await held_out.finish(self.live.current.version, server.target, shown.notify)
+
+    async def _start(self, spec: RolloutSpec) -> StartedRollout:
+        def on_abort(episode: AsyncEpisode) -> None:
+            self._note(spec, not_needed(spec.task, episode), True)
+
+        def request(code_version: str) -> Coroutine[Any, Any, AsyncEpisode]:
+            body = build_request(
+                BeginRequest,
+                task_id=spec.task.id,
+                task_set=spec.task.task_set,
+                group=spec.group,
+                client_id=self._connection.settings.client_id,
+                instance_id=self._connection.settings.instance_id,
+                join_only=spec.spare,
+                unless_full=len(self._queue.task_sets) > 1,
+                code_version=code_version,
+            )
+            return begin_episode(self._connection, body, wait=math.inf, on_abort=on_abort, cleanup=self.runner.cleanup)
+
+        episode, agent = await self.live.begin(spec, request, on_abort, self.runner.cleanup)
+        return StartedRollout(episode, agent)
+
+    def _note(self, spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
+        self.results.append(result)
+        self.live.ended(spec, result, last)
+        self._shown.episode(result)
+
+    async def _watch_steps(self, steps: int) -> None:
+        held_out, server = self._training.held_out, self._server
+
+        def learned(metrics: Mapping[str, float]) -> None:
+            self._shown.step(metrics)
+            if held_out is not None and len(server.learned) < steps:
+                held_out.learned(len(server.learned))
+
+        await server.watch_steps(learned, self._shown.notify)
+        self.runner.cleanup.goal_reached = True
+
+    async def _evaluate(self, held_out: HeldOutEvaluations) -> None:
+        held_out.learned(0)
+        await held_out.watch(lambda: self.live.current.version, self._shown.notify)
+        self.runner.cleanup.goal_reached = True

@@ -35,7 +35,7 @@ from agentjet.server.deps import (
     key_in_path,
     until_disconnect,
 )
-from agentjet.server.dialects import DIALECTS, Dialect, ErrorShape, chat, completions, messages, responses
+from agentjet.server.dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, RESPONSES
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.completions import CompletionBody
 from agentjet.server.dialects.dialect import (
@@ -44,11 +44,13 @@ from agentjet.server.dialects.dialect import (
     AnswerHead,
     AnswerT,
     CallLookup,
+    Dialect,
+    ErrorShape,
     RequestT,
-    StreamEvent,
     role_of,
 )
-from agentjet.server.dialects.messages_requests import MessagesBody, PromptBody, TokenCount
+from agentjet.server.dialects.messages_answers import TokenCount
+from agentjet.server.dialects.messages_requests import MessagesBody, PromptBody, to_conversation
 from agentjet.server.dialects.responses_bodies import ResponsesBody
 from agentjet.server.error_handlers import count_refusal
 
@@ -104,46 +106,46 @@ routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
 keyed = [Depends(EPISODE_KEY)]
 
 
-@routes.post(chat.DIALECT.path, dependencies=keyed, **route_of(chat.DIALECT))
+@routes.post(CHAT.path, dependencies=keyed, **route_of(CHAT))
 async def chat_completions(
     body: ChatBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's chat completions. Needs an episode key. Unsupported parameters are refused by name."""
-    return await respond(chat.DIALECT, body, request, deps, episode_id, role)
+    return await respond(CHAT, body, request, deps, episode_id, role)
 
 
-@routes.post(completions.DIALECT.path, dependencies=keyed, **route_of(completions.DIALECT))
+@routes.post(COMPLETIONS.path, dependencies=keyed, **route_of(COMPLETIONS))
 async def text_completions(
     body: CompletionBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's legacy text completions: continues a raw prompt, text or token ids, without the chat template."""
-    return await respond(completions.DIALECT, body, request, deps, episode_id, role)
+    return await respond(COMPLETIONS, body, request, deps, episode_id, role)
 
 
-@routes.post(responses.DIALECT.path, dependencies=keyed, **route_of(responses.DIALECT))
+@routes.post(RESPONSES.path, dependencies=keyed, **route_of(RESPONSES))
 async def create_response(
     body: ResponsesBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """OpenAI's Responses API. Needs an episode key. Unsupported parameters are refused by name."""
-    return await respond(responses.DIALECT, body, request, deps, episode_id, role)
+    return await respond(RESPONSES, body, request, deps, episode_id, role)
 
 
-@routes.post(messages.DIALECT.path, dependencies=keyed, **route_of(messages.DIALECT))
+@routes.post(MESSAGES.path, dependencies=keyed, **route_of(MESSAGES))
 async def create_message(
     body: MessagesBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> Any:
     """Anthropic's Messages API. Needs an episode key. Unsupported parameters are refused by name."""
-    return await respond(messages.DIALECT, body, request, deps, episode_id, role)
+    return await respond(MESSAGES, body, request, deps, episode_id, role)
 
 
-@routes.post(f"{messages.DIALECT.path}/count_tokens", dependencies=keyed, responses=errors_of(messages.DIALECT.errors))
+@routes.post(f"{MESSAGES.path}/count_tokens", dependencies=keyed, responses=errors_of(MESSAGES.errors))
 async def count_tokens(
     body: PromptBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
 ) -> TokenCount:
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
     role = _role_of(body.model, deps, role)
     num_bytes = len(await request.body())
-    conversation, _ = await offload(num_bytes, messages.to_conversation, body)
+    conversation, _ = await offload(num_bytes, to_conversation, body)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
     return TokenCount(input_tokens=await deps.gateway.count_tokens(episode_id, role, asked))
 
@@ -256,14 +258,14 @@ async def _mark_delivered(request: Request, chunks: AsyncGenerator[CallChunk]) -
 
 
 async def _stream(
-    request: Request, chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[StreamEvent], errors: ErrorShape
+    request: Request, chunks: AsyncGenerator[CallChunk], events: AsyncGenerator[str], errors: ErrorShape
 ) -> AsyncGenerator[str]:
     """Yields the events as text and closes the call at the end. An error becomes the last event."""
     num_sent = 0
     async with aclosing(chunks), aclosing(events):
         try:
             async for event in events:
-                yield event.text
+                yield event
                 num_sent += 1
             await _mark_delivered(request, chunks)
         except RequestError as error:

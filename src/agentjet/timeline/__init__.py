@@ -1,8 +1,8 @@
 """Conversations and batches as trees of tokens. Python and NumPy only.
 
-`tree` holds one episode's calls and keeps their exact tokens; `identity` says when messages are the same by meaning;
-`forks` says why trees branch and which answers nobody heard; `forest` merges a batch's calls so that every distinct
-token-in-context is there once.
+`tree` keeps the exact tokens of the calls of one episode and role. `identity` compares messages by meaning. `forks`
+finds the causes of branches and the calls that are not trained. `forest` merges the calls of a batch, so that every
+distinct token-in-context exists once. `support` encodes the sets of tokens that sampling chose from.
 """
 
 from agentjet.timeline.batch import Facts, TrainingBatch

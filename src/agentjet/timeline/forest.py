@@ -1,11 +1,15 @@
-"""Forests: many token sequences as prefix trees, every distinct token-in-context exactly once.
+"""Forests: token sequences as prefix trees, with every distinct token-in-context exactly once.
 
-Nodes stand in depth-first order, so a node's descendants are the contiguous interval `i < j < end[i]`, and node i may
-attend to node j exactly when `j <= i < end[j]`: one integer per node is the whole attention mask, `depth` the
-position id. A target is a node whose prediction is learned or measured. Several targets may point at one node, for
-example two repeats that sampled the same token in the same context, so nothing is computed twice and nothing is lost.
+Nodes stand in depth-first order, so the descendants of node i are the interval `i < j < end[i]`. Node i may attend to
+node j exactly when `j <= i < end[j]`. So one integer per node is the whole attention mask; `depth` is the position id.
 
-What is known of a target stands in named columns: its log-probability at sampling, its advantage, and so on.
+A target is a node whose prediction is learned or measured. Several targets may point at one node: two repeats may
+sample the same token in the same context. So the node is computed once, and every target is kept. Named columns hold
+the facts about targets: the log-probability at sampling, the advantage, and so on.
+
+A forest is cut to bound the memory of a pass. `split` makes forests that stand alone and repeat the path above them.
+`chunk_forest` makes chunks without repeating that path: prefix keys and values stay cached until the last chunk that
+uses them.
 
 NumPy only. Shapes: N nodes, M targets.
 """
@@ -13,7 +17,7 @@ NumPy only. Shapes: N nodes, M targets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -35,6 +39,9 @@ SAMPLED_COLUMNS = ("advantage", "call", "logprob", "sequence", "support", "tempe
 
 def column_type(name: str) -> type[np.int32] | type[np.float32]:
     return np.int32 if name in INTEGER_COLUMNS else np.float32
+
+
+TargetIndices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +138,13 @@ class Forest:
 
     @property
     def tree_token_ratio(self) -> float:
-        """Tokens of one row per call over the tokens held here."""
+        """Number of tokens of one row per call, divided by the number of nodes."""
         return self.num_row_tokens / max(1, self.num_nodes)
 
     def run_stops(self) -> NDArray[np.int64]:
-        """Where unbranched runs end, ascending: the first of these above a node is one past the last of its run.
+        """Returns the ends of unbranched runs, ascending. The first one above a node is one past the node's run.
 
-        A node is the only child of the node before it exactly when both end at the same place.
+        A node is the only child of the node before it exactly when both have the same `end`.
         """
         return np.append(np.flatnonzero(self.end[1:] != self.end[:-1]) + 1, self.num_nodes)
 
@@ -179,7 +186,7 @@ def build_forest(rows: Sequence[Row], *, num_row_tokens: int | None = None) -> F
     tokens: list[IntArray] = []
     parents: list[IntArray] = []
     depths: list[IntArray] = []
-    path = np.zeros(0, np.int32)  # node index of each token of the row before
+    path = np.zeros(0, np.int32)  # node index of each token of the previous row
     previous = np.zeros(0, np.int32)
     num_nodes = 0
     row_paths: dict[int, IntArray] = {}
@@ -214,16 +221,16 @@ def build_forest(rows: Sequence[Row], *, num_row_tokens: int | None = None) -> F
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
-    """Length of the longest common prefix of two token arrays."""
+    """Returns the length of the longest common prefix of two token arrays."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
 
 
 def subtree_ends(depth: IntArray) -> IntArray:
-    """One past the last descendant of each node, from depths in depth-first order."""
+    """Returns one past the last descendant of each node, from depths in depth-first order."""
     end = np.full(len(depth), len(depth), np.int32)
-    # Only where a node is no child of the node before it does anything end.
+    # Subtrees end only before a node that is not a child of the node before it.
     starts = np.flatnonzero(np.diff(depth) != 1) + 1
     path = np.zeros(int(depth.max(initial=-1)) + 1, np.int32)
     top = 0
@@ -259,21 +266,21 @@ def _number_sets(rows: Sequence[Row]) -> tuple[tuple[bytes, ...], IntArray]:
 
 
 def select(forest: Forest, keep: NDArray[np.bool_]) -> Forest:
-    """The forest of the targets in `keep` [M]: their nodes and ancestors, nothing else."""
+    """Returns the forest of the targets in `keep` [M]: their nodes and ancestors only."""
     before = np.concatenate([[0], np.cumsum(np.bincount(forest.node[keep], minlength=forest.num_nodes))])
-    needed = before[forest.end] > before[:-1]  # its subtree, which is an interval, holds a target
+    needed = before[forest.end] > before[:-1]  # its subtree, which is an interval, has a target
     return restrict(forest, np.flatnonzero(needed), keep)
 
 
-def split(forest: Forest, max_nodes: int) -> list[tuple[Forest, NDArray[np.int64]]]:
-    """Cut a forest into pieces of at most `max_nodes` nodes, each with the indices of its targets.
+def split(forest: Forest, max_nodes: int) -> list[tuple[Forest, TargetIndices]]:
+    """Cuts a forest into pieces of at most `max_nodes` nodes, each with the indices of its targets.
 
-    Where one root-to-leaf path alone is longer, its piece exceeds the budget by that path.
+    If one root-to-leaf path alone is longer, its piece exceeds the budget by that path.
 
-    The depth-first order is cut into intervals; a piece repeats only the path to its first node. Each cut looks back
-    over a quarter of the budget for the shallowest node to cut at, so that little is repeated.
+    The depth-first order is cut into intervals. A piece repeats only the path to its first node. Each cut searches a
+    quarter of the budget backwards for the shallowest node, so that little is repeated.
     """
-    pieces: list[tuple[Forest, NDArray[np.int64]]] = []
+    pieces: list[tuple[Forest, TargetIndices]] = []
     start = 0
     while start < forest.num_nodes:
         path = ancestors(forest, start)
@@ -291,7 +298,7 @@ def split(forest: Forest, max_nodes: int) -> list[tuple[Forest, NDArray[np.int64
 
 
 def ancestors(forest: Forest, node: int) -> NDArray[np.int64]:
-    """Indices of the nodes above `node`, root first."""
+    """Returns the indices of the nodes above `node`, root first."""
     path: list[int] = []
     while (node := int(forest.parent[node])) >= 0:
         path.append(node)
@@ -299,7 +306,7 @@ def ancestors(forest: Forest, node: int) -> NDArray[np.int64]:
 
 
 def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) -> Forest:
-    """A forest of `nodes`, ascending, with the targets in `keep`; nodes whose parent is not among them become roots."""
+    """Returns the forest of `nodes`, ascending, with the targets in `keep`. Nodes without their parent become roots."""
     index = np.full(forest.num_nodes + 1, -1, np.int32)  # the extra last entry maps "no parent" to itself
     index[nodes] = np.arange(len(nodes), dtype=np.int32)
     before = np.zeros(forest.num_nodes + 1, np.int32)
@@ -315,3 +322,90 @@ def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) 
         num_sequences=_num_sequences(targets),
         num_row_tokens=forest.num_row_tokens,
     )
+
+
+REPEATED_RUN_DIVISOR = 64
+"""Runs of fewer nodes than the budget divided by this are repeated: a separate pass would cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForestChunk(Forest):
+    """Nodes to compute below `num_cached` cached nodes, which all of them attend to. `depth` counts from the root."""
+
+    num_cached: int
+    level: int
+    """Number of cached chunks that this one needs. Later ones on the stack are no longer needed."""
+    is_kept: bool
+    """True if later chunks need the nodes of this one, which are then one unbranched path."""
+
+
+def chunk_forest(forest: Forest, max_nodes: int) -> list[tuple[ForestChunk, TargetIndices]]:
+    """Cuts a forest into chunks without recomputing shared prefixes, each with the indices of its targets.
+
+    A chunk and its cached nodes have at most `max_nodes` nodes. If one root-to-leaf path alone is longer, it exceeds
+    the budget. Invariants:
+
+    * chunks come in depth-first order, so the cached chunks above a chunk are the first `level` of a stack;
+    * every target is in exactly one chunk, in its own context;
+    * a chunk repeats the last cached node, which predicts its first targets, and short runs (`REPEATED_RUN_DIVISOR`).
+    """
+    chunking = _Chunking(forest, max_nodes)
+    pending = [_Siblings(0, forest.num_nodes, 0, 0)]
+    while pending:
+        pending += chunking.cut(pending.pop())
+    return chunking.chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Siblings:
+    """Adjacent subtrees, `start:stop`, below a path whose first `num_cached` nodes are cached in `level` chunks."""
+
+    start: int
+    stop: int
+    num_cached: int
+    level: int
+
+
+class _Chunking:
+    """Collects the chunks of a forest."""
+
+    def __init__(self, forest: Forest, max_nodes: int) -> None:
+        self._forest = forest
+        self._max_nodes = max_nodes
+        self._run_stops = forest.run_stops()
+        self.chunks: list[tuple[ForestChunk, TargetIndices]] = []
+
+    def cut(self, group: _Siblings) -> list[_Siblings]:
+        """Adds the chunks of a group up to the first that is kept. Returns the rest; its last item is cut next."""
+        first = at = group.start
+        while at < group.stop:
+            end = int(self._forest.end[at])
+            if end - first <= max(self._max_nodes - int(self._forest.depth[first]), self._max_nodes // 4):
+                at = end
+                continue
+            if first < at:  # The chunk is full; the subtree begins the next one.
+                self._add(group, first, at)
+                first = at
+                continue
+            stop = int(self._run_stops[np.searchsorted(self._run_stops, at, side="right")])
+            if stop == end:
+                self._add(group, at, end)
+                first = at = end
+            elif int(self._forest.depth[stop - 1]) - group.num_cached < max(1, self._max_nodes // REPEATED_RUN_DIVISOR):
+                at = stop
+            else:
+                self._add(group, at, stop, is_kept=True)
+                below = _Siblings(stop, end, int(self._forest.depth[stop - 1]), group.level + 1)
+                return [_Siblings(end, group.stop, group.num_cached, group.level), below]
+        self._add(group, first, group.stop)
+        return []
+
+    def _add(self, group: _Siblings, start: int, stop: int, *, is_kept: bool = False) -> None:
+        inside = (self._forest.node >= start) & (self._forest.node < stop)
+        if start == stop or not (is_kept or inside.any()):
+            return
+        path = ancestors(self._forest, start)[group.num_cached :]
+        part = restrict(self._forest, np.concatenate([path, np.arange(start, stop)]), inside)
+        values = {field.name: getattr(part, field.name) for field in fields(part)}
+        chunk = ForestChunk(**values, num_cached=group.num_cached, level=group.level, is_kept=is_kept)
+        self.chunks.append((chunk, np.flatnonzero(inside)))

@@ -1,8 +1,8 @@
-"""Why a conversation tree branches, and which of its calls nobody heard.
+"""Causes of branches in a conversation tree, and orphans, which are calls that are not trained.
 
-A call either continues a timeline from its very end or begins one of its own; `fork_cause` says why. Most branches are
-legitimate and train. The exception are *orphans*: answers that did not reach the agent. A later call that sends an
-answer back proves that it arrived, whatever the transport believed.
+A call either continues a timeline at its end or begins a new one; `fork_cause` returns the reason. Most branches are
+legitimate and are trained. *Orphans* are the exception: answers that did not reach the agent, and side calls. A later
+call that sends an answer back proves that the answer arrived, even if the transport reported a failure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OrphanReason = Literal["retry", "undelivered", "side"]
 
 
 def new_context(conversation: Conversation, known: Mapping[int, Call], fingerprint: str = "") -> NewContext:
-    """What is new in a request, given the calls that `ConversationTree.recognise` found in it."""
+    """Returns the new part of a request, given the calls that `ConversationTree.recognise` found in it."""
     if not known:
         return NewContext(conversation.messages, None, conversation.tools, fingerprint, conversation.instructed)
     newest = max(known)
@@ -26,9 +26,9 @@ def new_context(conversation: Conversation, known: Mapping[int, Call], fingerpri
 
 
 def fork_cause(tree: ConversationTree, asked: Identity, known: Mapping[int, Call], match: Match) -> Fork:
-    """Why a request that matches like this begins a timeline; empty when it continues one or is the tree's first.
+    """Returns why a request with this match begins a timeline. Empty if it continues one or is the tree's first.
 
-    `retry` and `role` are the caller's to know.
+    The caller detects the causes `retry` and `role`.
     """
     if not tree.calls:
         return ""
@@ -42,11 +42,12 @@ def fork_cause(tree: ConversationTree, asked: Identity, known: Mapping[int, Call
 
 
 def orphans(calls: Sequence[Call], undelivered: Collection[str]) -> dict[str, OrphanReason]:
-    """The calls that are counted and never trained: those that no agent heard, and side calls.
+    """Returns the calls that are counted but not trained: answers that did not arrive, and side calls.
 
-    Of a request and its retries the answers that were sent back are kept; when none was, the last that was delivered.
+    Among a request and its retries, the answers that the agent sent back are trained. If it sent none back, the last
+    delivered answer is trained.
     """
-    heard = {call.ask.after for call in calls}
+    sent_back = {call.ask.after for call in calls}
     first: dict[str, str] = {}
     tries: dict[str, list[Call]] = {}
     for call in calls:
@@ -55,7 +56,7 @@ def orphans(calls: Sequence[Call], undelivered: Collection[str]) -> dict[str, Or
     found: dict[str, OrphanReason] = {}
     found |= {call.id: "side" for call in calls if call.untrained}
     for same in tries.values():
-        kept = {call.id for call in same if call.id in heard}
+        kept = {call.id for call in same if call.id in sent_back}
         if not kept:
             kept = {call.id for call in [call for call in same if call.id not in undelivered][-1:]}
         for call in same:

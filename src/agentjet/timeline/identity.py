@@ -1,10 +1,9 @@
-"""When two messages, or two conversations, are the same *by meaning*.
+"""Equality of messages and conversations *by meaning*.
 
-Agents send their history back through SDKs that rewrite it harmlessly: JSON arguments with other spacing or key order,
-null for "", arguments that a tool's schema declares as
-defaults. None of that makes a message another one. Tool-call ids, names and the tools are part of the meaning, but
-for the name that a framework puts on answers to tell its agents apart: no policy ever says it. The leniency costs no
-exactness: what the policy is fed are the recorded tokens.
+Agents send their history through SDKs that rewrite it without changing its meaning: other spacing or key order in JSON
+arguments, null for "", arguments that a tool's schema declares as defaults. Tool-call ids, names and the tools are part
+of the meaning. The exception is the name that a framework adds to answers to distinguish its agents: the policy never
+sampled it. Equality by meaning does not change tokens: the policy is given the recorded ones.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ from typing import Any
 from agentjet.types import Conversation, Message, ToolCall
 
 Schemas = Mapping[str, Any]
-"""JSON schemas of arguments, by function: those that declare defaults."""
+"""JSON schemas of arguments by function, for functions that declare defaults."""
 REMEMBERED = 4
-"""Conversations that `Identities` compares with: an agent and a few sub-agents may take turns."""
+"""Number of earlier conversations that `Identities` compares with: an agent and sub-agents may take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A conversation by meaning: `answers[i]` is `answer_key` of message i, `prefixes[i]` the key of the conversation
-    cut before message i. The last of the prefixes, one more than there are messages, is that of all of it.
+    """The keys of a conversation with n messages.
+
+    `answers[i]` is `answer_key` of message i. `prefixes[i]` is the key of the conversation before message i;
+    `prefixes[n]` is the key of all of it.
     """
 
     messages: tuple[Message, ...]
@@ -39,18 +40,20 @@ class Identity:
 
     @property
     def key(self) -> str:
-        """Hex digest of the conversation's meaning, its tools included."""
+        """Hex digest of the conversation's meaning, including its tools."""
         return self.prefixes[-1]
 
     @property
     def tools(self) -> str:
-        """What `tools_key` gives."""
+        """The `tools_key` of the conversation."""
         return self.prefixes[0]
 
 
 class Identities:
-    """Identities of one conversation after the other. Agents send their whole history each time: what begins like one
-    of the last few is compared with it and not hashed again, and shares its messages in memory.
+    """Computes identities of successive conversations.
+
+    Agents send their whole history each time. So messages that a conversation shares with one of the last few are
+    neither hashed nor stored again.
     """
 
     def __init__(self) -> None:
@@ -58,7 +61,7 @@ class Identities:
         self._schemas: dict[str, Schemas] = {}
 
     def of(self, conversation: Conversation) -> Identity:
-        """The identity of `conversation`, the same whatever came before."""
+        """Returns the identity of a conversation. It does not depend on earlier conversations."""
         tools = tools_key(conversation.tools)
         schemas = self.schemas(conversation.tools, tools)
         known, same = Identity((), (), (tools,)), 0
@@ -70,13 +73,13 @@ class Identities:
             answers.append(answer_key(message, schemas))
             prefixes.append(_digest([prefixes[-1], answers[-1]]))
         found = Identity(known.messages[:same] + conversation.messages[same:], tuple(answers), tuple(prefixes))
-        # One that only grew is held once.
+        # A conversation that only grew is stored once.
         kept = [other for other in self._last if other is not known or same < len(known.messages)]
         self._last = [*kept[1 - REMEMBERED :], found]
         return found
 
     def schemas(self, tools: Sequence[Mapping[str, Any]], key: str) -> Schemas:
-        """The schemas of a tool list that declare defaults, by function; `key` is its `tools_key`."""
+        """Returns the schemas of a tool list that declare defaults, by function. `key` is its `tools_key`."""
         if key not in self._schemas:
             while len(self._schemas) >= REMEMBERED:
                 del self._schemas[next(iter(self._schemas))]
@@ -87,8 +90,9 @@ class Identities:
 
 
 def answer_key(message: Message, schemas: Schemas = MappingProxyType({})) -> str:
-    """Hex digest of a message's meaning without what an answer loses or gains on its way back: its reasoning, which
-    most agents drop, the name that some give it, and arguments that say what `schemas` declare as defaults.
+    """Returns a hex digest of a message's meaning, without the parts that agents change in an answer.
+
+    Most agents drop the reasoning, some add a name, and some drop or add arguments that are defaults of `schemas`.
     """
     calls = [[call.id, call.name, _arguments(call, schemas.get(call.name))] for call in message.tool_calls]
     name = "" if message.role == "assistant" else message.name
@@ -96,30 +100,30 @@ def answer_key(message: Message, schemas: Schemas = MappingProxyType({})) -> str
 
 
 def raw_key(prompt: str | Sequence[int]) -> str:
-    """Hex digest of a raw prompt."""
+    """Returns the hex digest of a raw prompt."""
     return _digest(["prompt", prompt])
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Hex digest of a tool list."""
+    """Returns the hex digest of a tool list."""
     return _digest(["tools", *tools])
 
 
 def context_digest(*stretches: Sequence[int]) -> bytes:
-    """16 bytes that name a sequence of tokens, given in one stretch or several."""
+    """Returns a digest of 16 bytes of a sequence of tokens, given in one or more stretches."""
     digest = hashlib.blake2b(digest_size=16)
     for tokens in stretches:
-        digest.update(array("I", tokens))  # Signed ones are packed four times as slowly.
+        digest.update(array("I", tokens))  # Packing signed integers takes four times as long.
     return digest.digest()
 
 
 def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
-    """How many messages both begin with. Messages hold text only, so those that compare equal are the same."""
+    """Returns the length of the common prefix. Messages hold text only, so equal messages are the same."""
     return next(compress(count(), map(ne, known, messages)), min(len(known), len(messages)))
 
 
 def _arguments(call: ToolCall, schema: Any) -> list[Any]:
-    """JSON by value, anything else as it stands; the first item keeps the two apart."""
+    """Returns JSON arguments by value and others as text. The first item distinguishes the two."""
     try:
         value = _plain_numbers(call.value())
     except ValueError:
@@ -128,7 +132,7 @@ def _arguments(call: ToolCall, schema: Any) -> list[Any]:
 
 
 def _without_defaults(value: Any, schema: Any) -> Any:
-    """A JSON value without the keys that say what the schema declares as their default."""
+    """Returns a JSON value without the keys whose value is the default in the schema."""
     if not isinstance(schema, Mapping):
         return value
     if isinstance(value, list):
@@ -158,7 +162,7 @@ def _declares_defaults(schema: Any) -> bool:
 
 
 def _plain_numbers(value: Any) -> Any:
-    """1.0 becomes 1, as JavaScript writes it."""
+    """Replaces 1.0 by 1, as JavaScript writes it."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

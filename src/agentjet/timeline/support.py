@@ -1,11 +1,12 @@
-"""The sets of tokens that sampled tokens were chosen among, where a grammar, `top_p` or `top_k` left some out.
+"""Support sets: the tokens that a sampled token was chosen from, if a grammar, `top_p` or `top_k` excluded others.
 
-The learner's distribution is the one sampled from only if both are over the same set, so the set itself travels with
-the token, from the sampler through the journal into the forest; nothing is derived again. One set is bytes: none for
-the whole vocabulary, else how the ids are written (`_KINDS`), then the gaps between those of its members or of the
-tokens it lacks, whichever are fewer.
+The learner must normalise over the same set as the sampler. So the set stays with the token from the sampler to the
+journal and the forest. It is never computed again.
 
-NumPy only. V is the number of token ids the model knows.
+A set is encoded as bytes. No bytes mean the whole vocabulary. Otherwise the first byte is the kind of encoding (see
+`_KINDS`). Then follow the gaps between the ids of its members, or of the excluded tokens if they are fewer.
+
+NumPy only. V is the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 EVERYTHING = b""
-"""No restriction."""
+"""The whole vocabulary."""
 
 _KINDS = {0: (False, "<u2"), 1: (True, "<u2"), 2: (False, "<u4"), 3: (True, "<u4")}
-"""First byte: whether the ids are those left out, and the type of a gap."""
+"""By first byte: True if the ids are those of excluded tokens, and the type of a gap."""
 
 
 def encode_set(members: NDArray[np.bool_]) -> bytes:
-    """A set from its members [V]; raises `ValueError` for an empty one, from which nothing can be sampled."""
+    """Returns the encoding of a set from its members [V]. Raises `ValueError` for an empty set."""
     count = int(np.count_nonzero(members))
     if count == len(members):
         return EVERYTHING
     if not count:
-        raise ValueError("a set without members")
+        raise ValueError("an empty support set")
     excludes = 2 * count > len(members)
     gaps = np.diff(np.flatnonzero(~members if excludes else members), prepend=0)
     kind = excludes + 2 * bool(gaps.max() > 0xFFFF)
@@ -38,7 +39,7 @@ def encode_set(members: NDArray[np.bool_]) -> bytes:
 
 
 def decode_set(encoded: bytes, vocabulary: int) -> NDArray[np.bool_]:
-    """The members [V] of a set."""
+    """Returns the members [V] of a set."""
     if encoded == EVERYTHING:
         return np.ones(vocabulary, bool)
     excludes, gap = _KINDS[encoded[0]]
@@ -48,7 +49,7 @@ def decode_set(encoded: bytes, vocabulary: int) -> NDArray[np.bool_]:
 
 
 def pack_sets(sets: Sequence[bytes]) -> bytes:
-    """Sets of successive tokens, each distinct one once, compressed; empty when none restricts anything."""
+    """Returns the compressed sets of successive tokens, each distinct set once; empty if all are `EVERYTHING`."""
     if not any(sets):
         return b""
     number: dict[bytes, int] = {}
@@ -58,7 +59,7 @@ def pack_sets(sets: Sequence[bytes]) -> bytes:
 
 
 def unpack_sets(packed: bytes, count: int) -> tuple[bytes, ...]:
-    """The inverse, for `count` tokens."""
+    """Returns the sets of `count` tokens from their packed form."""
     if not packed:
         return (EVERYTHING,) * count
     content = zlib.decompress(packed)

@@ -1,16 +1,16 @@
-"""The conversation tree of one episode and agent role: what tokens the policy saw, and how a new prompt continues them.
+"""The conversation tree of one episode and role: the tokens that the policy saw, and how a new prompt continues them.
 
-A call adds one segment (the tokens of its prompt that were new, then its completion) below a position of an earlier
-call. Invariants:
+A call adds one segment below a position of an earlier call. The segment has the new tokens of its prompt, then its
+completion. Invariants:
 
 * calls are only appended; the tokens of a call never change;
 * `match` keeps the longest known path whose bytes begin the new prompt. Sampled tokens on that path are kept as they
   were sampled, to the last one;
-* a path that ends within *prompt* text is kept up to the last control token (or the segment's start) only: from there
-  the tokenizer decides alone, so what was not sampled has the same tokens whatever similar prompts came earlier;
-* one thread adds calls, and others may read meanwhile: a call is in `_nodes` before anything else refers to it.
+* a path that ends within *prompt* text is kept up to its last control token, or to the segment's start. From there
+  the tokenizer decides alone, so the tokens of a prompt do not depend on similar earlier prompts;
+* one thread adds calls while others read: a call is in `_nodes` before anything refers to it.
 
-The work of a match is comparing bytes; a call whose bytes differ is searched by bisection for where they do.
+`match` compares bytes. If the bytes of a call differ from the prompt, bisection finds where.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a prompt continues the tree: the first `kept` tokens of `parent`'s prompt + completion, then `suffix`.
+    """A continuation of the tree: the first `kept` tokens of `parent`'s prompt + completion, then `suffix`.
 
-    `suffix` is encoded text still to be tokenised. Without a parent `kept` is 0.
+    `suffix` is encoded text that is not tokenised yet. Without a parent, `kept` is 0.
     """
 
     parent: str | None
@@ -50,10 +50,10 @@ class _Node:
     ends: array[int]
     """Offset in `encoded` after each token, with a leading 0: `ends[p]` bytes precede position p."""
     stops: array[int]
-    """Ascending positions in the prompt part where a match may end: 0 and after each control token."""
+    """Ascending positions in the prompt part at which a match may end: 0 and after each control token."""
     children: list[_Node] = field(default_factory=list)
     schemas: Schemas = field(default_factory=dict)
-    """Of the tools that the call was offered."""
+    """Schemas of the tools that the call was offered."""
 
     @property
     def prompt_end(self) -> int:
@@ -61,7 +61,7 @@ class _Node:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole path."""
+        """Number of tokens of the whole path."""
         return self.start + len(self.tokens)
 
     @property
@@ -69,17 +69,17 @@ class _Node:
         return any(child.start == self.length for child in self.children)
 
     def reach(self, encoded: bytes, offset: int, limit: int) -> int:
-        """Position up to which the segment agrees with `encoded[offset:limit]`."""
+        """Returns the position up to which the segment agrees with `encoded[offset:limit]`."""
         if offset + len(self.encoded) <= limit and encoded.startswith(self.encoded, offset):
             return len(self.tokens)
         return self.position(_agreement(self.encoded, encoded, offset, limit))
 
     def position(self, num_bytes: int) -> int:
-        """The last position that `num_bytes` bytes of the segment cover."""
+        """Returns the last position that `num_bytes` bytes of the segment cover."""
         return bisect_right(self.ends, num_bytes) - 1
 
     def stop(self, reach: int, encoded: bytes, offset: int) -> int:
-        """Where a match that agrees up to `reach` may end: anywhere in what was sampled, except within a character."""
+        """Returns where a match that agrees up to `reach` may end: at any sampled token, but not within a character."""
         while reach > self.prompt_end and _continues_character(encoded, offset + self.ends[reach]):
             reach -= 1
         if reach > self.prompt_end:
@@ -88,7 +88,7 @@ class _Node:
 
 
 class ConversationTree:
-    """Calls of one (episode, role). `match` before sampling, `add` after it; the same `add`s rebuild it on recovery."""
+    """Calls of one (episode, role). `match` runs before sampling, `add` after it. Recovery repeats the `add`s."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -99,7 +99,7 @@ class ConversationTree:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        return tuple(node.call for node in list(self._nodes.values()))  # The copy is one step, whoever adds meanwhile.
+        return tuple(node.call for node in list(self._nodes.values()))  # The copy is atomic if another thread adds.
 
     def knows(self, call_id: str) -> bool:
         return call_id in self._nodes
@@ -108,9 +108,9 @@ class ConversationTree:
         return self._nodes[call_id].call
 
     def exchange(self, call_id: str) -> tuple[Conversation, Message]:
-        """What a call was asked, in full, and what it answered.
+        """Returns the whole conversation of a call and its answer.
 
-        The tools are those of the first call of its conversation.
+        The tools are those of the first call of the conversation.
         """
         call = first = self._nodes[call_id].call
         messages = call.ask.messages
@@ -120,37 +120,37 @@ class ConversationTree:
         return Conversation(messages, first.ask.tools, instructed=first.ask.instructed), call.response
 
     def leaves(self) -> tuple[Call, ...]:
-        """The calls that no later call continues from their very end: each ends a timeline."""
+        """Returns the calls that no later call continues at their end. Each ends a timeline."""
         return tuple(node.call for node in self._nodes.values() if not node.is_continued)
 
     def num_tokens(self, call_id: str) -> int:
-        """Length of a call's prompt + completion."""
+        """Returns the length of a call's prompt + completion."""
         return self._nodes[call_id].length
 
     def is_continued(self, call_id: str) -> bool:
-        """Whether a later call continues this one from its very end."""
+        """True if a later call continues this one at its end."""
         return self._nodes[call_id].is_continued
 
     def keeps_all_of(self, call_id: str, match: Match) -> bool:
-        """Whether what `match` keeps begins with a call's whole prompt + completion."""
+        """True if the tokens that `match` keeps begin with a call's whole prompt + completion."""
         length = self.num_tokens(call_id)
         if match.parent is None or match.kept < length:
             return False
         return match.parent == call_id or _path(self._nodes[match.parent], length) == self.tokens(call_id)
 
     def has_seen_tools(self, asked: Identity) -> bool:
-        """Whether a call here was offered these very tools."""
+        """True if a call of this tree was offered exactly these tools."""
         return asked.tools in self._tools
 
     def identify(self, conversation: Conversation) -> Identity:
-        """The identity of a conversation that is asked here."""
+        """Returns the identity of a conversation of this tree."""
         return self._identities.of(conversation)
 
     def recognise(self, asked: Identity) -> dict[int, Call]:
-        """The assistant messages that the policy said here in answer to the messages before them: index to call.
+        """Returns the assistant messages that the policy sampled in answer to the messages before them: index to call.
 
-        Reasoning may be missing from a message (agents drop it). Where several calls fit, that one is taken which the
-        next recognised turn was asked behind, else the newest.
+        Reasoning may be missing from a message, because agents drop it. If several calls fit, the one that the next
+        recognised turn continues is returned, else the newest.
         """
         candidates: dict[int, list[Call]] = {}
         for i, message in enumerate(asked.messages):
@@ -169,9 +169,9 @@ class ConversationTree:
         return dict(sorted(found.items()))
 
     def match(self, encoded: bytes, *, to_the_end: bool = False) -> Match:
-        """How a prompt, as encoded text, continues what is known; of equally long paths the newest.
+        """Returns how a prompt, as encoded text, continues the tree. Among equally long paths the newest wins.
 
-        Only `to_the_end` it may be known whole: a raw prompt may be what was said before, to be continued.
+        The match may cover the whole prompt only with `to_the_end`: a raw prompt may end with a completion.
         """
         assert encoded, "a prompt has at least one token"
         limit = len(encoded) - (0 if to_the_end else 1)
@@ -194,8 +194,8 @@ class ConversationTree:
         return Match(found.call.id, found.start + stop, encoded[num_bytes:])
 
     def add(self, call: Call, encoded_suffix: Sequence[bytes], encoded_completion: Sequence[bytes]) -> None:
-        """Append a call whose parent, if any, is known. The encoded pieces are one per token."""
-        assert call.id not in self._nodes, f"call {call.id} is there already"
+        """Appends a call whose parent, if any, is in the tree. The encoded pieces are one per token."""
+        assert call.id not in self._nodes, f"call {call.id} is already in the tree"
         assert len(encoded_suffix) == len(call.suffix) and len(encoded_completion) == len(call.completion)
         parent = self._attachment(call)
         pieces = [*encoded_suffix, *encoded_completion]
@@ -221,17 +221,17 @@ class ConversationTree:
         self._answers.setdefault((call.prompt_key, answer_key(call.response, node.schemas)), []).append(call)
 
     def tokens(self, call_id: str) -> tuple[int, ...]:
-        """Prompt + completion of a call, exactly as the policy saw them."""
+        """Returns the prompt + completion of a call, exactly as the policy saw them."""
         node = self._nodes[call_id]
         return _path(node, node.length)
 
     def encoded_completion(self, call_id: str) -> bytes:
-        """The encoded text of what a call sampled: the body that `Renderer.render` takes."""
+        """Returns the encoded text of a completion: the body that `Renderer.render` takes."""
         node = self._nodes[call_id]
         return node.encoded[node.ends[node.prompt_end] :]
 
     def encoded_prompt(self, call_id: str) -> bytes:
-        """The encoded text of all that a call was asked with."""
+        """Returns the encoded text of the whole prompt of a call."""
         node = self._nodes[call_id]
         at: _Node | None = node
         end = node.start + node.prompt_end
@@ -244,24 +244,24 @@ class ConversationTree:
         return b"".join(reversed(parts))
 
     def prompt_tokens(self, match: Match, suffix_tokens: Sequence[int]) -> tuple[int, ...]:
-        """The whole prompt of a call about to be sampled: what `match` keeps, then its suffix tokenised."""
+        """Returns the whole prompt of a new call: the tokens that `match` keeps, then the tokenised suffix."""
         kept = _path(self._nodes[match.parent], match.kept) if match.parent else ()
         return kept + tuple(suffix_tokens)
 
     def _attachment(self, call: Call) -> _Node | None:
-        """The node in whose segment the kept tokens end, which may be an ancestor of the call's parent."""
+        """Returns the node in whose segment the kept tokens end. It may be an ancestor of the call's parent."""
         if call.parent is None:
             assert call.kept == 0, "a call without a parent keeps nothing"
             return None
         node: _Node | None = self._nodes[call.parent]
-        assert node is not None and call.kept <= node.length, "a call keeps tokens its parent has not"
+        assert node is not None and call.kept <= node.length, "a call keeps more tokens than its parent has"
         while node is not None and call.kept <= node.start:
             node = node.parent
         return node
 
 
 def _path(node: _Node, length: int) -> tuple[int, ...]:
-    """The first `length` tokens on the way from the root to the end of `node`."""
+    """Returns the first `length` tokens on the path from the root to the end of `node`."""
     parts: list[tuple[int, ...]] = []
     at: _Node | None = node
     while at is not None:
@@ -276,7 +276,7 @@ def _path(node: _Node, length: int) -> tuple[int, ...]:
 
 
 def _agreement(segment: bytes, encoded: bytes, offset: int, limit: int) -> int:
-    """How many bytes of `segment` agree with `encoded[offset:limit]`, by bisection over memory comparisons."""
+    """Returns how many bytes of `segment` agree with `encoded[offset:limit]`, by bisection over comparisons."""
     low, high = 0, min(len(segment), limit - offset)
     while low < high:
         middle = (low + high + 1) // 2

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentjet.cli import example
 from agentjet.cli.research.run import Local, run
 from agentjet.cli.research.study import new, report, status, steer
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 
 DEFAULT_OUT = Path("research-demo")
-DIGITS = "agentjet.cli.digits:"
 TOPIC = "Can a model of random weights learn to answer in digits, and does a wider clip help it?"
 
 
@@ -63,7 +63,7 @@ def check_same(files: StudyFolder, seed: int | None) -> None:
     from agentjet.errors import ConfigError
 
     study = files.study()
-    if study.topic != TOPIC or study.subject is None or not study.subject.agent.startswith(DIGITS):
+    if study.topic != TOPIC or study.subject is None or not study.subject.agent.startswith(digits_agent()):
         raise ConfigError(
             f"--out {files.path} holds another study ({study.topic!r}), not the demo: give another folder, or go on "
             f"with that one: agentjet research run {shlex.quote(str(files.path))}"
@@ -119,6 +119,11 @@ def demo_plan(model: Path, seed: int) -> Plan:
     return Plan(study, None, (), (), estimate_cost(study))
 
 
+def digits_agent() -> str:
+    """The file of `examples/digits` as a prefix of its functions."""
+    return f"{example('digits') / 'agent.py'}:"
+
+
 def digits(model: Path) -> Subject:
     from agentjet.cli.research.study import fixed
     from agentjet.research.models import Subject
@@ -126,9 +131,9 @@ def digits(model: Path) -> Subject:
     return fixed(
         Subject(
             model=str(model),
-            agent=f"{DIGITS}agent",
-            tasks=f"{DIGITS}training_tasks",
-            held_out=f"{DIGITS}held_out_tasks",
+            agent=f"{digits_agent()}agent",
+            tasks=f"{digits_agent()}training_tasks",
+            held_out=f"{digits_agent()}held_out_tasks",
             settings={
                 "model.device": "cpu",
                 "model.dtype": "float32",

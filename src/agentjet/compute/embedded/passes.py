@@ -23,8 +23,7 @@ from torch import Tensor
 from agentjet.compute.embedded.attention import flat_forward
 from agentjet.compute.embedded.forest_attention import ForestPlan, KeyValues, forest_plan
 from agentjet.compute.embedded.policy import Policy
-from agentjet.timeline.chunks import ForestChunk, chunk_forest
-from agentjet.timeline.forest import Forest, split
+from agentjet.timeline.forest import Forest, ForestChunk, chunk_forest, split
 
 IntArray = NDArray[np.int64]
 

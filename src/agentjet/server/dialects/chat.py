@@ -1,62 +1,62 @@
-"""The body of `POST /v1/chat/completions`, every key of it.
+"""The chat completions of OpenAI's API.
 
-`KEYS` has the treatment of each.
-
-OpenAI's chat completions: bodies to canonical requests, chunks to answers.
-
-Equality of messages is by meaning, so what differs only in form becomes the same here: an assistant's null content is
-the empty string, the text parts of a content list are joined, `developer` is `system`.
+Messages are compared by meaning, so forms with one meaning become one form here. An assistant's null content is the
+empty string. The text parts of a content list are joined. `developer` is `system`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.requests import CallRequest, TokenLogprob
+from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
+from agentjet.server.dialects.completions import (
+    DONE,
+    SAMPLING_KEYS,
+    SamplingBody,
+    UsageBody,
+    fingerprint_of,
+    sampling_request,
+    usage_of,
+)
 from agentjet.server.dialects.dialect import (
     ANY_OBJECT,
-    DONE,
-    OPENAI_ERRORS,
-    SAMPLING_KEYS,
+    CACHE_HINT,
+    REASONING_HINT,
     AnswerHead,
     Body,
     Chunks,
-    CollectedChoices,
     Count,
-    Dialect,
-    Finite,
     JsonObject,
     KeyRules,
     RequestKeys,
-    SamplingBody,
-    StreamEvent,
     Text,
     TextPart,
-    UsageBody,
+    TokenLogprobBody,
+    call_of,
     check_choice,
     collect,
-    completion_request,
-    fingerprint_of,
     function_tool,
     honoured,
+    logprob_bodies,
     named_function,
     noted,
     refuse_top_logprobs,
-    refuse_unused_stream_options,
     refused,
     sse,
     text_of,
 )
 from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
 
+# --- requests
+
 
 class ContentPart(TextPart):
-    """A part of a message's content, with what others than text have in it."""
+    """A part of a message's content, with the keys of all types of part."""
 
     image_url: Any = None
     input_audio: Any = None
@@ -86,7 +86,7 @@ class HistoryFunction(FunctionCall):
     """The function of a tool call in a history."""
 
     parsed_arguments: Any = None
-    """What OpenAI's SDK read in `arguments`, which its `stream` and `parse` send back; it says nothing else."""
+    """The parsed `arguments`, which `stream` and `parse` of OpenAI's SDK add. Ignored: it repeats `arguments`."""
 
 
 class HistoryToolCall(ToolCallBody):
@@ -94,17 +94,17 @@ class HistoryToolCall(ToolCallBody):
 
     function: HistoryFunction
     index: int | None = None
-    """Left over by agents that send back what they joined from a stream; the order of the list says the same."""
+    """Kept by agents that join the chunks of a stream. Ignored: it repeats the order of the list."""
 
 
 class MessageBody(Body):
-    """A message. The keys that SDKs write with null into an answer that is sent back are known, and must be empty."""
+    """A message. Keys that SDKs copy from an answer with null are known, and must be empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     """Null or missing in an assistant message only."""
     reasoning_content: str | None = None
-    """What an assistant thought before it answered, as the answers of this server have it."""
+    """The reasoning of an assistant, as the answers of this server have it."""
     tool_calls: list[HistoryToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -113,9 +113,9 @@ class MessageBody(Body):
     audio: Any = None
     function_call: Any = None
     parsed: Any = None
-    """What OpenAI's SDK read in `content`, which its `stream` and `parse` send back; it says nothing else."""
+    """The parsed `content`, which `stream` and `parse` of OpenAI's SDK add. Ignored: it repeats `content`."""
     provider_specific_fields: Any = None
-    """What LiteLLM notes of the answer it was given; the policy never saw it."""
+    """Notes of LiteLLM about the answer. The policy never read them."""
     reasoning: Any = None
     reasoning_details: Any = None
     reasoning_text: Any = None
@@ -126,7 +126,7 @@ class MessageBody(Body):
 
 
 class FunctionBody(Body):
-    """A function the model may call; `parameters` is a JSON schema."""
+    """A function that the policy may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: Text | None = None
@@ -143,7 +143,7 @@ class ToolBody(Body):
 
 
 class NamedSchema(Body):
-    """A JSON schema. It is followed whole, whether `strict` or not; what it is called changes nothing."""
+    """A JSON schema. The answer follows all of it, whether `strict` or not. The name has no effect."""
 
     name: str
     description: str | None = None
@@ -152,28 +152,27 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer's content is: any text, any JSON object, or JSON that follows a schema."""
+    """The form of the answer's content: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
 class ChatBody(SamplingBody):
-    """A chat completion request. Everything of OpenAI's that is not honoured is refused, never ignored."""
+    """A chat completion request. Keys of OpenAI's API that cannot be honoured are refused, never ignored."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""
+    """Only 0, which means the sampled tokens: the sampler does not report other tokens."""
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
 
     # Known, and not honoured: see `KEYS`.
-    user: Any = None
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -194,55 +193,44 @@ class ChatBody(SamplingBody):
     usage: Any = None
     web_search_options: Any = None
     chat_template_kwargs: JsonObject | None = None
-    min_p: Finite | None = None
-    repetition_penalty: Finite | None = None
-    frequency_penalty: Finite | None = None
-    presence_penalty: Finite | None = None
-    logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
 
 
-HINT = "the policy alone decides whether and how much it reasons"
+REASONING_TEXT_HINT = "`reasoning_content` has the text"
 KEYS: RequestKeys = {
     **SAMPLING_KEYS,
     "messages": honoured("text, also in parts; tool calls and their results; `reasoning_content`"),
     "max_tokens": honoured(),
     "max_completion_tokens": honoured("the same as `max_tokens`"),
     "logprobs": honoured("every sampled token, control tokens included"),
-    "top_logprobs": refused("the sampler reports the token that it sampled, not the others", 0),
+    "top_logprobs": refused("the sampler reports the sampled token only", 0),
     "tools": honoured("of type `function`, also `strict`"),
     "tool_choice": honoured(),
     "parallel_tool_calls": honoured(),
     "response_format": honoured("[constraints.md](constraints.md)"),
-    "chat_template_kwargs": noted("refused where this model's template would write another prompt with it", {}),
-    "user": noted(),
+    "chat_template_kwargs": noted("refused if this model's template would write another prompt with it", {}),
     "metadata": noted(),
     "safety_identifier": noted(),
-    "prompt_cache_key": noted("prefixes are kept anyway"),
-    "prompt_cache_options": noted("prefixes are kept anyway"),
-    "prompt_cache_retention": noted("prefixes are kept anyway"),
-    "cache_control": noted("prefixes are kept anyway"),
+    "prompt_cache_key": noted(CACHE_HINT),
+    "prompt_cache_options": noted(CACHE_HINT),
+    "prompt_cache_retention": noted(CACHE_HINT),
+    "cache_control": noted(CACHE_HINT),
     "service_tier": noted("there is one tier"),
     "store": noted("answers cannot be fetched again", False),
     "prediction": noted("a hint for speed"),
     "moderation": noted(),
     "usage": noted("answers always have it"),
-    "reasoning_effort": noted(HINT),
-    "reasoning": noted(HINT),
-    "thinking": noted(HINT),
-    "enable_thinking": noted(HINT),
-    "thinking_budget": noted(HINT),
+    "reasoning_effort": noted(REASONING_HINT),
+    "reasoning": noted(REASONING_HINT),
+    "thinking": noted(REASONING_HINT),
+    "enable_thinking": noted(REASONING_HINT),
+    "thinking_budget": noted(REASONING_HINT),
     "include_reasoning": noted("answers have `reasoning_content`", True),
-    "verbosity": noted("the prompt says how long the answer is to be"),
-    "web_search_options": noted("a provider would run the search; the policy is not offered it"),
-    "frequency_penalty": refused("it would change the distribution", 0.0),
-    "presence_penalty": refused("it would change the distribution", 0.0),
-    "repetition_penalty": refused("it would change the distribution", 1.0),
-    "logit_bias": refused("it would change the distribution", {}),
-    "min_p": refused("it would change the distribution", 0.0),
+    "verbosity": noted("state the wanted length in the prompt"),
+    "web_search_options": noted("no provider runs the search; the policy is not offered it"),
     "modalities": refused("the policy writes text only", ["text"]),
     "audio": refused("the policy writes text only"),
     "function_call": refused("use `tool_choice`", "auto"),
@@ -252,31 +240,105 @@ KEYS: RequestKeys = {
     "messages[].audio": refused("the policy reads text only"),
     "messages[].function_call": refused("use `tool_calls`"),
     "messages[].parsed": honoured("repeats `content`"),
-    "messages[].provider_specific_fields": noted("the policy never saw it", {}),
-    "messages[].reasoning": noted("`reasoning_content` has the text", ""),
-    "messages[].reasoning_details": noted("`reasoning_content` has the text", []),
-    "messages[].reasoning_text": noted("`reasoning_content` has the text", ""),
-    "messages[].reasoning_opaque": noted("`reasoning_content` has the text", ""),
-    "messages[].reasoning_items": noted("`reasoning_content` has the text", []),
-    "messages[].thinking_blocks": noted("`reasoning_content` has the text", []),
-    "messages[].cache_control": noted("prefixes are kept anyway"),
-    "messages[].content[].cache_control": noted("prefixes are kept anyway"),
-    "tools[].cache_control": noted("prefixes are kept anyway"),
+    "messages[].provider_specific_fields": noted("the policy never read it", {}),
+    "messages[].reasoning": noted(REASONING_TEXT_HINT, ""),
+    "messages[].reasoning_details": noted(REASONING_TEXT_HINT, []),
+    "messages[].reasoning_text": noted(REASONING_TEXT_HINT, ""),
+    "messages[].reasoning_opaque": noted(REASONING_TEXT_HINT, ""),
+    "messages[].reasoning_items": noted(REASONING_TEXT_HINT, []),
+    "messages[].thinking_blocks": noted(REASONING_TEXT_HINT, []),
+    "messages[].cache_control": noted(CACHE_HINT),
+    "messages[].content[].cache_control": noted(CACHE_HINT),
+    "tools[].cache_control": noted(CACHE_HINT),
 }
-BODY, MESSAGE = KeyRules(KEYS), KeyRules(KEYS, "messages[].")
+_RULES, _MESSAGE_RULES = KeyRules(KEYS), KeyRules(KEYS, "messages[].")
 
 
-class TokenLogprobBody(BaseModel):
-    """A sampled token with the logarithm of its probability under the distribution it was sampled from."""
+def to_request(body: ChatBody) -> CallRequest:
+    """Returns the canonical request. Raises `InvalidRequest` for the first thing that cannot be honoured."""
+    refuse_top_logprobs(body.top_logprobs)
+    notes = _RULES.check(body)
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise InvalidRequest(
+            f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
+            param="max_completion_tokens",
+        )
+    if any(tool.cache_control is not None for tool in body.tools or ()):
+        notes.append("tools[].cache_control")
+    functions = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
+    conversation = Conversation(
+        tuple(_message(message, i, notes) for i, message in enumerate(body.messages)),
+        tuple(function_tool(function.name, function.description, function.parameters) for function in functions),
+    )
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    request = sampling_request(body, conversation, max_tokens, notes, _constraint(body, functions))
+    return replace(request, template_kwargs=body.chat_template_kwargs or {})
 
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[Any] = []
+
+def _message(body: MessageBody, index: int, notes: list[str]) -> Message:
+    where = f"messages.{index}"
+    notes += _MESSAGE_RULES.check(body, f"{where}.")
+    if isinstance(body.content, list) and any(part.cache_control is not None for part in body.content):
+        notes.append("messages[].content[].cache_control")
+    if body.role != "assistant" and (body.tool_calls or body.reasoning_content):
+        key = "tool_calls" if body.tool_calls else "reasoning_content"
+        raise InvalidRequest(
+            f"{where} is a {body.role} message: only assistant messages may have {key}.", param=f"{where}.{key}"
+        )
+    if (body.role == "tool") != bool(body.tool_call_id):
+        raise InvalidRequest(
+            f"{where}: tool messages, and no others, must have the tool_call_id that they answer.",
+            param=f"{where}.tool_call_id",
+        )
+    if body.content is None and body.role != "assistant":
+        raise InvalidRequest(
+            f"{where}.content is null or missing: only an assistant message may have no content.",
+            param=f"{where}.content",
+        )
+    return Message(
+        role="system" if body.role == "developer" else body.role,
+        content=text_of(body.content or "", ("text",), f"{where}.content", notes),
+        reasoning=body.reasoning_content or "",
+        tool_calls=tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ()
+        ),
+        tool_call_id=body.tool_call_id or "",
+        name=body.name or "",
+    )
+
+
+def _constraint(body: ChatBody, functions: list[FunctionBody]) -> Constraint:
+    """Returns the constraint of `response_format`, `tool_choice`, `parallel_tool_calls` and strict tools."""
+    choice, required = body.tool_choice, ""
+    if isinstance(choice, dict):
+        form = "{'type': 'function', 'function': {'name': ...}}"
+        required = named_function(choice, choice.get("function"), form)
+    constraint = Constraint(
+        schema=_schema(body.response_format),
+        calls="required" if choice == "required" or required else "auto",
+        function=required,
+        strict=frozenset(function.name for function in functions if function.strict),
+        parallel=body.parallel_tool_calls is not False,
+    )
+    return check_choice(constraint, [function.name for function in functions])
+
+
+def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return ANY_OBJECT
+    if response_format.json_schema is None or response_format.json_schema.schema_ is None:
+        where = "response_format.json_schema"
+        raise InvalidRequest(f"response_format of type 'json_schema' needs {where}.schema.", param=where)
+    return response_format.json_schema.schema_
+
+
+# --- answers
 
 
 class LogprobsBody(BaseModel):
-    """Log-probabilities of a choice: every sampled token, control tokens included."""
+    """Log-probabilities of every sampled token of a choice, control tokens included."""
 
     content: list[TokenLogprobBody]
     refusal: None = None
@@ -314,49 +376,21 @@ class ChatCompletion(BaseModel):
     """`policy-N`: the policy version that sampled the last token."""
 
 
-def to_request(body: ChatBody) -> CallRequest:
-    """The canonical request. Raises `InvalidRequest` naming the first thing that cannot be honoured."""
-    refuse_top_logprobs(body.top_logprobs, "top_logprobs")
-    notes = BODY.judge(body)
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise InvalidRequest(
-            f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
-            param="max_completion_tokens",
-        )
-    refuse_unused_stream_options(body, body.stream_options)
-    tools = () if body.tool_choice == "none" else tuple(map(_tool, body.tools or ()))
-    if any(tool.cache_control is not None for tool in body.tools or ()):
-        notes.append("tools[].cache_control")
-    conversation = Conversation(tuple(_message(m, i, notes) for i, m in enumerate(body.messages)), tools)
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    request = completion_request(body, conversation, max_tokens, _constraint(body), notes)
-    return replace(request, template_kwargs=body.chat_template_kwargs or {})
-
-
 async def to_answer(chunks: Chunks, body: ChatBody, head: AnswerHead) -> ChatCompletion:
-    """The whole answer, once every choice has ended."""
-    gathered = await collect(chunks)
-    choices = [
-        ChoiceBody(
-            index=index,
-            message=_answer(call.response),
-            logprobs=_logprobs(gathered.tokens[index]) if body.logprobs else None,
-            finish_reason=_finish_reason(call),
-        )
-        for index, call in sorted(gathered.calls.items())
-    ]
+    """Returns the whole answer, after every choice has ended."""
+    choices = await collect(chunks)
     return ChatCompletion(
         id=f"chatcmpl-{head.id}",
         created=head.created,
         model=head.model,
-        choices=choices,
-        usage=gathered.usage,
-        system_fingerprint=fingerprint_of(gathered.calls[0]),
+        choices=[_choice(body, last) for last in choices],
+        usage=usage_of(choices),
+        system_fingerprint=fingerprint_of(call_of(choices[0])),
     )
 
 
-async def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGenerator[StreamEvent]:
-    """The chunks of a streamed answer."""
+async def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGenerator[str]:
+    """Yields the events of a streamed answer."""
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     common: dict[str, Any] = {
         "id": f"chatcmpl-{head.id}",
@@ -367,104 +401,43 @@ async def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGe
     if with_usage:
         common["usage"] = None
     started: set[int] = set()
-    gathered = CollectedChoices()
+    choices: list[CallChunk] = []
     async for chunk in chunks:
-        gathered.take(chunk)
         delta: dict[str, Any] = {}
+        choice: dict[str, Any] = {"index": chunk.index, "delta": delta, "finish_reason": None, "logprobs": None}
         if chunk.index not in started:
             started.add(chunk.index)
-            delta = {"role": "assistant", "content": ""}
+            delta |= {"role": "assistant", "content": ""}
         if chunk.reasoning:
             delta["reasoning_content"] = chunk.reasoning
         if chunk.text:
             delta["content"] = chunk.text
-        if chunk.call is not None:
-            common["system_fingerprint"] = fingerprint_of(chunk.call)
-            if chunk.call.response.tool_calls:
-                delta["tool_calls"] = [
-                    {**call.model_dump(), "index": i} for i, call in enumerate(_tool_calls(chunk.call.response))
-                ]
-        choice: dict[str, Any] = {"index": chunk.index, "delta": delta, "finish_reason": None, "logprobs": None}
         if body.logprobs and chunk.tokens:
             choice["logprobs"] = _logprobs(chunk.tokens).model_dump()
         if chunk.call is not None:
+            choices.append(chunk)
+            common["system_fingerprint"] = fingerprint_of(chunk.call)
             choice["finish_reason"] = _finish_reason(chunk.call)
-        yield StreamEvent(sse({**common, "choices": [choice]}))
+            if tool_calls := _tool_calls(chunk.call.response):
+                delta["tool_calls"] = [{**call.model_dump(), "index": i} for i, call in enumerate(tool_calls)]
+        yield sse({**common, "choices": [choice]})
     if with_usage:
-        yield StreamEvent(sse({**common, "choices": [], "usage": gathered.usage.model_dump()}))
+        yield sse({**common, "choices": [], "usage": usage_of(choices).model_dump()})
     yield DONE
 
 
-def _message(body: MessageBody, index: int, notes: list[str]) -> Message:
-    where = f"messages.{index}"
-    notes += MESSAGE.judge(body, f"{where}.")
-    if isinstance(body.content, list) and any(part.cache_control is not None for part in body.content):
-        notes.append("messages[].content[].cache_control")
-    if body.role != "assistant" and (body.tool_calls or body.reasoning_content):
-        what = "tool_calls" if body.tool_calls else "reasoning_content"
-        raise InvalidRequest(
-            f"{what} belong to assistant messages, {where} is a {body.role} message.", param=f"{where}.{what}"
-        )
-    if (body.role == "tool") != bool(body.tool_call_id):
-        raise InvalidRequest(
-            f"{where}: a tool message, and only a tool message, names the tool_call_id it answers.",
-            param=f"{where}.tool_call_id",
-        )
-    if body.content is None and body.role != "assistant":
-        raise InvalidRequest(
-            f"{where}.content is null or missing: only an assistant message may have no content.",
-            param=f"{where}.content",
-        )
-    return Message(
-        role="system" if body.role == "developer" else body.role,
-        content=text_of(body.content or "", ("text",), f"{where}.content", notes),
-        reasoning=body.reasoning_content or "",
-        tool_calls=tuple(
-            ToolCall(call.id, call.function.name, call.function.arguments) for call in body.tool_calls or ()
+def _choice(body: ChatBody, last: CallChunk) -> ChoiceBody:
+    call = call_of(last)
+    message = call.response
+    return ChoiceBody(
+        index=last.index,
+        message=AnswerMessage(
+            content=message.content or (None if message.tool_calls else ""),
+            reasoning_content=message.reasoning or None,
+            tool_calls=_tool_calls(message) or None,
         ),
-        tool_call_id=body.tool_call_id or "",
-        name=body.name or "",
-    )
-
-
-def _tool(tool: ToolBody) -> dict[str, Any]:
-    return function_tool(tool.function.name, tool.function.description, tool.function.parameters)
-
-
-def _constraint(body: ChatBody) -> Constraint:
-    """What `response_format`, `tool_choice`, `parallel_tool_calls` and strict tools ask of the answer."""
-    tools = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
-    forced = body.tool_choice == "required" or isinstance(body.tool_choice, dict)
-    constraint = Constraint(
-        schema=_schema(body.response_format),
-        calls="required" if forced else "auto",
-        function=_named(body.tool_choice) if isinstance(body.tool_choice, dict) else "",
-        strict=frozenset(tool.name for tool in tools if tool.strict),
-        parallel=body.parallel_tool_calls is not False,
-    )
-    return check_choice(constraint, [tool.name for tool in tools])
-
-
-def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.type == "json_object":
-        return ANY_OBJECT
-    if response_format.json_schema is None or response_format.json_schema.schema_ is None:
-        where = "response_format.json_schema"
-        raise InvalidRequest(f"response_format of type 'json_schema' needs {where}.schema.", param=where)
-    return response_format.json_schema.schema_
-
-
-def _named(choice: Mapping[str, Any]) -> str:
-    return named_function(choice, choice.get("function"), "{'type': 'function', 'function': {'name': ...}}")
-
-
-def _answer(message: Message) -> AnswerMessage:
-    return AnswerMessage(
-        content=message.content or (None if message.tool_calls else ""),
-        reasoning_content=message.reasoning or None,
-        tool_calls=_tool_calls(message) or None,
+        logprobs=_logprobs(last.tokens) if body.logprobs else None,
+        finish_reason=_finish_reason(call),
     )
 
 
@@ -475,23 +448,10 @@ def _tool_calls(message: Message) -> list[ToolCallBody]:
     ]
 
 
-def _logprobs(tokens: Sequence[TokenLogprob]) -> LogprobsBody:
-    return LogprobsBody(
-        content=[TokenLogprobBody(token=t.text, logprob=t.logprob, bytes=list(t.utf8)) for t in tokens],
-    )
+def _logprobs(tokens: Iterable[TokenLogprob]) -> LogprobsBody:
+    return LogprobsBody(content=logprob_bodies(tokens))
 
 
-def _finish_reason(call: Call) -> Any:
+def _finish_reason(call: Call) -> Literal["stop", "length", "tool_calls"]:
     assert call.finish_reason != "cancelled", "a cancelled call is never answered"
     return call.finish_reason
-
-
-DIALECT = Dialect(
-    path="/v1/chat/completions",
-    keys=KEYS,
-    answer=ChatCompletion,
-    errors=OPENAI_ERRORS,
-    to_request=lambda body, past: to_request(body),
-    to_answer=to_answer,
-    to_events=to_events,
-)

@@ -1,35 +1,25 @@
-"""What the request bodies of all dialects have in common.
+"""The `Dialect` type and the parts that dialects share.
 
-The treatment of every request key: honoured, noted or refused. One treatment_table a dialect, for the code and for
-the page.
+A dialect translates one API of a provider. A request body becomes a `CallRequest`. The chunks of a call become an
+answer or server-sent events. The translation is pure: it has no I/O, no clock and no state. `server.inference` does the
+rest once for all dialects: keys, roles, retries, delivery and streams.
+
+Sections: request bodies; the treatment of keys; tools and constraints; the dialect; the choices of an answer; parts of
+OpenAI's dialects.
+
+Every request key has one treatment:
 
 * honoured: the key has its effect;
-* noted: the key is accepted without an effect, counted, and shown on its episode. It changes neither the prompt nor the
-  distribution that the policy is sampled from;
-* refused: a value with an effect is a 400 that names the key. The `neutral` values, and null, have none.
-
-What two keys together ask that is not honoured, in any dialect: refused by name.
-
-The functions on offer, and what dialects ask of an answer's form: what all of them have in common on the way to a
-conversation's tools and to a `Constraint`.
-
-What a dialect is: how one API's bodies become canonical requests, and what is sampled becomes its answers.
-
-Pure translation, without I/O, clock or state. `server.inference` does the rest, once for all of them: keys, roles,
-retries, delivery, the stream.
-
-How OpenAI's routes say what went wrong; what `server.problems` answers where no other dialect is spoken, too.
-
-What the answers of OpenAI's dialects have in common: the chunks of all choices gathered, and what they cost.
-
-How a request of OpenAI's two older dialects says what its answer is sampled with.
+* noted: the key is accepted, counted, and shown on its episode. It changes neither the prompt nor the distribution;
+* refused: a value with an effect is answered with status 400 and the name of the key. The `neutral` values and null
+  have no effect and are accepted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -38,33 +28,35 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic_core import CoreSchema, from_json, to_json
 
 from agentjet.errors import Forbidden, InvalidRequest, NotFound, RequestError, Unauthorized
-from agentjet.gateway.requests import MAX_CHOICES, CallChunk, CallRequest, ScoredToken, TokenLogprob
+from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
 from agentjet.protocol import Int64, Temperature
 from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message
 
+# --- request bodies
 
-def _whole(text: str) -> str:
-    """Raises `ValueError` for half a surrogate pair, which JSON's escapes can write."""
+
+def _check_whole_characters(text: str) -> str:
+    """Raises `ValueError` for half a surrogate pair, which JSON escapes can write."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("half a surrogate pair is no text") from error
+        raise ValueError("half a surrogate pair is not text") from error
     return text
 
 
 def check_portable_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Raises `ValueError` for what only Python's parser takes for JSON, and for what other parsers would give up on."""
+    """Returns the value. Raises `ValueError` for values that other JSON parsers reject: NaN, too deep nesting."""
     from_json(to_json(value), allow_inf_nan=False)
     return value
 
 
-Text = Annotated[str, AfterValidator(_whole)]
+Text = Annotated[str, AfterValidator(_check_whole_characters)]
 """Text in whole characters."""
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_portable_json)]
-"""An object that any JSON parser reads: without NaN and half characters, nested about 200 deep at most."""
+"""An object that any JSON parser reads: no NaN, no half characters, at most about 200 levels."""
 Count = Annotated[Int64, Field(ge=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-"""A text before which an answer ends. The bound keeps it cheap to look for it in every piece of the answer."""
+"""An answer ends before this text. The bound keeps the search in every piece of the answer cheap."""
 StopStrings = Annotated[list[StopString], Field(max_length=16)]
 """OpenAI allows 4."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -81,7 +73,7 @@ def _stop_lists_at_first_error(schema: Any) -> None:
 
 
 class FirstError(BaseModel):
-    """A model whose lists stop at their first wrong item: one error for each item would take gigabytes."""
+    """A model whose lists stop at their first invalid item: one error for each item would take gigabytes."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -91,20 +83,22 @@ class FirstError(BaseModel):
 
 
 class Body(FirstError):
-    """TextPart of a request: unknown keys are refused."""
+    """Part of a request. Unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RequestBody(Body):
-    """A request for an answer of the model."""
+    """A request for an answer of the policy."""
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
 
 
 class TextPart(Body):
-    """A part of a message's content. The policy reads text; what else a part may hold differs by dialect."""
+    """A part of a message's content. The policy reads text; subclasses add the keys of other parts."""
 
     type: str
     text: str | None = None
@@ -116,24 +110,25 @@ UNREADABLE_PARTS = {
     **dict.fromkeys(("audio", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
-"""Types of part that the policy cannot read, in any dialect, and what they are called where they stood."""
+"""Types of part that the policy cannot read, in any dialect, with the word used for them in the prompt."""
 
 
-def placeholder_of(kind: str, notes: list[str]) -> str:
-    """The text that the policy is fed in place of a part of type `kind`. Adds to `notes`."""
-    notes.append(f"{UNREADABLE_PARTS[kind]} omitted")
-    return f"[{UNREADABLE_PARTS[kind]} omitted: this model reads text only]"
+def placeholder_of(part_type: str, notes: list[str]) -> str:
+    """Returns the text that the policy reads in place of an unreadable part. Adds to `notes`."""
+    notes.append(f"{UNREADABLE_PARTS[part_type]} omitted")
+    return f"[{UNREADABLE_PARTS[part_type]} omitted: this model reads text only]"
 
 
-def text_of(content: str | Sequence[TextPart], kinds: Sequence[str], where: str, notes: list[str]) -> str:
-    """The text of a content, `kinds` being the types of part that hold text. Raises `InvalidRequest` for any other
-    that is not in `UNREADABLE_PARTS`.
+def text_of(content: str | Sequence[TextPart], text_types: Sequence[str], where: str, notes: list[str]) -> str:
+    """Returns the text of a content. Parts of `text_types` hold text; unreadable parts become placeholders.
+
+    Raises `InvalidRequest` for any other part.
     """
     if isinstance(content, str):
         return content
     texts = []
     for i, part in enumerate(content):
-        if part.type in kinds and part.text is not None:
+        if part.type in text_types and part.text is not None:
             texts.append(part.text)
         elif part.type in UNREADABLE_PARTS:
             texts.append(placeholder_of(part.type, notes))
@@ -146,14 +141,16 @@ def text_of(content: str | Sequence[TextPart], kinds: Sequence[str], where: str,
     return "".join(texts)
 
 
+# --- the treatment of keys
+
 Treatment = Literal["honoured", "noted", "refused"]
 NEUTRAL_EFFECT: dict[Treatment, str] = {"honoured": "as if absent", "noted": "not counted", "refused": "accepted"}
-"""What the page says of neutral values, in the order of its tables."""
+"""The treatment of neutral values, as the documentation prints it. The order is that of its tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """One row of a treatment_table. `meaning` is for the page; values in `neutral` are accepted and not counted."""
+    """The treatment of one key. `meaning` is printed in the documentation."""
 
     treatment: Treatment
     meaning: str = ""
@@ -161,7 +158,7 @@ class KeyRule:
 
 
 RequestKeys = Mapping[str, KeyRule]
-"""Keys by dotted name, such as `output_config.effort`. A `[]` stands for every item of a list."""
+"""Rules by dotted key, such as `output_config.effort`. `[]` stands for every item of a list."""
 
 
 def honoured(meaning: str = "") -> KeyRule:
@@ -176,35 +173,42 @@ def refused(meaning: str = "", *neutral: Any) -> KeyRule:
     return KeyRule("refused", meaning, neutral)
 
 
+REASONING_HINT = "the policy alone decides whether and how much it reasons"
+CACHE_HINT = "prefixes are always cached"
+
+
 class KeyRules:
-    """The rows of one part of a body that are not honoured: of the whole body, or below a `prefix` (`messages[].`)."""
+    """The rules of one part of a body whose keys are noted or refused.
+
+    The part is the whole body, or what stands below a `prefix` such as `messages[].`.
+    """
 
     def __init__(self, keys: RequestKeys, prefix: str = "") -> None:
         self._rows: list[tuple[str, list[str], KeyRule]] = []
-        for name, key in keys.items():
+        for name, rule in keys.items():
             path = name.removeprefix(prefix)
-            if name.startswith(prefix) and "[]" not in path and key.treatment != "honoured":
-                self._rows.append((name, path.split("."), key))
+            if name.startswith(prefix) and "[]" not in path and rule.treatment != "honoured":
+                self._rows.append((name, path.split("."), rule))
         self._firsts = frozenset(path[0] for _, path, _ in self._rows)
 
-    def judge(self, body: BaseModel, where: str = "") -> list[str]:
-        """The noted keys that `body`, which stands at `where`, has.
+    def check(self, body: BaseModel, where: str = "") -> list[str]:
+        """Returns the noted keys of `body`, which stands at `where` in the request.
 
-        Raises `InvalidRequest` naming the first key that is refused, and the way out.
+        Raises `InvalidRequest` for the first refused key.
         """
         given = body.model_fields_set & self._firsts
-        return [name for name, path, key in self._rows if path[0] in given and _counts(body, path, key, where)]
+        return [name for name, path, rule in self._rows if path[0] in given and _is_noted(body, path, rule, where)]
 
 
-def _counts(body: BaseModel, path: list[str], key: KeyRule, where: str) -> bool:
+def _is_noted(body: BaseModel, path: list[str], rule: KeyRule, where: str) -> bool:
     """True if the value at `path` is noted. Raises `InvalidRequest` if it is refused."""
     value: Any = body
     for step in path:
         value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
-    if value is None or value in key.neutral:
+    if value is None or value in rule.neutral:
         return False
-    if key.treatment == "refused":
-        refuse_value(value, key.neutral, where + ".".join(path))
+    if rule.treatment == "refused":
+        refuse_value(value, rule.neutral, where + ".".join(path))
     return True
 
 
@@ -219,62 +223,51 @@ def refuse_value(value: Any, neutral: tuple[Any, ...], where: str) -> None:
     )
 
 
+def unknown_key(where: str, key: str, known: Iterable[str]) -> InvalidRequest:
+    """Returns the error for a key that the part at `where` cannot have."""
+    place = f"{where}.{key}"
+    near = get_close_matches(key, [*known], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return InvalidRequest(f"{place!r} is not a key this server knows{hint}", code="unknown_parameter", param=place)
+
+
+def missing_key(where: str, key: str) -> InvalidRequest:
+    """Returns the error for a key that the part at `where` must have."""
+    return InvalidRequest(f"{where}.{key} is missing.", code="invalid_value", param=f"{where}.{key}")
+
+
 def _shown(value: Any) -> str:
     shown = repr(value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def treatment_table(title: str, keys: RequestKeys) -> str:
-    """Markdown: the keys of one dialect by treatment."""
+    """Returns the keys of one dialect as a Markdown table, grouped by treatment."""
     lines = [f"### {title}", "", "| key | treatment | meaning |", "|---|---|---|"]
     for treatment in NEUTRAL_EFFECT:
-        for name, key in sorted(_rows(keys, treatment)):
-            neutral = ", ".join(f"`{_json(value)}`" for value in key.neutral)
-            meaning = "; ".join(
-                filter(None, [key.meaning, f"{NEUTRAL_EFFECT[treatment]}: {neutral}" if neutral else ""])
-            )
-            lines.append(f"| `{name}` | {treatment} | {meaning} |")
+        for name, rule in sorted((name, rule) for name, rule in keys.items() if rule.treatment == treatment):
+            neutral = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
+            effect = f"{NEUTRAL_EFFECT[treatment]}: {neutral}" if neutral else ""
+            lines.append(f"| `{name}` | {treatment} | {'; '.join(filter(None, [rule.meaning, effect]))} |")
     return "\n".join(lines)
 
 
-def _rows(keys: RequestKeys, treatment: Treatment) -> Iterable[tuple[str, KeyRule]]:
-    return ((name, key) for name, key in keys.items() if key.treatment == treatment)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value)
-
-
-def refuse_top_logprobs(num_likeliest: int | None, where: str) -> None:
-    """Raises `InvalidRequest` for log-probabilities of tokens that were not sampled."""
-    if num_likeliest:
-        raise InvalidRequest(
-            f"{where} = {num_likeliest} is not supported: the sampler reports the log-probability of the token that it "
-            "sampled, not those of others. Leave it out or use 0.",
-            code="unsupported_parameter",
-            param=where,
-        )
-
-
-def refuse_unused_stream_options(body: RequestBody, options: BaseModel | None) -> None:
-    """Raises `InvalidRequest` for options of a stream that is not asked for."""
-    if options is not None and not body.stream:
-        raise InvalidRequest("stream_options need stream = true.", param="stream_options")
-
+# --- tools and constraints
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of JSON mode."""
 
 
 def function_tool(name: str | None, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A tool as chat templates read it; the keys that a request left out are left out."""
+    """Returns a tool as chat templates read it, without the keys that are None."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def named_function(choice: Mapping[str, Any], named: object, form: str) -> str:
-    """The function that a tool choice asks for; `named` is the part of it with the name, `form` how the dialect writes
-    such a choice.
+    """Returns the function that a tool choice requires. Raises `InvalidRequest` for any other choice.
+
+    `named` is the part of the choice that has the name. `form` shows how the dialect writes such a choice.
     """
     name = named.get("name") if choice.get("type") == "function" and isinstance(named, dict) else None
     if not isinstance(name, str) or not name:
@@ -286,31 +279,63 @@ def named_function(choice: Mapping[str, Any], named: object, form: str) -> str:
     return name
 
 
-def check_choice(constraint: Constraint, offered: Sequence[str], param: str = "tool_choice") -> Constraint:
-    """The constraint, if the functions on offer allow it; `param` is what the dialect calls the choice."""
+def check_choice(constraint: Constraint, offered: Sequence[str]) -> Constraint:
+    """Returns the constraint. Raises `InvalidRequest` if the offered functions cannot satisfy it."""
     if constraint.calls == "required" and not offered:
-        raise InvalidRequest(f"{param} asks for a tool call, and the request offers no tools.", param=param)
+        raise InvalidRequest("tool_choice requires a tool call, but the request offers no tools.", param="tool_choice")
     if constraint.function and constraint.function not in offered:
         raise InvalidRequest(
-            f"{param} names the function {constraint.function!r}; offered are {', '.join(offered)}.", param=param
+            f"tool_choice names the function {constraint.function!r}; offered are {', '.join(offered)}.",
+            param="tool_choice",
         )
     return constraint
 
 
+def call_request(
+    body: RequestBody,
+    conversation: Conversation,
+    max_tokens: int | None,
+    notes: Iterable[str],
+    *,
+    top_k: int | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    constraint: Constraint = ANY_ANSWER,
+    choices: int = 1,
+) -> CallRequest:
+    """Returns the canonical request of a body."""
+    return CallRequest(
+        conversation=conversation,
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, top_k or 0),
+        seed=seed,
+        stop=tuple(stop),
+        constraint=constraint,
+        choices=choices,
+        stream=bool(body.stream),
+        model=body.model,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+# --- the dialect
+
 POLICY_ALIAS = "policy"
 MAX_ROLE = 128
-"""Characters of an agent role's name: it must fit where rewards are given by role."""
+"""Maximum characters of an agent role's name. Rewards by role have the same limit."""
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 Chunks = AsyncGenerator[CallChunk]
 CallLookup = Callable[[str], tuple[Conversation, Message] | None]
-"""What a call of this episode and role was asked, and what it answered, by the call's id; None for any other id."""
+"""Returns the conversation and the answer of a call of this episode and role by its id; None for other ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What an answer says of itself before anything is sampled. `id` is that of the (first choice's) call."""
+    """The fields of an answer that are known before sampling. `id` is the id of the first choice's call."""
 
     id: str
     model: str
@@ -318,15 +343,8 @@ class AnswerHead:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamEvent:
-    """A piece of a stream, as it is sent."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class ErrorShape:
-    """How errors look: `body` is the answer to a request, `event` the end of a stream that broke behind n events."""
+    """The form of errors. `body` is the answer to a request; `event` ends a stream that failed after n events."""
 
     model: type[BaseModel]
     body: Callable[[RequestError], dict[str, Any]]
@@ -337,46 +355,47 @@ class ErrorShape:
 class Dialect(Generic[RequestT, AnswerT]):
     """One route of an API.
 
-    `to_request` raises `RequestError` naming the first thing that cannot be honoured. The chunks that `to_answer` and
-    `to_events` take are those of `Gateway.call`; both end when the chunks do.
+    `to_request` raises `RequestError` for the first thing that cannot be honoured. `to_answer` and `to_events` take the
+    chunks of `Gateway.call`, and end when the chunks end. `to_events` yields server-sent events as text.
     """
 
     path: str
+    request: type[RequestT]
+    answer: type[AnswerT]
     keys: RequestKeys
     """The treatment of every key of a request."""
-    answer: type[AnswerT]
     errors: ErrorShape
     to_request: Callable[[RequestT, CallLookup], CallRequest]
     to_answer: Callable[[Chunks, RequestT, AnswerHead], Coroutine[Any, Any, AnswerT]]
-    to_events: Callable[[Chunks, RequestT, AnswerHead], AsyncGenerator[StreamEvent]]
-
-
-DONE = StreamEvent("data: [DONE]\n\n")
-"""How OpenAI's older dialects end a stream."""
+    to_events: Callable[[Chunks, RequestT, AnswerHead], AsyncGenerator[str]]
 
 
 def sse(payload: dict[str, Any], *, name: str = "") -> str:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     event = f"event: {name}\n" if name else ""
     return f"{event}data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
 def role_of(model: str, served: str, header: str, aliases: str = "") -> str:
-    """The agent role a request speaks as: its header, or what follows `@` in the model's name.
+    """Returns the agent role of a request: the header, or what follows `@` in the model's name.
 
-    `aliases` are further names, comma-separated, with `*` for anything. Raises `NotFound` for another model.
+    `aliases` are other accepted names, comma-separated; `*` matches any text. Raises `NotFound` for another model.
     """
-    for name in (served, POLICY_ALIAS, *_matching(model, aliases)):
-        if model == name:
+    name = model.partition("@")[0]
+    patterns = (pattern.strip() for pattern in aliases.split(","))
+    accepted = [name] if any(fnmatchcase(name, pattern) for pattern in patterns if pattern) else []
+    for known in (served, POLICY_ALIAS, *accepted):
+        if model == known:
             return header
-        if model.startswith(name + "@"):
-            role = model[len(name) + 1 :]
+        if model.startswith(known + "@"):
+            role = model[len(known) + 1 :]
             if len(role) > MAX_ROLE:
                 raise InvalidRequest(
-                    f"The model's name says a role of {len(role)} characters; it may have {MAX_ROLE}.", param="model"
+                    f"The role in the model's name has {len(role)} characters; the maximum is {MAX_ROLE}.",
+                    param="model",
                 )
             if header and header != role:
-                raise InvalidRequest(f"The model's name says role {role!r}, the header {header!r}.", param="model")
+                raise InvalidRequest(f"The model's name has role {role!r}, the header has {header!r}.", param="model")
             return role
     near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
@@ -384,15 +403,66 @@ def role_of(model: str, served: str, header: str, aliases: str = "") -> str:
     raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
 
 
-def _matching(model: str, aliases: str) -> list[str]:
-    """The name in `model`, before its role, when an alias allows it."""
-    name = model.partition("@")[0]
-    patterns = (pattern.strip() for pattern in aliases.split(","))
-    return [name] if any(fnmatchcase(name, pattern) for pattern in patterns if pattern) else []
+# --- the choices of an answer
+
+
+async def collect(chunks: Chunks) -> list[CallChunk]:
+    """Returns `merge_chunks` of a call."""
+    return merge_chunks([chunk async for chunk in chunks])
+
+
+def merge_chunks(chunks: Iterable[CallChunk]) -> list[CallChunk]:
+    """Returns the last chunk of every choice, by index, with the tokens of all chunks of that choice."""
+    tokens: dict[int, list[TokenLogprob]] = {}
+    last: dict[int, CallChunk] = {}
+    for chunk in chunks:
+        tokens.setdefault(chunk.index, []).extend(chunk.tokens)
+        if chunk.call is not None:
+            last[chunk.index] = replace(chunk, tokens=tuple(tokens[chunk.index]))
+    return [last[index] for index in sorted(last)]
+
+
+def call_of(last: CallChunk) -> Call:
+    """Returns the call of the last chunk of a choice."""
+    assert last.call is not None, "the last chunk of a choice has its call"
+    return last.call
+
+
+# --- shared by the dialects of OpenAI
+
+
+def refuse_top_logprobs(top_logprobs: int | None) -> None:
+    """Raises `InvalidRequest` for log-probabilities of tokens that were not sampled."""
+    if top_logprobs:
+        raise InvalidRequest(
+            f"top_logprobs = {top_logprobs} is not supported: the sampler reports the log-probability of the sampled "
+            "token only. Leave it out or use 0.",
+            code="unsupported_parameter",
+            param="top_logprobs",
+        )
+
+
+def refuse_unused_stream_options(body: RequestBody, options: BaseModel | None) -> None:
+    """Raises `InvalidRequest` for stream options in a request that does not stream."""
+    if options is not None and not body.stream:
+        raise InvalidRequest("stream_options need stream = true.", param="stream_options")
+
+
+class TokenLogprobBody(BaseModel):
+    """A sampled token and its log-probability under the distribution that it was sampled from."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any] = []
+
+
+def logprob_bodies(tokens: Iterable[TokenLogprob]) -> list[TokenLogprobBody]:
+    return [TokenLogprobBody(token=t.text, logprob=t.logprob, bytes=list(t.utf8)) for t in tokens]
 
 
 class OpenAIErrorBody(BaseModel):
-    """What OpenAI's SDKs read."""
+    """The error fields that SDKs of OpenAI read."""
 
     message: str
     type: str
@@ -401,13 +471,13 @@ class OpenAIErrorBody(BaseModel):
 
 
 class OpenAIError(BaseModel):
-    """An error on a route of OpenAI's."""
+    """An error on a route of OpenAI's API."""
 
     error: OpenAIErrorBody
 
 
 def openai_error(error: RequestError) -> dict[str, Any]:
-    """The body of an error."""
+    """Returns the body of an error."""
     kind = {Unauthorized: "authentication_error", Forbidden: "permission_error", NotFound: "not_found_error"}
     name = kind.get(type(error), "server_error" if error.status >= 500 else "invalid_request_error")
     name = "rate_limit_error" if error.status == 429 else name
@@ -416,109 +486,4 @@ def openai_error(error: RequestError) -> dict[str, Any]:
 
 
 OPENAI_ERRORS = ErrorShape(model=OpenAIError, body=openai_error, event=lambda error, num_sent: sse(openai_error(error)))
-
-
-class UsageBody(BaseModel):
-    """Tokens as the policy saw and sampled them."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-@dataclass(slots=True)
-class CollectedChoices:
-    """The choices of an answer by index, as far as they have come."""
-
-    calls: dict[int, Call] = field(default_factory=dict)
-    """Of the choices that have ended."""
-    tokens: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    prompt_tokens: dict[int, int] = field(default_factory=dict)
-    """Of the prompt of each choice that has ended."""
-    scores: dict[int, tuple[ScoredToken, ...]] = field(default_factory=dict)
-    choices: int = MAX_CHOICES
-    """Choices of each prompt."""
-
-    def take(self, chunk: CallChunk) -> None:
-        self.tokens.setdefault(chunk.index, []).extend(chunk.tokens)
-        if chunk.call is not None:
-            self.calls[chunk.index] = chunk.call
-            self.prompt_tokens[chunk.index] = chunk.num_prompt_tokens
-            self.scores[chunk.index] = chunk.scores
-
-    @property
-    def usage(self) -> UsageBody:
-        completion = sum(len(call.completion) for call in self.calls.values())
-        prompts = sum(tokens for index, tokens in self.prompt_tokens.items() if index % self.choices == 0)
-        return UsageBody(prompt_tokens=prompts, completion_tokens=completion, total_tokens=prompts + completion)
-
-
-async def collect(chunks: Chunks, choices: int = MAX_CHOICES) -> CollectedChoices:
-    """All of them; `choices` are those of each prompt."""
-    gathered = CollectedChoices(choices=choices)
-    async for chunk in chunks:
-        gathered.take(chunk)
-    return gathered
-
-
-def fingerprint_of(call: Call) -> str:
-    """`policy-N`: the policy version that sampled the last token."""
-    return f"policy-{call.versions[-1]}" if call.versions else "policy"
-
-
-class StreamOptions(Body):
-    """What a stream carries besides the answer."""
-
-    include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
-
-
-class SamplingBody(RequestBody):
-    """The keys for it, without the length of the answer."""
-
-    temperature: Annotated[Temperature, Field(le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Int64, Field(ge=-1)] | None = None
-    """An extension: sample among the k likeliest tokens; 0 and -1 truncate nothing."""
-    seed: Int64 | None = None
-    stop: StopString | StopStrings | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
-    stream_options: StreamOptions | None = None
-
-
-SAMPLING_KEYS: RequestKeys = {
-    "model": honoured("and the role, after `@`"),
-    "temperature": honoured("0, or from 0.01 to 2; 0 is refused in training"),
-    "top_p": honoured(),
-    "top_k": honoured("an extension; 0 and -1 truncate nothing"),
-    "seed": honoured("a whole number of 64 bits"),
-    "stop": honoured("up to 16 of up to 1,000 characters"),
-    "n": honoured("up to 64"),
-    "stream": honoured(),
-    "stream_options": honoured("`include_usage`"),
-}
-"""Of both dialects."""
-
-
-def completion_request(
-    body: SamplingBody,
-    conversation: Conversation,
-    max_tokens: int | None,
-    constraint: Constraint = ANY_ANSWER,
-    notes: Sequence[str] = (),
-) -> CallRequest:
-    """The canonical request that a body is."""
-    return CallRequest(
-        conversation=conversation,
-        max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(0, body.top_k or 0),
-        seed=body.seed,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        constraint=constraint,
-        choices=body.n or 1,
-        stream=bool(body.stream),
-        model=body.model,
-        notes=tuple(dict.fromkeys(notes)),
-    )
+"""Also used where a path belongs to no dialect."""

@@ -1,6 +1,6 @@
-"""How Anthropic's routes say what went wrong.
+"""The answers, events and errors of Anthropic's Messages API.
 
-What is sampled as Anthropic's messages: blocks of thinking, text and tool uses, in this order, whole or streamed.
+An answer has blocks of thinking, text and tool uses, in this order.
 """
 
 from __future__ import annotations
@@ -13,92 +13,84 @@ from pydantic import BaseModel
 
 from agentjet.errors import ContextOverflow, RequestError
 from agentjet.gateway.requests import CallChunk
-from agentjet.server.dialects.dialect import AnswerHead, Chunks, ErrorShape, StreamEvent, sse
-from agentjet.server.dialects.messages_requests import (
-    MessageAnswer,
-    MessagesBody,
-    MessageUsage,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-    is_wrapped,
-    to_tool_input,
-)
-from agentjet.types import Call, Message, ToolCall
-
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-"""By status; the rest are `invalid_request_error` or, from 500 on, `api_error`."""
-
-
-class AnthropicErrorDetails(BaseModel):
-    """What Anthropic's SDKs act upon."""
-
-    error_code: str
-
-
-class AnthropicErrorBody(BaseModel):
-    """What Anthropic's SDKs read. There is no place for the offending key: the message names it."""
-
-    type: str
-    message: str
-    details: AnthropicErrorDetails
-
-
-class AnthropicError(BaseModel):
-    """An error on a route of Anthropic's, also sent as the last event of a broken stream."""
-
-    type: Literal["error"] = "error"
-    error: AnthropicErrorBody
-    request_id: str | None = None
-
-
-def anthropic_error(error: RequestError) -> dict[str, Any]:
-    """The body of an error."""
-    kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    is_named = error.param is None or error.param in error.message
-    message = error.message if is_named else f"{error.param}: {error.message}"
-    if isinstance(error, ContextOverflow):  # Claude Code reads both numbers to compact its history.
-        message = f"prompt is too long: {error.num_tokens} tokens > {error.maximum - 1} maximum"
-    elif error.code == ContextOverflow.code:
-        message = f"prompt is too long: {error.message}"
-    message = message.replace(".function.parameters", ".input_schema")  # What the grammar calls it in any dialect.
-    details = AnthropicErrorDetails(error_code=error.code)
-    return AnthropicError(error=AnthropicErrorBody(type=kind, message=message, details=details)).model_dump()
-
-
-ANTHROPIC_ERRORS = ErrorShape(
-    model=AnthropicError, body=anthropic_error, event=lambda error, num_sent: sse(anthropic_error(error), name="error")
-)
-
+from agentjet.server.dialects.dialect import AnswerHead, Chunks, ErrorShape, call_of, collect, sse
+from agentjet.server.dialects.messages_requests import MessagesBody, is_wrapped, to_tool_input
+from agentjet.types import Message, ToolCall
 
 SIGNATURE = "agentjet"
-"""Of every thinking block. Not empty, because some SDKs drop blocks without one from the history."""
+"""The signature of every thinking block. Some SDKs drop blocks with an empty one from the history."""
+
+
+class TextBlock(BaseModel):
+    """The text of an answer."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ThinkingBlock(BaseModel):
+    """The reasoning of an answer. The signature is a constant that is never checked."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(BaseModel):
+    """A tool call. Arguments that JSON cannot carry safely (half a surrogate pair, for example) have the form
+    `{"INVALID_JSON": "<as sampled>"}`, which Anthropic proposes.
+    """
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(BaseModel):
+    """Numbers of tokens as the policy saw and sampled them."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+AnswerBlock = ThinkingBlock | TextBlock | ToolUseBlock
+
+
+class MessageAnswer(BaseModel):
+    """The answer to a request that does not stream. A stream begins with an empty one."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(BaseModel):
+    """The length of a prompt."""
+
+    input_tokens: int
 
 
 async def to_answer(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> MessageAnswer:
-    """The whole answer, once it has ended."""
-    async for chunk in chunks:
-        last = chunk
-    assert last.call is not None, "the last chunk has the call"
+    """Returns the whole answer, after it has ended."""
+    (last,) = await collect(chunks)
     return MessageAnswer(
         id=f"msg_{head.id}",
         model=head.model,
-        content=_content(last.call.response),
-        **_end(last, last.call, body),
-        usage=MessageUsage(input_tokens=last.num_prompt_tokens, output_tokens=len(last.call.completion)),
+        content=_content(call_of(last).response),
+        **_end(last, body),
+        usage=_usage(last),
     )
 
 
-async def to_events(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> AsyncGenerator[StreamEvent]:
-    """The events of a streamed answer: blocks come one after the other, tool uses whole."""
+async def to_events(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> AsyncGenerator[str]:
+    """Yields the events of a streamed answer: one block after the other, tool uses whole."""
     blocks = _Blocks()
     started = False
     async for chunk in chunks:
@@ -108,58 +100,57 @@ async def to_events(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> Asy
             message = MessageAnswer(id=f"msg_{head.id}", model=head.model, content=[], usage=empty)
             yield _event({"type": "message_start", "message": message.model_dump()})
         if chunk.reasoning:
-            for event in blocks.more("thinking", chunk.reasoning):
+            for event in blocks.add("thinking", chunk.reasoning):
                 yield _event(event)
         if chunk.text:
-            for event in blocks.more("text", chunk.text):
+            for event in blocks.add("text", chunk.text):
                 yield _event(event)
-        if chunk.call is None:
-            continue
-        for event in blocks.end(chunk.call.response):
-            yield _event(event)
-        usage = MessageUsage(input_tokens=chunk.num_prompt_tokens, output_tokens=len(chunk.call.completion))
-        yield _event({"type": "message_delta", "delta": _end(chunk, chunk.call, body), "usage": usage.model_dump()})
-    yield StreamEvent(sse({"type": "message_stop"}, name="message_stop"))
+        if chunk.call is not None:
+            for event in blocks.finish(chunk.call.response):
+                yield _event(event)
+            usage = _usage(chunk).model_dump()
+            yield _event({"type": "message_delta", "delta": _end(chunk, body), "usage": usage})
+    yield _event({"type": "message_stop"})
 
 
-def _event(payload: dict[str, Any]) -> StreamEvent:
-    return StreamEvent(sse(payload, name=payload["type"]))
+def _event(payload: dict[str, Any]) -> str:
+    return sse(payload, name=payload["type"])
 
 
 class _Blocks:
-    """The blocks of a streamed answer; at most one is open."""
+    """The blocks of a streamed answer. At most one is open."""
 
     def __init__(self) -> None:
         self._index = -1
         self._open = ""
         self._has_text = False
 
-    def more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """Text for the open block, or for a new one when that is of another kind."""
+    def add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """Yields the events that append text. If the open block has another kind, a new block begins."""
         if self._open != kind:
             yield from self._close()
             empty = ThinkingBlock(thinking="", signature="") if kind == "thinking" else TextBlock(text="")
-            yield from self._start(kind, empty.model_dump())
+            yield self._start(empty)
         if text:
             yield self._delta(f"{kind}_delta", kind, text)
 
-    def end(self, message: Message) -> Iterator[dict[str, Any]]:
-        """What is left of an answer whose text has been given out."""
+    def finish(self, message: Message) -> Iterator[dict[str, Any]]:
+        """Yields the remaining events of an answer, whose text was streamed."""
         if not (self._has_text or message.tool_calls):
-            yield from self.more("text", "")
+            yield from self.add("text", "")
         for call in message.tool_calls:
             yield from self._close()
             block = _tool_use(call)
-            yield from self._start("tool_use", {**block.model_dump(), "input": {}})
+            yield self._start(block.model_copy(update={"input": {}}))
             written = json.dumps(block.input) if is_wrapped(block.input) else call.arguments
             yield self._delta("input_json_delta", "partial_json", written)
         yield from self._close()
 
-    def _start(self, kind: str, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _start(self, block: AnswerBlock) -> dict[str, Any]:
         self._index += 1
-        self._open = kind
-        self._has_text = self._has_text or kind == "text"
-        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+        self._open = block.type
+        self._has_text = self._has_text or block.type == "text"
+        return {"type": "content_block_start", "index": self._index, "content_block": block.model_dump()}
 
     def _delta(self, kind: str, name: str, text: str) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, name: text}}
@@ -172,9 +163,9 @@ class _Blocks:
         self._open = ""
 
 
-def _content(message: Message) -> list[ThinkingBlock | TextBlock | ToolUseBlock]:
-    """The blocks of an answer. One that is neither text nor tool uses says the empty text: agents look for one."""
-    content: list[ThinkingBlock | TextBlock | ToolUseBlock] = []
+def _content(message: Message) -> list[AnswerBlock]:
+    """Returns the blocks of an answer. Agents expect a text block, so an answer without blocks gets an empty one."""
+    content: list[AnswerBlock] = []
     if message.reasoning:
         content.append(ThinkingBlock(thinking=message.reasoning, signature=SIGNATURE))
     if message.content or not message.tool_calls:
@@ -186,13 +177,75 @@ def _tool_use(call: ToolCall) -> ToolUseBlock:
     return ToolUseBlock(id=call.id, name=call.name, input=to_tool_input(call.arguments))
 
 
-def _end(chunk: CallChunk, call: Call, body: MessagesBody) -> dict[str, Any]:
-    """Why an answer ended. One cut short of `max_tokens` had no room left in the context."""
+def _usage(last: CallChunk) -> MessageUsage:
+    return MessageUsage(input_tokens=last.num_prompt_tokens, output_tokens=len(call_of(last).completion))
+
+
+def _end(last: CallChunk, body: MessagesBody) -> dict[str, Any]:
+    """Returns the reason why an answer ended.
+
+    If it was cut before `max_tokens`, the context was full.
+    """
+    call = call_of(last)
     reason: StopReason = "end_turn"
     if call.finish_reason == "length":
         reason = "max_tokens" if len(call.completion) >= body.max_tokens else "model_context_window_exceeded"
     elif call.finish_reason == "tool_calls":
         reason = "tool_use"
-    elif chunk.stop:
+    elif last.stop:
         reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": chunk.stop if reason == "stop_sequence" else None}
+    return {"stop_reason": reason, "stop_sequence": last.stop if reason == "stop_sequence" else None}
+
+
+# --- errors
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Error types by status. Other statuses are `invalid_request_error`, or `api_error` from 500."""
+
+
+class AnthropicErrorDetails(BaseModel):
+    """The error fields that Anthropic's SDKs decide by."""
+
+    error_code: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """The error fields that Anthropic's SDKs read. The message names the key, because no field does."""
+
+    type: str
+    message: str
+    details: AnthropicErrorDetails
+
+
+class AnthropicError(BaseModel):
+    """An error on a route of Anthropic's API. Also the last event of a stream that failed."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
+    request_id: str | None = None
+
+
+def anthropic_error(error: RequestError) -> dict[str, Any]:
+    """Returns the body of an error."""
+    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    is_named = error.param is None or error.param in error.message
+    message = error.message if is_named else f"{error.param}: {error.message}"
+    if isinstance(error, ContextOverflow):  # Claude Code reads both numbers to compact its history.
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.maximum - 1} maximum"
+    elif error.code == ContextOverflow.code:
+        message = f"prompt is too long: {error.message}"
+    message = message.replace(".function.parameters", ".input_schema")  # The grammar uses OpenAI's name.
+    details = AnthropicErrorDetails(error_code=error.code)
+    return AnthropicError(error=AnthropicErrorBody(type=kind, message=message, details=details)).model_dump()
+
+
+ANTHROPIC_ERRORS = ErrorShape(
+    model=AnthropicError, body=anthropic_error, event=lambda error, num_sent: sse(anthropic_error(error), name="error")
+)

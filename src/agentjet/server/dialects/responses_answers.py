@@ -1,43 +1,50 @@
-"""What `POST /v1/responses` answers: the response, its output items and their parts.
-
-What comes back from the Responses API: the whole response, or the events that build it up.
-"""
+"""The answers, events and errors of OpenAI's Responses API."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from agentjet.errors import RequestError
 from agentjet.gateway.requests import CallChunk, TokenLogprob
-from agentjet.server.dialects.dialect import AnswerHead, Chunks, CollectedChoices, StreamEvent, collect, sse
+from agentjet.server.dialects.dialect import (
+    AnswerHead,
+    Chunks,
+    ErrorShape,
+    OpenAIError,
+    TokenLogprobBody,
+    call_of,
+    collect,
+    logprob_bodies,
+    merge_chunks,
+    openai_error,
+    sse,
+)
 from agentjet.server.dialects.responses_bodies import ResponsesBody, Status
-from agentjet.server.dialects.responses_requests import OfferedTool, item_id, offered_tools, seal, to_custom_input
+from agentjet.server.dialects.responses_requests import (
+    OfferedTool,
+    encode_reasoning,
+    item_id,
+    offered_tools,
+    to_custom_input,
+)
 from agentjet.types import ToolCall
 
 
-class LogprobShape(BaseModel):
-    """A sampled token with the logarithm of its probability under the distribution it was sampled from."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[Any] = []
-
-
 class OutputText(BaseModel):
-    """What the model said. Its log-probabilities are those of every sampled token, control tokens included."""
+    """The text of an answer. `logprobs` has every sampled token of the answer, control tokens included."""
 
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = []
-    logprobs: list[LogprobShape] = []
+    logprobs: list[TokenLogprobBody] = []
 
 
 class ReasoningText(BaseModel):
-    """What the model thought."""
+    """The text of reasoning."""
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
@@ -92,20 +99,20 @@ OutputItem = OutputReasoning | OutputMessage | OutputCall | OutputCustomCall
 
 
 class InputDetails(BaseModel):
-    """Nothing is told apart here."""
+    """Required by SDKs. Cached tokens are not counted."""
 
     cached_tokens: int = 0
     cache_write_tokens: int = 0
 
 
 class OutputDetails(BaseModel):
-    """Nothing is told apart here."""
+    """Required by SDKs. Reasoning tokens are not counted."""
 
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(BaseModel):
-    """Tokens as the policy saw and sampled them."""
+    """Numbers of tokens as the policy saw and sampled them."""
 
     input_tokens: int
     input_tokens_details: InputDetails = InputDetails()
@@ -115,13 +122,16 @@ class ResponseUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why an answer ended early."""
+    """The reason why an answer ended early."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ResponseAnswer(BaseModel):
-    """The answer to a request; a stream begins with one that is in progress. The rest repeats the request."""
+    """The answer to a request. A stream begins with one that is in progress.
+
+    The fields from `instructions` on repeat the request.
+    """
 
     id: str
     object: Literal["response"] = "response"
@@ -152,39 +162,41 @@ class ResponseAnswer(BaseModel):
 
 
 async def to_answer(chunks: Chunks, body: ResponsesBody, head: AnswerHead) -> ResponseAnswer:
-    """The whole answer, once it has ended."""
-    return _ended(await collect(chunks), body, head)
+    """Returns the whole answer, after it has ended."""
+    (last,) = await collect(chunks)
+    return _ended(last, body, head)
 
 
-async def to_events(chunks: Chunks, body: ResponsesBody, head: AnswerHead) -> AsyncGenerator[StreamEvent]:
-    """The events of a streamed answer: items come one after the other, function calls whole."""
+async def to_events(chunks: Chunks, body: ResponsesBody, head: AnswerHead) -> AsyncGenerator[str]:
+    """Yields the events of a streamed answer: one item after the other, tool calls whole."""
     numbers = count()
 
-    def event(kind: str, content: dict[str, Any]) -> StreamEvent:
+    def event(kind: str, content: dict[str, Any]) -> str:
         payload = {"type": f"response.{kind}", "sequence_number": next(numbers), **content}
-        return StreamEvent(sse(payload, name=payload["type"]))
+        return sse(payload, name=payload["type"])
 
-    begun = {"response": _response(body, head, "in_progress", []).model_dump()}
-    yield event("created", begun)
-    yield event("in_progress", begun)
-    gathered = CollectedChoices()
+    started = {"response": _response(body, head, "in_progress", []).model_dump()}
+    yield event("created", started)
+    yield event("in_progress", started)
+    seen: list[CallChunk] = []
     items = _Items(body, head)
     async for chunk in chunks:
-        gathered.take(chunk)
-        for kind, content in items.more(chunk):
+        seen.append(chunk)
+        for kind, content in items.add(chunk):
             yield event(kind, content)
-    response = _ended(gathered, body, head)
-    for kind, content in items.end(response.output):
+    (last,) = merge_chunks(seen)
+    response = _ended(last, body, head)
+    for kind, content in items.finish(response.output):
         yield event(kind, content)
     yield event(response.status, {"response": response.model_dump()})
 
 
 Payload = tuple[str, dict[str, Any]]
-"""What kind of event, and what it says."""
+"""The type of an event without its prefix, and its content."""
 
 
 class _Items:
-    """The output items of a streamed answer; at most one, a message or reasoning, is open."""
+    """The output items of a streamed answer. At most one, a message or reasoning, is open."""
 
     def __init__(self, body: ResponsesBody, head: AnswerHead) -> None:
         self._body = body
@@ -192,58 +204,59 @@ class _Items:
         self._index = -1
         self._open = ""
         self._text = ""
-        """Of the open item, as far as it was given out."""
+        """The streamed text of the open item."""
         self._tokens: list[TokenLogprob] = []
-        """Those that no delta has carried."""
+        """Tokens that no delta has carried."""
 
-    def more(self, chunk: CallChunk) -> Iterator[Payload]:
-        """The text of a chunk, for the open item or for a new one."""
+    def add(self, chunk: CallChunk) -> Iterator[Payload]:
+        """Yields the events of a chunk's text, which belongs to the open item or to a new one."""
         self._tokens += chunk.tokens
         if chunk.reasoning:
-            yield from self._to("reasoning")
-            yield "reasoning_text.delta", {**self._within, "delta": chunk.reasoning}
+            yield from self._open_item("reasoning")
+            yield "reasoning_text.delta", {**self._place, "delta": chunk.reasoning}
             self._text += chunk.reasoning
         if chunk.text:
-            yield from self._to("message")
-            yield "output_text.delta", {**self._within, "delta": chunk.text, "logprobs": self._logprobs()}
+            yield from self._open_item("message")
+            logprobs = [one.model_dump() for one in _logprobs(self._body, self._tokens)]
+            self._tokens = []
+            yield "output_text.delta", {**self._place, "delta": chunk.text, "logprobs": logprobs}
             self._text += chunk.text
 
-    def end(self, output: Sequence[OutputItem]) -> Iterator[Payload]:
-        """What is left of an answer whose text was given out."""
+    def finish(self, output: Sequence[OutputItem]) -> Iterator[Payload]:
+        """Yields the remaining events of an answer, whose text was streamed."""
         for index, item in enumerate(output):
             if index < self._index:
                 continue
             if isinstance(item, OutputCall | OutputCustomCall):
                 yield from self._call(item)
             else:
-                yield from self._to(item.type)
+                yield from self._open_item(item.type)
                 yield from self._close(item)
 
-    def _to(self, kind: str) -> Iterator[Payload]:
-        """Have an item of a kind open."""
+    def _open_item(self, kind: str) -> Iterator[Payload]:
+        """Opens an item of a kind, unless it is open. Closes open reasoning."""
         if self._open == kind:
             return
         if self._open == "reasoning":
             yield from self._close(_reasoning(self._body, self._head, self._text, "completed"))
         self._index += 1
         self._open, self._text = kind, ""
-        item: OutputItem
+        item: OutputReasoning | OutputMessage
         if kind == "reasoning":
-            item = _reasoning(self._body, self._head, "", "in_progress").model_copy(update={"content": []})
-            part = ReasoningText(text="").model_dump()
+            item = _reasoning(self._body, self._head, "", "in_progress")
         else:
-            item = _message(self._head, "", "in_progress").model_copy(update={"content": []})
-            part = OutputText(text="").model_dump()
-        yield "output_item.added", {"output_index": self._index, "item": item.model_dump()}
-        yield "content_part.added", {**self._within, "part": part}
+            item = _message(self._head, "", "in_progress")
+        added = item.model_copy(update={"content": []})
+        yield "output_item.added", {"output_index": self._index, "item": added.model_dump()}
+        yield "content_part.added", {**self._place, "part": item.content[0].model_dump()}
 
     def _close(self, item: OutputReasoning | OutputMessage) -> Iterator[Payload]:
         part = item.content[0]
         if isinstance(part, OutputText):
-            yield "output_text.done", {**self._within, "text": part.text, "logprobs": part.model_dump()["logprobs"]}
+            yield "output_text.done", {**self._place, "text": part.text, "logprobs": part.model_dump()["logprobs"]}
         else:
-            yield "reasoning_text.done", {**self._within, "text": part.text}
-        yield "content_part.done", {**self._within, "part": part.model_dump()}
+            yield "reasoning_text.done", {**self._place, "text": part.text}
+        yield "content_part.done", {**self._place, "part": part.model_dump()}
         yield "output_item.done", {"output_index": self._index, "item": item.model_dump()}
         self._open = ""
 
@@ -260,48 +273,42 @@ class _Items:
         yield "output_item.done", {"output_index": self._index, "item": item.model_dump()}
 
     @property
-    def _within(self) -> dict[str, Any]:
-        """What events within the open item say of their place."""
+    def _place(self) -> dict[str, Any]:
+        """The place of events in the open item."""
         prefix = "rs" if self._open == "reasoning" else "msg"
         return {"item_id": item_id(prefix, self._head.id), "output_index": self._index, "content_index": 0}
 
-    def _logprobs(self) -> list[dict[str, Any]]:
-        tokens, self._tokens = self._tokens, []
-        return [shape.model_dump() for shape in _logprobs(self._body, tokens)]
 
-
-def _ended(gathered: CollectedChoices, body: ResponsesBody, head: AnswerHead) -> ResponseAnswer:
-    """The response that the only choice is."""
-    call, usage = gathered.calls[0], gathered.usage
+def _ended(last: CallChunk, body: ResponsesBody, head: AnswerHead) -> ResponseAnswer:
+    """Returns the response of a choice that has ended."""
+    call = call_of(last)
+    message = call.response
     status: Status = "incomplete" if call.finish_reason == "length" else "completed"
-    said = call.response
     output: list[OutputItem] = []
-    if said.reasoning:
-        output.append(_reasoning(body, head, said.reasoning, "completed"))
-    if said.content or not said.tool_calls:  # An answer that says nothing is an empty message: agents look for one.
-        output.append(_message(head, said.content, "completed", _logprobs(body, gathered.tokens[0])))
+    if message.reasoning:
+        output.append(_reasoning(body, head, message.reasoning, "completed"))
+    if message.content or not message.tool_calls:  # Agents expect a message, so an empty answer has an empty one.
+        output.append(_message(head, message.content, "completed", _logprobs(body, last.tokens)))
     tools = {tool.full_name: tool for tool in offered_tools(body.tools or (), [])}
     output += [
         _tool_call(f"{head.id}_{i}", tool_call, tools.get(tool_call.name))
-        for i, tool_call in enumerate(said.tool_calls)
+        for i, tool_call in enumerate(message.tool_calls)
     ]
     output[-1].status = status
-    response = _response(body, head, status, output)
-    return response.model_copy(
+    num_prompt, num_sampled = last.num_prompt_tokens, len(call.completion)
+    return _response(body, head, status, output).model_copy(
         update={
             "temperature": call.temperature,
             "incomplete_details": IncompleteDetails() if status == "incomplete" else None,
             "usage": ResponseUsage(
-                input_tokens=usage.prompt_tokens,
-                output_tokens=usage.completion_tokens,
-                total_tokens=usage.total_tokens,
+                input_tokens=num_prompt, output_tokens=num_sampled, total_tokens=num_prompt + num_sampled
             ),
         }
     )
 
 
 def _tool_call(number: str, call: ToolCall, tool: OfferedTool | None) -> OutputCall | OutputCustomCall:
-    """A call as an item. One of a tool that was not offered_tools is a function call."""
+    """Returns the item of a tool call. A call of a tool that was not offered is a function call."""
     name, namespace = (tool.name, tool.namespace or None) if tool is not None else (call.name, None)
     common: dict[str, Any] = {"call_id": call.id, "name": name, "namespace": namespace, "status": "completed"}
     if tool is not None and tool.is_custom:
@@ -310,26 +317,24 @@ def _tool_call(number: str, call: ToolCall, tool: OfferedTool | None) -> OutputC
 
 
 def _reasoning(body: ResponsesBody, head: AnswerHead, text: str, status: Status) -> OutputReasoning:
-    sealed = seal(text) if "reasoning.encrypted_content" in (body.include or ()) else None
+    encrypted = encode_reasoning(text) if "reasoning.encrypted_content" in (body.include or ()) else None
     return OutputReasoning(
-        id=item_id("rs", head.id), content=[ReasoningText(text=text)], encrypted_content=sealed, status=status
+        id=item_id("rs", head.id), content=[ReasoningText(text=text)], encrypted_content=encrypted, status=status
     )
 
 
-def _message(head: AnswerHead, text: str, status: Status, logprobs: Sequence[LogprobShape] = ()) -> OutputMessage:
+def _message(head: AnswerHead, text: str, status: Status, logprobs: Sequence[TokenLogprobBody] = ()) -> OutputMessage:
     return OutputMessage(
         id=item_id("msg", head.id), content=[OutputText(text=text, logprobs=list(logprobs))], status=status
     )
 
 
-def _logprobs(body: ResponsesBody, tokens: Sequence[TokenLogprob]) -> list[LogprobShape]:
-    if "message.output_text.logprobs" not in (body.include or ()):
-        return []
-    return [LogprobShape(token=t.text, logprob=t.logprob, bytes=list(t.utf8)) for t in tokens]
+def _logprobs(body: ResponsesBody, tokens: Iterable[TokenLogprob]) -> list[TokenLogprobBody]:
+    return logprob_bodies(tokens) if "message.output_text.logprobs" in (body.include or ()) else []
 
 
 def _response(body: ResponsesBody, head: AnswerHead, status: Status, output: list[OutputItem]) -> ResponseAnswer:
-    """A response with what it repeats of the request."""
+    """Returns a response with the fields that repeat the request."""
     shape = body.text.format if body.text else None
     return ResponseAnswer(
         id=f"resp_{head.id}",
@@ -354,5 +359,29 @@ def _response(body: ResponsesBody, head: AnswerHead, status: Status, output: lis
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """With the keys that SDKs count on."""
+    """Adds the keys that SDKs require."""
     return {"parameters": None, "strict": False, **tool} if tool["type"] == "function" else tool
+
+
+# --- errors
+
+_PARAMS = {"messages": "input"}
+"""This dialect's names of parameters that other dialects name differently."""
+
+
+def responses_error(error: RequestError) -> dict[str, Any]:
+    """Returns the body of an error."""
+    body = openai_error(error)
+    if error.code != "unknown_parameter":  # That error has the body's own name of the parameter.
+        body["error"]["param"] = _PARAMS.get(error.param or "", error.param)
+    return body
+
+
+def _error_event(error: RequestError, num_sent: int) -> str:
+    """Returns the event of OpenAI's reference, with the object that OpenAI's SDKs raise from."""
+    body = responses_error(error)
+    described = {name: body["error"][name] for name in ("code", "message", "param")}
+    return sse({"type": "error", **described, "sequence_number": num_sent, **body}, name="error")
+
+
+RESPONSES_ERRORS = ErrorShape(model=OpenAIError, body=responses_error, event=_error_event)

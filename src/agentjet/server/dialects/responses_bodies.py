@@ -1,7 +1,4 @@
-"""The body of `POST /v1/responses`, every key of it.
-
-`KEYS` has the treatment of each.
-"""
+"""The request body of OpenAI's Responses API; `KEYS` has the treatment of every key."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from agentjet.protocol import Temperature
 from agentjet.server.dialects.dialect import (
+    CACHE_HINT,
+    REASONING_HINT,
     Body,
     Count,
-    Finite,
     JsonObject,
     KeyRules,
     RequestBody,
@@ -30,7 +27,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemPart(TextPart):
-    """A part of a message's content, or of a function's output, with what others than text have in it."""
+    """A part of a message's content or of a function's output, with the keys of all types of part."""
 
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
@@ -46,7 +43,7 @@ class ItemPart(TextPart):
 
 
 class MessageItem(Body):
-    """A message, in the short form or as an answer has it."""
+    """A message, in the short form or in the form of an answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -58,7 +55,7 @@ class MessageItem(Body):
 
 
 class FunctionCallItem(Body):
-    """A function call of the model; `arguments` is JSON text."""
+    """A function call of the policy; `arguments` is JSON text."""
 
     type: Literal["function_call"]
     call_id: str
@@ -86,7 +83,7 @@ class CustomCallItem(Body):
 
 
 class FunctionOutputItem(Body):
-    """What a function or a custom tool returned."""
+    """The result of a function or a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
@@ -100,12 +97,12 @@ class FunctionOutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """What the model thought before it answered, as the answers of this server have it."""
+    """The reasoning of an answer, as the answers of this server have it."""
 
     type: Literal["reasoning"]
     content: list[ItemPart] | None = None
     encrypted_content: str | None = None
-    """The same, for those who keep nothing else of it; read where there is no content."""
+    """The same text, for agents that keep only this key. Read if `content` is empty."""
     summary: list[ItemPart] | None = None
     id: str | None = None
     status: Status | None = None
@@ -119,7 +116,7 @@ class ItemReference(Body):
 
 
 def _kind(item: Any) -> str | None:
-    """The tag of an item, in brackets, which are left out where errors say what they are about."""
+    """Returns the tag of an item. It is in brackets, and errors omit parts of a path in brackets."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None and isinstance(item, dict):
         kind = "message" if "role" in item else "item_reference"
@@ -144,7 +141,7 @@ Item = Annotated[
 
 
 class ResponsesTool(BaseModel):
-    """A tool definition: a function, whose `parameters` is a JSON schema, or one that is not offered."""
+    """A tool definition. The `parameters` of a function are a JSON schema."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -161,8 +158,9 @@ class ResponsesTool(BaseModel):
 
 
 class TextFormat(Body):
-    """What the text of the answer is: any text, any JSON object, or JSON that follows a schema, which is followed
-    whole, whether `strict` or not.
+    """The form of the answer's text: any text, any JSON object, or JSON that follows a schema.
+
+    The answer follows all of the schema, whether `strict` or not.
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -173,14 +171,14 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """How the answer's text is to be."""
+    """The form of the answer's text, and a hint about its length."""
 
     format: TextFormat | None = None
     verbosity: Any = None
 
 
 class ReasoningConfig(Body):
-    """How the model is to reason. The policy alone decides that."""
+    """Hints about reasoning. They have no effect."""
 
     effort: Any = None
     summary: Any = None
@@ -190,19 +188,19 @@ class ReasoningConfig(Body):
 
 
 class ResponseStreamOptions(Body):
-    """What a stream carries besides the answer."""
+    """Options of a stream."""
 
     include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesBody(RequestBody):
-    """A request. Everything of OpenAI's that is not honoured is refused, never ignored."""
+    """A request. Keys of OpenAI's API that cannot be honoured are refused, never ignored."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: Text | None = None
-    """The system message of this request alone: one that continues it does not inherit it."""
+    """The system message of this request. A request that continues this one does not inherit it."""
     previous_response_id: Text | None = None
-    """An earlier answer of this episode and role, whose conversation is continued."""
+    """An earlier answer of this episode and role. The request continues its conversation."""
     tools: list[ResponsesTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | JsonObject | None = None
     parallel_tool_calls: bool | None = None
@@ -210,12 +208,10 @@ class ResponsesBody(RequestBody):
     reasoning: ReasoningConfig | None = None
     include: list[Text] | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[Temperature, Field(le=2)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     store: bool | None = None
-    """Either way: an episode remembers its answers as long as it lives."""
+    """No effect: an episode keeps its answers until it ends."""
     top_logprobs: int | None = None
-    """0: log-probabilities of the sampled tokens only. Those of other tokens are not known."""
+    """Only 0, which means the sampled tokens: the sampler does not report other tokens."""
     stream_options: ResponseStreamOptions | None = None
 
     # Known, and not honoured: see `KEYS`.
@@ -238,15 +234,14 @@ class ResponsesBody(RequestBody):
     prompt: Any = None
 
 
-HINT = "the policy alone decides whether and how much it reasons"
 INCLUDABLE = ("reasoning.encrypted_content", "message.output_text.logprobs")
-"""What can be included in an answer. Anything else is of tools that a provider runs, and noted."""
+"""The values of `include` that have an effect. Other values concern tools of a provider, and are noted."""
 KEYS: RequestKeys = {
     "model": honoured("and the role, after `@`"),
     "input": honoured(
         "text, or items: messages, `function_call`, `custom_tool_call` and their outputs, `reasoning`, `item_reference`"
     ),
-    "instructions": honoured("of this request alone"),
+    "instructions": honoured("for this request only"),
     "previous_response_id": honoured("an earlier answer of this episode and role"),
     "tools": honoured("of type `function` (also `strict`), `custom` and `namespace`"),
     "tool_choice": honoured(),
@@ -258,20 +253,20 @@ KEYS: RequestKeys = {
     "top_p": honoured(),
     "stream": honoured(),
     "stream_options": honoured("`include_obfuscation: false`"),
-    "store": honoured("either way, an episode remembers its answers as long as it lives"),
-    "text.verbosity": noted("the prompt says how long the answer is to be"),
-    "reasoning.effort": noted(HINT),
+    "store": honoured("in both cases an episode keeps its answers until it ends"),
+    "text.verbosity": noted("state the wanted length in the prompt"),
+    "reasoning.effort": noted(REASONING_HINT),
     "reasoning.summary": noted("answers have the reasoning itself"),
     "reasoning.generate_summary": noted("answers have the reasoning itself"),
     "reasoning.context": noted("[`job.history`](timelines.md#jobhistory) decides", "auto"),
-    "reasoning.mode": noted(HINT),
+    "reasoning.mode": noted(REASONING_HINT),
     "user": noted(),
     "metadata": noted("the answer repeats it"),
     "client_metadata": noted(),
     "safety_identifier": noted(),
-    "prompt_cache_key": noted("prefixes are kept anyway"),
-    "prompt_cache_options": noted("prefixes are kept anyway"),
-    "prompt_cache_retention": noted("prefixes are kept anyway"),
+    "prompt_cache_key": noted(CACHE_HINT),
+    "prompt_cache_options": noted(CACHE_HINT),
+    "prompt_cache_retention": noted(CACHE_HINT),
     "service_tier": noted("there is one tier"),
     "moderation": noted(),
     "access_programs": noted(),
@@ -280,19 +275,19 @@ KEYS: RequestKeys = {
     "tools[].annotations": noted("the chat template has no place for it"),
     "tools[].async": noted("the agent decides when it runs a tool", False),
     "tools[].allowed_callers": refused("the policy calls tools itself", ["direct"]),
-    "top_logprobs": refused("the sampler reports the token that it sampled, not the others", 0),
-    "background": refused("ask with `stream`", False),
+    "top_logprobs": refused("the sampler reports the sampled token only", 0),
+    "background": refused("use `stream`", False),
     "truncation": refused("the server edits no history", "disabled"),
     "context_management": refused("the server edits no history", []),
     "conversation": refused("use `previous_response_id`, or send the conversation"),
     "image": refused("the policy reads text only"),
     "max_tool_calls": refused("the agent runs the tools"),
-    "prompt": refused("the server keeps no prompts"),
+    "prompt": refused("the server stores no prompts"),
 }
-BODY = KeyRules(KEYS)
+RULES = KeyRules(KEYS)
 
 PROVIDER_TOOLS = (
     "web_search", "file_search", "code_interpreter", "computer", "mcp", "image_generation", "tool_search",
     "programmatic_tool_calling",
 )  # fmt: skip
-"""How the types of tools begin that run at the provider, or work on pictures: the policy is not offered them."""
+"""Prefixes of the types of tools that the provider runs, or that work on images. The policy is not offered them."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.cli.lineage import branch, roll_back
+from agentjet.cli.checkpoints import branch, roll_back
 from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
@@ -242,7 +242,7 @@ async def test_a_rollback_out_of_divergence(tmp_path: Path) -> None:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Of each file, except for the lock and SQLite's own."""
+    """The digest of each file, except for the lock and SQLite's own files."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("journal")]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -386,4 +386,4 @@ async def test_the_commands_say_how_to_go_on(tmp_path: Path) -> None:
     assert "begins at policy version 1" in said and f"--data-dir '{new}'" in said
     said = run("checkpoints", "rollback", "1", "--data-dir", str(data))
     assert "Policy version 3 has the weights of version 1. Undone: 1 batches" in said
-    assert "job.max_steps = 3 is reached at version 3: raise it to train on" in said
+    assert "job.max_steps = 3 is reached at version 3: raise it to continue training" in said

@@ -1,4 +1,4 @@
-"""What `agentjet research demo` trains: a model of random weights says random letters, and is rewarded for digits."""
+"""The agent of `agentjet research demo`: a model of random weights samples letters and is rewarded for digits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import httpx
 from agentjet.client import Episode
 from agentjet.types import Task
 
-# A client takes some time to make. The server is on this machine: no proxy is asked.
+# Making a client takes some time, so all episodes share one. The server is on this machine, so no proxy is used.
 HTTP = httpx.Client(timeout=60.0, trust_env=False)
 
 
@@ -18,7 +18,7 @@ def agent(task: Task, episode: Episode) -> float:
 
 
 def answer(task: Task, episode: Episode) -> str:
-    """What the model says."""
+    """The text of the model's answer."""
     response = HTTP.post(
         f"{episode.base_url}/chat/completions",
         json={"model": episode.model, "messages": [{"role": "user", "content": task.payload}]},
@@ -32,5 +32,5 @@ def training_tasks() -> list[Task]:
 
 
 def held_out_tasks() -> list[Task]:
-    """Numbers that are not trained on."""
+    """Numbers that are not in the training tasks."""
     return [Task(f"say-{number}", payload=f"Say digits. {number}") for number in range(8, 72)]

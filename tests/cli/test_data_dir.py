@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.data_dir import differing_settings, read
-from agentjet.cli.lineage import roll_back
+from agentjet.cli.checkpoints import roll_back
+from agentjet.cli.data_dir import differing_settings, read_run
 from agentjet.errors import ConfigError
 from agentjet.protocol import EvaluationRequest
 from tests.cli.test_commands import run
@@ -31,7 +31,7 @@ def metrics(path: Path, rewards: list[float]) -> Path:
 
 def test_figures_of_metrics_files(tmp_path: Path) -> None:
     first = metrics(tmp_path / "a.jsonl", [0.0, 0.1, 0.2, 0.3, 0.4, 0.9, 0.4])
-    found = read(first)
+    found = read_run(first)
     assert (found.version, found.steps, found.episodes, found.sampled_tokens, found.minutes) == (7, 7, 28, 700, 7.0)
     assert (found.reward_first, found.reward_final) == (pytest.approx(0.2), pytest.approx(0.44))
     assert (found.reward_best, found.reward_best_version, found.evaluations, found.score_best) == (0.9, 6, 0, None)
@@ -40,10 +40,10 @@ def test_figures_of_metrics_files(tmp_path: Path) -> None:
     printed = run("compare", str(first), str(second))
     assert ["of", "them", "undone", "-", "-"] in [line.split() for line in printed.splitlines()]
     assert ["reward,", "best", "batch", "0.900", "0.500"] in [line.split() for line in printed.splitlines()]
-    assert f"no settings known of {first}, {second}" in printed
+    assert f"no settings for {first}, {second}" in printed
     with first.open("a") as file:
         file.write('{"step": 8, "rew')  # a server is writing it
-    assert read(first) == found
+    assert read_run(first) == found
 
 
 async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
@@ -58,7 +58,7 @@ async def trained(data_dir: Path, lr: float, scores: tuple[float, ...]) -> None:
 
 def reads_only(data_dir: Path) -> None:
     files = sorted(path.name for path in data_dir.iterdir())
-    read(data_dir)
+    read_run(data_dir)
     assert sorted(path.name for path in data_dir.iterdir()) == files
 
 
@@ -86,7 +86,7 @@ def test_batches_that_were_undone_cost_and_are_in_no_reward(tmp_path: Path) -> N
                 roll_back(tmp_path / "a", "1")
 
     asyncio.run(scenario())
-    found = read(tmp_path / "a")
+    found = read_run(tmp_path / "a")
     assert (found.version, found.steps, found.undone, found.episodes) == (5, 4, 1, 16)
     assert found.reward_best_version == 1, "not 2, which was undone"
 
@@ -96,7 +96,7 @@ def test_settings_that_are_not_known_differ_from_nothing() -> None:
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has nothing to be compared with: name two or more"):
+    with pytest.raises(ConfigError, match=r"only one run, .*: name two or more"):
         run("compare", str(tmp_path))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl' does not exist: name a data dir"):
         run("compare", str(tmp_path), str(tmp_path))
@@ -105,5 +105,5 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"bad\.jsonl', line 2: expected one JSON object"):
         run("compare", str(bad), str(bad))
     bad.write_text("")
-    with pytest.raises(ConfigError, match="has no batch yet"):
+    with pytest.raises(ConfigError, match="has no batch"):
         run("compare", str(bad), str(bad))

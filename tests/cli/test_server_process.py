@@ -1,8 +1,8 @@
 """A server that changes its run. Pinned here:
 
-1. a worker that cannot be ended, when a run is left, is told to whoever asked; the run asked for is up all the same,
-   and the one that was left can be entered again;
-2. a client of the run that was left is refused: neither its key nor its token reaches an episode of the other run.
+1. An error while the left run's worker ends is raised to the caller. The requested run is up all the same, and the
+   left run can be entered again.
+2. A client of the left run is refused: neither its key nor its token reaches an episode of the other run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentjet.cli import runs
+from agentjet.cli import server_process
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.protocol import BeginRequest
 from agentjet.server import Keys, create_app
@@ -38,9 +38,9 @@ async def test_a_run_is_up_although_the_one_before_would_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = make_model_info(tmp_path / "tokenizer")
-    monkeypatch.setattr(runs, "EmbeddedCompute", lambda config: Stubborn(card, saying(lambda prompt: "hi")))
+    monkeypatch.setattr(server_process, "EmbeddedCompute", lambda config: Stubborn(card, saying(lambda prompt: "hi")))
     config = ServeConfig.model_validate({"model": {"name": card.name}, "server": {"data_dir": tmp_path / "d"}})
-    served = runs.RunSwitcher(config, Clock())
+    served = server_process.GatewaySwitcher(config, Clock())
     await served.gateway.start()
     await served.gateway.ready()
     with pytest.raises(OSError, match="would not end"):
@@ -58,10 +58,12 @@ async def test_a_run_is_up_although_the_one_before_would_not_end(
 
 async def test_runs_of_one_server_do_not_touch_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = make_model_info(tmp_path / "tokenizer")
-    monkeypatch.setattr(runs, "EmbeddedCompute", lambda config: ScriptedCompute(card, saying(lambda prompt: "hi")))
+    monkeypatch.setattr(
+        server_process, "EmbeddedCompute", lambda config: ScriptedCompute(card, saying(lambda prompt: "hi"))
+    )
     config = ServeConfig.model_validate({"model": {"name": card.name}, "server": {"data_dir": tmp_path / "d"}})
     clock = Clock()
-    served = runs.RunSwitcher(config, clock)
+    served = server_process.GatewaySwitcher(config, clock)
     keys = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
     await served.gateway.start()
     transport = httpx.ASGITransport(create_app(served, keys))

@@ -1,0 +1,234 @@
+"""The program of `agentjet run`: the files of its command line, its code versions, and its reward.
+
+A reward that cannot be read aborts the episode: it is not 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentjet.client.agent_source import AgentSource, AgentVersion, Stamp, file_stamps, hash_of, load_function
+from agentjet.client.command import Command, Result, Score
+from agentjet.errors import ConfigError
+from agentjet.types import Reward
+
+SKIPPED = frozenset({"__pycache__", "node_modules"})
+"""Folders without source files, beside those whose names begin with a dot."""
+REWARD_FORMS = "FILE.py:FUNCTION, stdout, exit-code or file:NAME"
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line as given in the folder `here`. `{here}` in it becomes that folder."""
+
+    arguments: tuple[str, ...]
+    here: Path
+    more: tuple[Path, ...] = ()
+    """Files and folders of `--source`, absolute."""
+
+    def files(self) -> list[Path]:
+        """The present files of the program: those in the command line and those of `--source`."""
+        found = dict.fromkeys(itertools.chain(self._named(), *(_below(path) for path in self.more)))
+        return list(found)
+
+    def resolved(self, roots: Sequence[tuple[Path, Path]] = ()) -> list[str]:
+        """The command line for another working directory: paths are absolute. A path below the first folder of a pair
+        in `roots` leads to its second."""
+        return [self._resolved(word, index, roots) for index, word in enumerate(self.arguments)]
+
+    def version(self, reward_version: str, roots: Sequence[tuple[Path, Path]] = ()) -> str:
+        """The code version, a hash. It covers the files (or their copies in `roots`), the program's name, the words
+        that are not files, and the reward's version."""
+        contents = {os.path.relpath(file, self.here): _moved(file, roots).read_bytes() for file in self.files()}
+        program, *rest = self.arguments
+        words = [
+            Path(program).name,
+            *(word for index, word in enumerate(rest, 1) if self._path_in(word, index) is None),
+        ]
+        return hash_of({**contents, "--": "\0".join(words).encode(), "--reward": reward_version.encode()})
+
+    def _named(self) -> Iterator[Path]:
+        for index, word in enumerate(self.arguments):
+            path = self._path_in(word, index)
+            # An interpreter given by its path, perhaps through a virtual environment's link, is not a source file.
+            if path is not None and path.is_file() and (index or path.resolve().is_relative_to(self.here)):
+                yield path
+
+    def _path_in(self, word: str, index: int) -> Path | None:
+        """The file or folder in a word, also as `--option=path`; None without one."""
+        name = word.partition("=")[2] if word.startswith("-") else word
+        if not name or (index == 0 and os.sep not in name):  # the program is found through PATH
+            return None
+        path = Path(os.path.normpath(self.here / name))
+        # A single word can have any meaning: it is not a path only because a folder has the same name.
+        return path if _exists(path) and (os.sep in name or path.is_file()) else None
+
+    def _resolved(self, word: str, index: int, roots: Sequence[tuple[Path, Path]]) -> str:
+        path = self._path_in(word, index)
+        if path is None:
+            return word.replace("{here}", str(_moved(self.here, roots)))
+        option, separator, _ = word.rpartition("=") if word.startswith("-") else ("", "", "")
+        return f"{option}{separator}{_moved(path, roots)}"
+
+
+@dataclass
+class CommandSource:
+    """The `AgentSource` of a command. Each version runs from a copy of its files below `copies`.
+
+    So an edit does not change an episode that has begun, and an older version can be used again. Files that are not
+    watched are linked into the copy, so that imports find them. A reward function is loaded again with each version.
+    """
+
+    line: CommandLine
+    command: Command
+    reward_source: AgentSource | None
+    copies: Path
+    num_copies: int = 0
+
+    def stamp(self) -> Stamp:
+        own = file_stamps(self.line.files())
+        return own + self.reward_source.stamp() if self.reward_source is not None else own
+
+    def load(self) -> AgentVersion:
+        """Copies the present files. Raises the errors of the files, or of the reward's."""
+        score = AgentVersion("", self.command.__wrapped__)
+        if self.reward_source is not None:
+            score = self.reward_source.load()
+        roots = self._copied(self.line.files())
+        version = self.line.version(score.code_version, roots)
+        return AgentVersion(version, self.command.changed(self.line.resolved(roots), score.agent, version))
+
+    def abandon(self) -> None:
+        if self.reward_source is not None:
+            self.reward_source.abandon()
+
+    def _copied(self, files: Sequence[Path]) -> list[tuple[Path, Path]]:
+        """Copies `files`; returns pairs of a folder and its copy."""
+        place = self.copies / str(self.num_copies)
+        self.num_copies += 1
+        place.mkdir()
+        here = self.line.here
+        outside = {file.parent for file in files if not file.is_relative_to(here)}
+        tops = [here, *(folder for folder in outside if not any(folder.is_relative_to(o) for o in outside - {folder}))]
+        roots = [(top, place / str(index)) for index, top in enumerate(tops)]
+        for top, copy in roots:
+            _mirror(top, copy, {file for file in files if file.is_relative_to(top)})
+        return roots
+
+
+def check_source(paths: Sequence[Path], here: Path) -> tuple[Path, ...]:
+    """The paths of `--source`, absolute. Raises `ConfigError` for a missing one."""
+    for path in paths:
+        if not (here / path).exists():
+            raise ConfigError(f"--source {path}: no such file or folder")
+    return tuple(Path(os.path.normpath(here / path)) for path in paths)
+
+
+def _mirror(original: Path, copy: Path, files: set[Path]) -> None:
+    """Makes a folder like `original`: `files` are copied, everything else is a link to the original."""
+    copy.mkdir()
+    folders = {parent for file in files for parent in file.parents}
+    for entry in original.iterdir():
+        if entry in files:
+            shutil.copy2(entry, copy / entry.name)
+        elif entry in folders:
+            _mirror(entry, copy / entry.name, files)
+        else:
+            (copy / entry.name).symlink_to(entry)
+
+
+def _moved(path: Path, roots: Sequence[tuple[Path, Path]]) -> Path:
+    for original, copy in roots:
+        if path.is_relative_to(original):
+            return copy / path.relative_to(original)
+    return path
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """A file, or the files below a folder."""
+    if path.is_file():
+        yield path
+        return
+    for folder, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long for a name, or with a null byte
+        return False
+
+
+class NoReward(Exception):
+    """The program ended well, but its output or file has no valid reward."""
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """`score` computes the reward of a result. With `any_exit_code` also for exit codes from 1 to 124."""
+
+    score: Score
+    any_exit_code: bool = False
+    is_function: bool = False
+
+
+def reward_source(text: str) -> RewardSource:
+    """The source in a `--reward` option. Raises `ConfigError`."""
+    if text == "stdout":
+        return RewardSource(lambda task, result: from_stdout(result))
+    if text == "exit-code":
+        return RewardSource(lambda task, result: float(result.exit_code == 0), any_exit_code=True)
+    kind, separator, name = text.rpartition(":")
+    if kind == "file" and name:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ConfigError(f"--reward {text}: the file must lie in the command's working directory")
+        return RewardSource(lambda task, result: from_file(result.folder / name, name))
+    if separator and kind.endswith(".py"):
+        return RewardSource(load_function(text, option="--reward"), is_function=True)
+    raise ConfigError(f"--reward {text}: expected {REWARD_FORMS}")
+
+
+def from_stdout(result: Result) -> Reward:
+    """The reward in the last line that is not empty."""
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    if not lines:
+        raise NoReward("stdout is empty: its last line must be the reward")
+    return _parse_reward(lines[-1], "the last line of stdout")
+
+
+def from_file(path: Path, name: str) -> Reward:
+    """The reward in a whole file that the command wrote into its working directory."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise NoReward(f"the file {name} of the reward: {error.strerror}") from None
+    return _parse_reward(text, f"the file {name}")
+
+
+def _parse_reward(text: str, place: str) -> Reward:
+    try:
+        found = json.loads(text, parse_int=float)  # an integer of 400 digits becomes infinite, and is refused later
+    except (ValueError, RecursionError):
+        found = None
+    whole = {"reward": found} if _is_number(found) else found
+    if not isinstance(whole, dict) or not _is_number(whole.get("reward")):
+        raise NoReward(f'{place} is {text.strip()[:100]!r}: expected a number or {{"reward": number}}')
+    if unknown := set(whole) - {"reward", "by_role", "metrics"}:
+        raise NoReward(f"{place} has the unknown key {min(unknown)!r}: expected reward, by_role and metrics")
+    maps = {key: whole.get(key, {}) for key in ("by_role", "metrics")}
+    for key, values in maps.items():
+        if not isinstance(values, dict) or not all(map(_is_number, values.values())):
+            raise NoReward(f"{place} has {key} = {json.dumps(values)[:100]}: expected an object of numbers")
+    return Reward(float(whole["reward"]), **maps)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
