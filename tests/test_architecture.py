@@ -52,13 +52,13 @@ PACKAGES = {
     "timeline": rule(VOCABULARY, "numpy"),
     "rendering": rule(f"{VOCABULARY} config", "jinja2 llguidance tokenizers"),
     "recipes": rule(f"{VOCABULARY} config timeline", "numpy", lazy="torch"),
-    "swarm": rule(f"{VOCABULARY} config protocol timeline recipes.advantages", "numpy"),
+    "swarm": rule(f"{VOCABULARY} config protocol timeline", "numpy"),
     "compute": rule(
         f"{VOCABULARY} config timeline rendering recipes",
         "gguf llguidance msgpack numpy peft psutil safetensors tokenizers torch transformers",
     ),
     "gateway": rule(
-        f"{VOCABULARY} config protocol timeline rendering swarm recipes.advantages compute.protocol",
+        f"{VOCABULARY} config protocol timeline rendering swarm compute.protocol",
         "numpy",
         lazy="opentelemetry",
     ),
