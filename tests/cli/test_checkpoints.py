@@ -183,7 +183,7 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         await up.batch()
         assert swarm.policy_version == 6 and up.compute.learned == [5]
         assert swarm.last_step["groups/dropped_rolled_back"] == 3 * 2 + 2
-        [event] = [event.body for event in swarm.events() if event.kind == "rollback"]
+        [event] = [event.body for event in swarm.queries.events() if event.kind == "rollback"]
         assert event == {"to": 1, "policy_version": 5, "batches": 3, "trained": 12, "waiting": 1, "live": 1}
         after = up.compute.weights
     shutil.rmtree(checkpoint(data, 6))

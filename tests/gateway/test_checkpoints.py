@@ -242,7 +242,7 @@ async def test_a_write_that_the_journal_did_not_record_leaves_nothing(
             raise Later("the disk is full", retry_after=1.0, status=503)
 
         with monkeypatch.context() as patched:
-            patched.setattr(run.gateway.swarm, "record_checkpoint", refuses)
+            patched.setattr(run.gateway.swarm.batches, "record_checkpoint", refuses)
             with pytest.raises(Later):
                 await run.gateway.versions.save()
         assert list((tmp_path / "d" / "checkpoints").iterdir()) == []

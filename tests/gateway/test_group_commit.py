@@ -115,7 +115,7 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, wher
             )
         for result in results:
             assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
-            assert "until the server is started again" in result.message
+            assert "then restart the server" in result.message
         assert run.gateway.swarm.store.journal.refusal and not run.gateway.swarm.store.journal.has_uncommitted
     async with running(tmp_path / "d") as run:
         await run.gateway.finish(kept, FinishRequest(reward=1))

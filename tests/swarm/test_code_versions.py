@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from agentjet.errors import Later
-from agentjet.swarm.state_store import KEPT
+from agentjet.swarm.state_store import CODE_VERSIONS_KEPT
 from tests.swarm.world import LEASE, World
 
 Make = Callable[..., World]
@@ -22,7 +22,7 @@ def test_a_group_holds_one_version(make_world: Make) -> None:
     world = make_world(batch_size=3)
     old, new, other = (world.begin("g", code_version=version) for version in ("v1", "v2", "v1"))
     assert old.group_id == other.group_id != new.group_id
-    assert [group.code_version for group in world.reopen().groups] == ["v1", "v2"]
+    assert [group.code_version for group in world.reopen().queries.groups] == ["v1", "v2"]
     assert world.begin("g", code_version="v2").group_id == new.group_id
     assert world.begin("g").group_id not in (old.group_id, new.group_id)
 
@@ -94,16 +94,16 @@ def test_what_became_of_each_version_is_counted(make_world: Make) -> None:
 
 def test_the_newest_versions_are_kept(make_world: Make) -> None:
     world = make_world(batch_size=100)
-    for number in range(KEPT + 2):
+    for number in range(CODE_VERSIONS_KEPT + 2):
         world.play(f"g{number}", 1, code_version=f"v{number}")
     kept = world.swarm.queries.code_versions()
-    assert list(kept) == [f"v{number}" for number in range(2, KEPT + 2)]
+    assert list(kept) == [f"v{number}" for number in range(2, CODE_VERSIONS_KEPT + 2)]
     world.begin("again", code_version="v0")
     tally = world.swarm.queries.code_versions()["v0"]
     assert (tally.episodes, tally.finished, tally.reward_mean) == (2, 1, 1.0)
-    assert len(world.swarm.queries.code_versions()) == KEPT
+    assert len(world.swarm.queries.code_versions()) == CODE_VERSIONS_KEPT
     before = list(world.swarm.queries.code_versions().items())
-    assert list(world.reopen().code_versions().items()) == before
+    assert list(world.reopen().queries.code_versions().items()) == before
 
 
 def test_a_versions_rewards_are_metrics_and_its_first_use_an_event(make_world: Make) -> None:

@@ -153,7 +153,7 @@ def test_a_batch_that_is_set_aside_takes_nothing_with_it(make_world: Make) -> No
     batch = world.swarm.batches.compose()
     assert world.swarm.store.carry == batch.carry != owed
     world.swarm.batches.quarantine(batch, "it kills workers")
-    assert world.swarm.store.carry == owed == world.reopen()._ledger.carry
+    assert world.swarm.store.carry == owed == world.reopen().store.carry
 
 
 def test_a_set_that_left_holds_nobody_up_and_is_owed_nothing(make_world: Make) -> None:

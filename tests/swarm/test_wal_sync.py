@@ -55,10 +55,10 @@ def test_a_disk_without_room_for_the_move_fails_nobody(tmp_path: Path, caplog: p
 
         def close(self) -> None: ...
 
-    sync._mover = Full()  # type: ignore[assignment]
+    sync._connection = Full()  # type: ignore[assignment]
     for _ in range(CHECKPOINT_EVERY):
         sync.wait()
-    assert "could not be moved" in caplog.text and sync.failed is None
+    assert "could not be checkpointed" in caplog.text and sync.failed is None
     sync.close()
     journal.close()
 

@@ -1,16 +1,17 @@
-"""Episodes, groups and batches: the state machine, its leases and its journal. No HTTP, no torch, no asyncio.
+"""Episodes, groups and batches of a run: rules, leases and the journal. No HTTP, no torch, no asyncio.
 
 journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
 swarm = SwarmState(journal, config.job, clock=time.time)
 episode = swarm.begin(BeginRequest(task_id="t1"))
-with swarm.calling(episode.id):                      # the lease stands still while the server itself is busy
+with swarm.calling(episode.id):                      # suspends the lease during the call
     ...                                              # sample
     swarm.record_call(call, encoded_suffix, encoded_completion)
 swarm.finish(episode.id, FinishRequest(reward=1.0))
-if swarm.ready():
-    batch = swarm.compose()                          # on disk before it is learned
+if swarm.batches.ready():
+    batch = swarm.batches.compose()                  # on disk before it is learned
     metrics, op = await learn(compute, op, swarm.batches.training_batch(batch), batch.job)
-    swarm.learned(batch, metrics)
+    swarm.batches.learned(batch, metrics)
+print(swarm.queries.waiting_for())
 """
 
 from agentjet.swarm.episodes import SwarmState

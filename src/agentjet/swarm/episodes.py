@@ -141,7 +141,7 @@ class SwarmState:
     def begin(self, request: BeginRequest, *, idempotency_key: str | None = None) -> Episode:
         """Start an episode.
 
-        Raises `Later` when the present batch needs none: `not_rolling`, `batch_full`, `task_set_full`, `group_full`.
+        Raises `Later` when the present batch needs none: `not_sampling`, `batch_full`, `task_set_full`, `group_full`.
         Raises `Conflict`:
 
         * `group_closed`: it may only join a group, and there is none;

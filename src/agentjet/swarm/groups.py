@@ -56,11 +56,11 @@ def admit(store: Store, mixture: Mixture, request: BeginRequest, now: float) -> 
     job = store.job
     mixture.register(request.task_set)
     if store.pending is not None and not job.max_staleness:
-        raise Later("The worker is learning a batch.", code="not_rolling", retry_after=RETRY_SECONDS)
+        raise Later("The worker is learning a batch.", code="not_sampling", retry_after=RETRY_SECONDS)
     if training_is_over(store):
         raise Later(
             f"Training is over: job.max_steps = {job.max_steps} is reached.",
-            code="not_rolling",
+            code="not_sampling",
             retry_after=MAX_STEPS_RETRY_SECONDS,
         )
     name = group_name(request)
@@ -107,8 +107,8 @@ def _open_group(store: Store, request: BeginRequest, name: str) -> Group | None:
 def check_pin(store: Store, mixture: Mixture, at_version: int, now: float) -> None:
     """Raises if an evaluation episode cannot run at `at_version` from its begin to its end.
 
-    `Conflict` (`version_gone`) if the server is at another version. `Later` (`not_rolling`) if it is about to be: while
-    it learns, and when a whole batch has waited for evaluations for `max_episode_seconds`.
+    `Conflict` (`version_gone`) if the server is at another version. `Later` (`not_sampling`) if it is about to be:
+    while it learns, and when a whole batch has waited for evaluations for `max_episode_seconds`.
     """
     if at_version != store.policy_version:
         raise Conflict(
@@ -119,7 +119,7 @@ def check_pin(store: Store, mixture: Mixture, at_version: int, now: float) -> No
     chosen = mixture.chosen()
     waits_since = max((group.closed or now for group in chosen), default=now) if chosen else now
     if store.pending is not None or now - waits_since >= store.job.max_episode_seconds:
-        raise Later(f"Policy version {at_version} is about to learn.", code="not_rolling", retry_after=RETRY_SECONDS)
+        raise Later(f"Policy version {at_version} is about to learn.", code="not_sampling", retry_after=RETRY_SECONDS)
 
 
 def outdated(store: Store, request: BeginRequest) -> list[Group]:
