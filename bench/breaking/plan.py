@@ -57,7 +57,7 @@ class Fault:
 
 
 SHARES = {
-    "gateway killed at a transition": 44,
+    "gateway killed at a transition": 47,
     "gateway killed at a random time": 12,
     "gateway killed, WAL tail torn": 12,
     "gateway killed under a waiting client": 4,
@@ -95,7 +95,7 @@ def _numbers(num_faults: int) -> dict[str, int]:
     every = sum(SHARES.values())
     numbers = {kind: max(1, share * num_faults // every) for kind, share in SHARES.items()}
     if num_faults >= WHOLE:
-        numbers["gateway killed at a transition"] = max(44, numbers["gateway killed at a transition"])
+        numbers["gateway killed at a transition"] = max(47, numbers["gateway killed at a transition"])
     else:
         for kind in WHOLE_RUNS_ONLY:
             del numbers[kind]
