@@ -84,7 +84,7 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
             running = Running(gateway, words, Clock(), Clock())
             for _ in range(NUM_BATCHES):
                 await running.batch()
-            await compute.export(data_dir / "exports" / "last")
+            await compute.export(PolicyId(), data_dir / "exports" / "last")
         finally:
             await gateway.close()
         return compute
