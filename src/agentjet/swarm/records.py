@@ -170,11 +170,9 @@ class Batch:
 
 
 SCHEMA_VERSION = 8
-
 OPERATIONS = """
 CREATE TABLE operations (
-    number INTEGER PRIMARY KEY,
-    kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
+    number INTEGER PRIMARY KEY, kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
     batch_id INTEGER NOT NULL REFERENCES batches (id)
 );
 CREATE INDEX operations_of_batch ON operations (batch_id);
