@@ -172,7 +172,7 @@ def training_batch(groups: list[list[Episode]], number: int) -> TrainingBatch:
 
 
 def learn_batch(learner: PolicyLearner, groups: list[list[Episode]], job: JobConfig, number: int) -> dict[str, float]:
-    """Train on a recorded batch; returns the metrics. The only part that knows the learner's interface."""
+    """Train on a recorded batch; returns the metrics. The only part that depends on the learner's interface."""
     batch = training_batch(groups, number)
     return learner.learn(batch.forest, job, number, batch.facts)
 

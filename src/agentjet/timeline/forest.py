@@ -118,7 +118,7 @@ class Forest:
     num_row_tokens: int
 
     def __getitem__(self, name: str) -> Column:
-        """A column of the targets [M]. Raises `KeyError` with the existing columns if there is no such column."""
+        """A column of the targets [M]. Raises `KeyError` with the existing columns if the column is missing."""
         if name not in self.targets:
             raise KeyError(f"the targets have no column {name!r}; they have {', '.join(sorted(self.targets))}")
         return self.targets[name]
