@@ -152,7 +152,7 @@ def test_an_episode_that_names_no_reward_of_a_role_is_not_compared_with_those_th
     batch = world.swarm.batches.compose()
     forest = world.forest(batch)
     assert sorted(forest["advantage"].tolist()) == [-0.5, 0.0, 0.5]
-    assert f"1 roles have no reward of their own, such as 'critic' of {episode.id}" in caplog.text
+    assert f"1 roles have no reward, such as 'critic' of {episode.id}" in caplog.text
     assert world.swarm.batches.learned(batch, {})["reward/roles_left_out"] == 1
 
 
