@@ -85,8 +85,8 @@ def conduct_all(case: Case, answers: list[Truth], repeats: int, first: int) -> t
     tallies, costs = blank(case, answers), []
     for repeat in range(repeats):
         study = case.study(first + repeat)
-        findings, desk = conduct(study, StudyLog(), WorldRunner(case.world, study.rungs))
-        costs.append(desk.ledger.total)
+        findings, launcher = conduct(study, StudyLog(), WorldRunner(case.world, study.rungs))
+        costs.append(launcher.spending.total)
         for tally, finding in zip(tallies, findings, strict=True):
             tally.verdicts.append(finding.verdict)
     return tallies, costs

@@ -50,13 +50,6 @@ WORDS = re.compile(
     r"|hears|heard|tells|told|knows|knew|wishes|says|said)\b",
     re.IGNORECASE,
 )
-UNREWRITTEN = {
-    *("client", "compute", "config", "gateway", "protocol", "recipes", "rendering", "research", "server", "swarm"),
-    *("timeline", "types.py", "errors.py", "__init__.py", "cli/research"),
-    *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md") if page.name != "benchmarks.md"),
-    "docs/studies/README.md",
-}
-"""Packages and pages whose language is not checked yet."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -223,16 +216,10 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                     yield statement.lineno, text
 
 
-def is_rewritten(path: Path, root: Path) -> bool:
-    name = path.relative_to(root).as_posix()
-    return not any(name == pending or name.startswith(f"{pending}/") for pending in UNREWRITTEN)
-
-
 def test_docstrings_are_in_plain_words() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {sentence}"
         for path in sorted(SOURCE.rglob("*.py"))
-        if is_rewritten(path, SOURCE)
         for line, text in docstrings(path)
         for sentence in banned(text)
     ]
@@ -244,7 +231,7 @@ def test_pages_are_in_plain_words() -> None:
     found = [
         f"{page.relative_to(ROOT)}: {sentence}"
         for page in PAGES
-        if page not in past and is_rewritten(page, ROOT)
+        if page not in past
         for sentence in banned(page.read_text(encoding="utf-8"))
         if not sentence.startswith("#")
     ]

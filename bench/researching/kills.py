@@ -64,8 +64,8 @@ def resume_identical(study: Study, world: World) -> tuple[bool, int]:
 
 def finish(study: Study, world: World, folder: Path) -> Ending:
     with StudyJournal(folder / "journal") as journal:
-        findings, desk = conduct(study, journal, KeptRunner(world, study.rungs, folder))
-    return [found.to_json() for found in findings], desk.ledger.total, sorted(p.name for p in folder.glob("*-*"))
+        findings, launcher = conduct(study, journal, KeptRunner(world, study.rungs, folder))
+    return [found.to_json() for found in findings], launcher.spending.total, sorted(p.name for p in folder.glob("*-*"))
 
 
 def begin_and_die(study: Study, world: World, folder: Path, number: int) -> None:

@@ -224,14 +224,14 @@ def regraded(run: Run) -> Answer:
 
 
 def said(name: str, side: Side, repeat: int) -> tuple[set[str], StudyLog]:
-    """The causes named in one repeat, and the book."""
+    """The causes named in one repeat, and the log."""
     arms = tuple(Arm(f"arm {number}", setting) for number, setting in enumerate(side.settings))
     study = Study(name, "success", 0.02, arms, (), budget=20.0, seed=repeat)
-    desk = TrialLauncher(study, StudyLog(), FailingRunner(replace(side.plant, world=repeat)))
+    launcher = TrialLauncher(study, StudyLog(), FailingRunner(replace(side.plant, world=repeat)))
     seeds = [seed_of(study, "confirm", number) for number in range(side.seeds)]
-    desk.run([Trial(study.id, arm.name, arm.changes, seed, "confirm") for arm in arms for seed in seeds])
-    diagnose(desk)
-    return {found.cause for every in desk.book.diagnoses.values() for found in every}, desk.book
+    launcher.run([Trial(study.id, arm.name, arm.changes, seed, "confirm") for arm in arms for seed in seeds])
+    diagnose(launcher)
+    return {found.cause for every in launcher.log.diagnoses.values() for found in every}, launcher.log
 
 
 Said = Counter[str]

@@ -1,9 +1,9 @@
-"""`agentjet research` without a server: what is planned, asked and shown.
+"""`agentjet research` without a server.
 
-1. `new` writes a plan a person can read, and refuses what cannot be studied.
-2. `steer` asks; what is no request is refused there and then.
+1. `new` writes a readable plan, and refuses questions that cannot be studied.
+2. `steer` refuses invalid requests at once.
 3. `status` and `report` read a journal at any stage, also while another process writes it.
-4. A server of others is asked first, given back where nothing begins, and waited for aloud.
+4. A leased server is contacted first, returned if the study cannot start, and waited for with a message.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from agentjet import Swarm
 from agentjet.cli.main import app
 from agentjet.cli.research import check_same, demo_plan
-from agentjet.cli.research.run import ConsoleLog, carry_out
+from agentjet.cli.research.execution import ConsoleLog, carry_out
 from agentjet.cli.research.study import summary
 from agentjet.errors import AgentJetError, ConfigError
-from agentjet.research.journal import StudyFolder, StudyJournal, read_book
+from agentjet.research.journal import StudyFolder, StudyJournal, read_log
 from agentjet.research.launcher import SteeringFile
 from agentjet.research.models import AddArm, AddHypothesis, Cap, Diagnosis, Pause
 from agentjet.research.records import Setting
@@ -86,7 +86,7 @@ def test_a_plan_is_written_and_read(here: Path) -> None:
     study = StudyFolder(here / "study").study()
     assert study.subject and study.subject.settings == {"job.batch_size": 4} and study.subject.steps == 12
     study.subject.check_code()
-    with pytest.raises(ConfigError, match="holds a plan already: give another folder"):
+    with pytest.raises(ConfigError, match="already holds a plan: choose another folder"):
         new("grpo vs rloo")
     assert json.loads(research("status", "study", "--json")) == {
         "study": study.id,
@@ -97,7 +97,7 @@ def test_a_plan_is_written_and_read(here: Path) -> None:
 
 def test_what_cannot_be_studied_is_refused(here: Path) -> None:
     for said, arguments in (
-        ("held-out tasks are trained on, too, such as 'a'", {"held_out": "play.py:train"}),
+        ("held-out tasks are also training tasks, such as 'a'", {"held_out": "play.py:train"}),
         ("there is no function 'gone'", {"held_out": "play.py:gone"}),
         ("called without arguments, and raised SystemExit: 3", {"held_out": "play.py:leaves"}),
         ("called without arguments, and raised KeyError", {"held_out": "play.py:boom"}),
@@ -111,9 +111,9 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
         with pytest.raises(ConfigError, match=f"--sesoi {sesoi}: give a finite difference"):
             new("does a kl penalty help?", "--sesoi", sesoi)
     for out in ("play.py", "/proc/x"):
-        with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
+        with pytest.raises(ConfigError, match=f"--out {out}: .*; choose a folder"):
             research("demo", "--out", out)
-        with pytest.raises(ConfigError, match=f"--out {out}: .*; name a folder"):
+        with pytest.raises(ConfigError, match=f"--out {out}: .*; choose a folder"):
             new("does a kl penalty help?", "--out", out)
     for agent, said in (
         ("os.path:join", r"os\.path:join: 'os\.path' is part of Python itself: name a module"),
@@ -125,8 +125,8 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"exits\.py: importing it ends the program \(SystemExit: 0\)"):
         new("does a kl penalty help?", "--agent", "exits.py:agent")
     for llm, said in (
-        (("nonsense", "--llm-model", "m"), "--llm 'nonsense' is no address: give one such as http"),
-        (("http://127.0.0.1:9/v1",), "give the model's name there, too"),
+        (("nonsense", "--llm-model", "m"), "--llm 'nonsense' is not a URL: give one such as http"),
+        (("http://127.0.0.1:9/v1",), "also give the model's name"),
     ):
         with pytest.raises(ConfigError, match=said):
             new("does a kl penalty help?", "--llm", *llm)
@@ -136,7 +136,7 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
     for arm, said in (
         ('agent = "play.py:lonely"', "subject.agent play.py:lonely cannot be called as agent"),
         ('agent = "play.py:gone"', "there is no function 'gone'"),
-        ('changes = { "job.batch_size" = 4 }', "arm 'b' changes nothing of arm 'a'"),
+        ('changes = { "job.batch_size" = 4 }', "arm 'b' does not differ from arm 'a'"),
     ):
         (here / "space.toml").write_text(f"[arms.a]\n[arms.b]\n{arm}\n")
         with pytest.raises(ConfigError, match=said):
@@ -145,7 +145,7 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
         new("does a kl penalty help?", "--set", "job.batch_size")
     with pytest.raises(ConfigError, match="'/no/such/model' is neither a folder"):
         new("does a kl penalty help?", "--model", "/no/such/model")
-    with pytest.raises(ConfigError, match=r"holds no study\.json"):
+    with pytest.raises(ConfigError, match=r"has no study\.json"):
         research("run", "study")
     with pytest.raises(ConfigError, match="1 --server and 0 --admin-token-file"):
         research("run", "study", "--server", "http://127.0.0.1:1")
@@ -154,7 +154,7 @@ def test_what_cannot_be_studied_is_refused(here: Path) -> None:
 @pytest.mark.parametrize("content", [b"sk-se\ncret", b"sk-se cret", "sk-sé-cret".encode(), b"sk-se\xffcret", b"\n"])
 def test_a_key_that_no_header_can_carry_is_refused_and_never_shown(here: Path, content: bytes) -> None:
     (here / "key").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"--llm-key-file key: give a file with the key alone") as refused:
+    with pytest.raises(ConfigError, match=r"--llm-key-file key: the file must hold only the key") as refused:
         new("grpo vs rloo", "--llm", "http://127.0.0.1:9/v1", "--llm-model", "m", "--llm-key-file", "key")
     assert "cret" not in str(refused.value) and not (here / "study").exists()
 
@@ -163,9 +163,9 @@ def test_a_key_that_no_header_can_carry_is_refused_and_never_shown(here: Path, c
     ("options", "said"),
     [
         (("--agent-cli", "'"), r"--agent-cli \"'\": No closing quotation; quote it as a shell would"),
-        (("--agent-cli", ""), "--agent-cli '' is no command: give one, or leave it out"),
-        (("--agent-cli", "   "), "--agent-cli '   ' is no command"),
-        (("--run-minutes", "inf"), "--run-minutes inf: give the finite minutes of a full run"),
+        (("--agent-cli", ""), "--agent-cli '' is not a command: give one, or omit the option"),
+        (("--agent-cli", "   "), "--agent-cli '   ' is not a command"),
+        (("--run-minutes", "inf"), "--run-minutes inf: give the duration of a full run"),
     ],
 )
 def test_options_that_say_nothing_are_named(here: Path, options: tuple[str, ...], said: str) -> None:
@@ -194,7 +194,7 @@ def test_steering_asks(here: Path) -> None:
     research("steer", "study", "pause")
     research("steer", "study", "cap", "40")
     research("steer", "study", "add-arm", "hot", "--against", "without", "--set", "job.temperature=1.2")
-    lines = [json.loads(line) for line in StudyFolder(here / "study").steering.read_text().splitlines()]
+    lines = [json.loads(line) for line in StudyFolder(here / "study").steering_file.read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["pause", "cap", "add_arm"]
     assert lines[1]["runs"] == 40.0 and lines[2]["changes"] == {"job.temperature": 1.2}
     for arguments, said in (
@@ -203,10 +203,10 @@ def test_steering_asks(here: Path) -> None:
         (("cap", "-1"), "above 0"),
         (("cap", "600"), "above the budget of 60"),
         (("veto",), "name the arm"),
-        (("veto", "nobody"), "'nobody' is no arm of the study"),
-        (("veto", "--agianst"), "there is no such option"),
-        (("add-arm", "b", "--against", "nobody", "--set", "job.temperature=1.1"), "'nobody' is no arm"),
-        (("add-arm", "b", "--against", "hot", "--set", "job.temprature=1.1"), "is no setting"),
+        (("veto", "nobody"), "'nobody' is not an arm of the study"),
+        (("veto", "--agianst"), "unknown option"),
+        (("add-arm", "b", "--against", "nobody", "--set", "job.temperature=1.1"), "'nobody' is not an arm"),
+        (("add-arm", "b", "--against", "hot", "--set", "job.temprature=1.1"), "is not a setting"),
         (
             ("add-arm", "b", "--against", "hot", "--set", "job.algorithm.kl_coef=0"),
             "would be arm 'without' under another",
@@ -227,17 +227,17 @@ def test_a_study_is_looked_at_and_reported(tmp_path: Path) -> None:
         assert seen["stage"] == "finished" and seen["findings"][0]["verdict"] == "supported"
         assert 0 < seen["spent"] <= seen["budget"] == STUDY.budget
         assert "supported" in research("status", str(folder.path))
-        with pytest.raises(ConfigError, match="pause: the study has its findings"):
+        with pytest.raises(ConfigError, match="pause: the study is finished"):
             research("steer", str(folder.path), "pause")
-        SteeringFile(folder.steering).append(Pause())  # as if asked just before the end
+        SteeringFile(folder.steering_file).append(Pause())  # as if asked just before the end
         assert json.loads(research("status", str(folder.path), "--json"))["never read"] == ['{"kind":"pause"}']
         research("report", str(folder.path))
     report = folder.path / "report.md"
-    assert "says what the journal does" in research("report", str(folder.path), "--check", str(report))
+    assert "agrees with the journal" in research("report", str(folder.path), "--check", str(report))
     with pytest.raises(ConfigError, match=r"no\.md: No such file or directory; name a report that is there"):
         research("report", str(folder.path), "--check", str(folder.path / "no.md"))
     report.write_text(report.read_text().replace("supported", "proven", 1))
-    with pytest.raises(ConfigError, match="is not what the journal says"):
+    with pytest.raises(ConfigError, match="differs from the journal"):
         research("report", str(folder.path), "--check", str(report))
 
 
@@ -247,7 +247,7 @@ def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: 
     with StudyJournal(whole) as journal:
         conduct(STUDY, journal, Formula())
     lines = whole.read_bytes().splitlines(keepends=True)
-    ends = [place for place, line in enumerate(lines) if json.loads(line)["kind"] == "outcome"]
+    ends = [slot for slot, line in enumerate(lines) if json.loads(line)["kind"] == "outcome"]
     folder.journal.write_bytes(b"".join(lines[: ends[2]]))  # two trials ended, others were launched
     unpaced = json.loads(research("status", str(folder.path), "--json"))
     assert unpaced["trials"]["unfinished"] > 0 < unpaced["running"] and "time left" not in unpaced
@@ -257,7 +257,7 @@ def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: 
         file.touch()
         os.utime(file, (time, time))
     seen = json.loads(research("status", str(folder.path), "--json"))
-    spent = StudyView(read_book(folder.journal)).spent  # in two minutes
+    spent = StudyView(read_log(folder.journal)).spent  # in two minutes
     minutes = round(2 * (STUDY.budget - spent) / spent)
     assert seen["time left"] == f"at most {minutes // 60} h {minutes % 60} min, at the pace so far"
     with StudyJournal(whole) as journal:
@@ -268,10 +268,10 @@ def test_what_runs_is_not_spent_and_the_time_left_is_that_of_the_pace(tmp_path: 
 def test_an_annex_is_looked_at_and_reported(tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path / "study")
     folder.write(STUDY, "")
-    steering = SteeringFile(folder.steering)
-    steering.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
+    steering_file = SteeringFile(folder.steering_file)
+    steering_file.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
     with StudyJournal(folder.journal) as journal:
-        assert len(conduct_with_annexes(STUDY, journal, Formula(), steering)) == 2
+        assert len(conduct_with_annexes(STUDY, journal, Formula(), steering_file)) == 2
     seen = json.loads(research("status", str(folder.path), "--json"))["annexes"]["annex-1"]
     assert [finding["claim"] for finding in seen["findings"]] == ["z scores higher than a"]
     said = research("status", str(folder.path))
@@ -282,9 +282,7 @@ def test_an_annex_is_looked_at_and_reported(tmp_path: Path) -> None:
     ]
     assert "`annex-`" in (folder.path / "report.md").read_text()
     for report in ("report.md", "report.html", "annex-1/report.md", "annex-1/report.html"):
-        assert "says what the journal does" in research(
-            "report", str(folder.path), "--check", str(folder.path / report)
-        )
+        assert "agrees with the journal" in research("report", str(folder.path), "--check", str(folder.path / report))
     annex = folder.path / "annex-1" / "report.md"
     annex.write_text(annex.read_text().replace("supported", "proven", 1))
     with pytest.raises(ConfigError, match="'proven'"):
@@ -312,12 +310,12 @@ def test_a_study_that_cannot_begin_leaves_the_server_to_others(here: Path, serve
 
 
 class Moving:
-    """A place at which somebody moves the study's folder."""
+    """A slot during which the study's folder is moved."""
 
     name = "moving"
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[Served]:
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[Served]:
         folder = run.parent.parent
         folder.rename(folder.with_name("moved"))
         raise AgentJetError("over")
@@ -326,7 +324,7 @@ class Moving:
     def check(self) -> None:
         """It is there."""
 
-    def over(self, run: Path) -> None:
+    def run_finished(self, run: Path) -> None:
         raise AssertionError("nothing was completed")
 
     def close(self) -> None:
@@ -345,22 +343,22 @@ def test_a_folder_that_is_moved_or_has_no_room_is_told_in_a_sentence(here: Path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (here / "study" / "journal.jsonl").read_bytes() == b""
-    with pytest.raises(ConfigError, match=r"^study.*: No such file .* study's folder where it was, and go on"):
+    with pytest.raises(ConfigError, match=r"^study.*: No such file .* study's folder, and continue"):
         carry_out(Path("study"), [Moving()])
-    assert read_book(here / "moved" / "journal.jsonl").study
+    assert read_log(here / "moved" / "journal.jsonl").study
 
 
 def test_a_study_says_for_whom_it_waits(tmp_path: Path, served: Served) -> None:
     stopping, lines = Event(), list[str]()
 
-    def tell(line: str) -> None:
+    def notify(line: str) -> None:
         lines.append(line)
         stopping.set()
 
     LeasedServerSlot(served.url, ADMIN, "study 1", print).check()
-    place = LeasedServerSlot(served.url, ADMIN, "study 2", tell)
-    place.check()  # that somebody else has it is no reason not to begin
-    with pytest.raises(ServerLost, match="while it waited"), place.serving(tmp_path, {"model.name": "m"}, stopping):
+    slot = LeasedServerSlot(served.url, ADMIN, "study 2", notify)
+    slot.check()  # that somebody else has it is no reason not to begin
+    with pytest.raises(ServerLost, match="ended while waiting"), slot.serve(tmp_path, {"model.name": "m"}, stopping):
         raise AssertionError("the server is leased")
     assert re.fullmatch(
         rf"waiting for {served.url}: The server is leased to 'study 1' for another \d+ s\. Wait.*", lines[0]
@@ -377,47 +375,45 @@ def test_an_adviser_that_gives_nothing_says_why(here: Path) -> None:
         *("--tasks", "tasks.py:train", "--held-out", "tasks.py:held_out", "--out", "study", "--budget", "60"),
         *("--llm", "http://127.0.0.1:9/v1", "--llm-model", "m", "--agent-cli", "nosuchcmd"),
     )
-    assert "plan: nothing was proposed: http://127.0.0.1:9/v1: " in said
-    assert "agent-cli: nothing was proposed: there is no command 'nosuchcmd'" in said
+    assert "plan: no proposals: http://127.0.0.1:9/v1: " in said
+    assert "agent-cli: no proposals: command 'nosuchcmd' was not found" in said
     assert said.count("nosuchcmd") == 1, "it is said once"
 
 
 def test_what_is_told_is_for_people(tmp_path: Path) -> None:
     lines: list[str] = []
-    with ConsoleLog(tmp_path / "journal.jsonl", lines.append) as told:
-        conduct(STUDY, told, Formula(lost={1}))
-        trial = list(told.trials)[1]
-        told.append("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())
-        told.decide(f"regrade of {trial}", None)
-        told.decide("regrade of another", None)
-        told.decide(f"held_out of {trial}", {"before": 0.1, "after": 0.2, "error": 0.1})
+    with StudyJournal(tmp_path / "journal.jsonl", ConsoleLog(lines.append)) as journal:
+        conduct(STUDY, journal, Formula(lost={1}))
+        trial = list(journal.trials)[1]
+        journal.append("diagnosis", Diagnosis(trial, "too_hard", "all earn the same").to_json())
+        journal.decide(f"regrade of {trial}", None)
+        journal.decide("regrade of another", None)
+        journal.decide(f"held_out of {trial}", {"before": 0.1, "after": 0.2, "error": 0.1})
     assert re.fullmatch(r"diagnosed: trial 2, explore 'a', seed \d+: too hard: all earn the same", lines[-3])
     assert lines[-2].splitlines() == [
-        "could not be asked: what the grader of today says of the first samples; open for that: drifting judge",
-        "could not be asked: what the held-out evaluator says of the samples that were paid; open for that: length "
+        "the runner cannot report the present grader's rewards of the first samples; not diagnosed: drifting judge",
+        "the runner cannot report the held-out evaluator's rewards of the training samples; not diagnosed: length "
         "explosion, reward hacking",
     ]
-    assert lines[-1] == (
-        "could not be asked: what several tries at a task found before and after; open for that: entropy collapse"
-    )
+    assert lines[-1] == ("the runner cannot report pass@k before and after training; not diagnosed: entropy collapse")
     assert not [line for line in lines if "{" in line or "_" in line]
     assert "decided: frozen: a: gain = 0, lr = 16; b: gain = 3, lr = 16" in lines
 
 
 def test_what_was_asked_is_told_as_it_is_meant(here: Path) -> None:
     lines: list[str] = []
-    steering = SteeringFile(here / "steer.jsonl")
-    steering.append(Cap(runs=50))
-    steering.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
-    steering.append(AddHypothesis(arm="z", against="b"))
-    with ConsoleLog(here / "journal.jsonl", lines.append) as told:
-        chapters = conduct_with_annexes(STUDY, told, Formula(), steering)
+    steering_file = SteeringFile(here / "steer.jsonl")
+    steering_file.append(Cap(runs=50))
+    steering_file.append(AddArm(arm="z", against="a", changes={"gain": 2.0, "lr": 4}))
+    steering_file.append(AddHypothesis(arm="z", against="b"))
+    with StudyJournal(here / "journal.jsonl", ConsoleLog(lines.append)) as journal:
+        study_runs = conduct_with_annexes(STUDY, journal, Formula(), steering_file)
     assert lines[1:4] == [
         "granted: cap (runs: 50)",
         "granted: add arm (arm: z, against: a, changes: gain = 2, lr = 4)",
         "granted: add hypothesis (arm: z, against: b)",
     ]
-    assert len(chapters) == 2 and any(line.startswith("z scores higher than b: ") for line in lines), (
+    assert len(study_runs) == 2 and any(line.startswith("z scores higher than b: ") for line in lines), (
         "an annex is told, too"
     )
     new("does a kl penalty help?")
@@ -429,7 +425,7 @@ def test_a_demo_writes_over_nothing(here: Path) -> None:
     model = here / "mine" / "model" / "config.json"
     model.parent.mkdir(parents=True)
     model.write_text("{}")
-    with pytest.raises(ConfigError, match=r"--out mine has a model already, .* delete that"):
+    with pytest.raises(ConfigError, match=r"--out mine already has a model, .* delete it"):
         research("demo", "--out", "mine")
     assert model.read_text() == "{}"
     new("does a kl penalty help?")
@@ -444,7 +440,7 @@ def test_a_demo_goes_on_with_its_own_seed(here: Path) -> None:
     (here / "model").mkdir()
     files = StudyFolder(here / "demo")
     files.write(demo_plan(here / "model", 3).study, "")
-    with pytest.raises(ConfigError, match=r"--seed 0: --out demo holds the demo with seed 3: give another folder"):
+    with pytest.raises(ConfigError, match=r"--seed 0: --out demo holds the demo with seed 3: choose another folder"):
         research("demo", "--out", "demo", "--seed", "0")
     check_same(files, None)
     check_same(files, 3)

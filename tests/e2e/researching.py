@@ -62,7 +62,7 @@ def make_subject(folder: Path) -> Subject:
         evaluations=STEPS,
         concurrency=4,
     )
-    return named.hashed()
+    return named.with_hashes()
 
 
 def study_of(subject: Subject) -> Study:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from agentjet.cli.research.run import LocalServerSlot, local_places
+from agentjet.cli.research.execution import LocalServerSlot, local_slots
 from agentjet.errors import ConfigError
-from agentjet.research.journal import StudyFolder, read_book
+from agentjet.research.journal import StudyFolder, read_log
 from agentjet.research.models import Subject, Trial
-from agentjet.research.swarm_runner import SwarmRunner, name_of_run
+from agentjet.research.swarm_runner import SwarmRunner, run_name
 from tests.e2e.researching import AGENT, LONG, STEPS, Researcher, children, scores_of, study_of
 from tests.e2e.server import is_running
 
@@ -31,7 +31,7 @@ def test_a_study_that_is_killed_ends_as_if_it_had_not_been(subject: Subject, tmp
     folder = tmp_path / "study"
     StudyFolder(folder).write(study_of(subject), "")
     first = Researcher(folder)
-    first.until(lambda: first.is_training() and bool(read_book(folder / "journal.jsonl").outcomes))
+    first.until(lambda: first.is_training() and bool(read_log(folder / "journal.jsonl").outcomes))
     started = children(first.process.pid)
     first.process.kill()
     first.process.wait()
@@ -43,15 +43,15 @@ def test_a_study_that_is_killed_ends_as_if_it_had_not_been(subject: Subject, tmp
     os.kill(second.servers()[0], signal.SIGKILL)
     assert second.process.wait(LONG) == 0, second.log
 
-    book = read_book(folder / "journal.jsonl")
-    assert len(book.trials) == 8 and set(book.attempts.values()) == {1}, second.log
-    assert {len(outcomes) for outcomes in book.outcomes.values()} == {1}
-    assert {outcome.end for [outcome] in book.outcomes.values()} == {"completed"}
-    for trial in book.trials.values():
-        [outcome] = book.outcomes[trial.id]
+    log = read_log(folder / "journal.jsonl")
+    assert len(log.trials) == 8 and set(log.attempts.values()) == {1}, second.log
+    assert {len(outcomes) for outcomes in log.outcomes.values()} == {1}
+    assert {outcome.end for [outcome] in log.outcomes.values()} == {"completed"}
+    for trial in log.trials.values():
+        [outcome] = log.outcomes[trial.id]
         assert len(outcome.curve) == STEPS + 1 and outcome.score == outcome.curve[-1]
         assert len(outcome.signals["reward/mean"]) == STEPS and None not in outcome.signals["reward/mean"]
-        assert {*scores_of(folder / "runs" / name_of_run(trial) / "record.json")} == {"0", "1", "2", "3"}
+        assert {*scores_of(folder / "runs" / run_name(trial) / "record.json")} == {"0", "1", "2", "3"}
     assert (folder / "report.html").exists() and (folder / "report.md").exists()
     assert children(second.process.pid) == []
 
@@ -65,14 +65,14 @@ def test_ctrl_c_leaves_no_process(subject: Subject, tmp_path: Path) -> None:
     researcher.process.send_signal(signal.SIGINT)
     assert researcher.process.wait(LONG) == 130, researcher.log
     assert not any(map(is_running, started))
-    assert f"go on with: agentjet research run {folder}" in researcher.log
-    assert read_book(folder / "journal.jsonl").outcomes == {}
+    assert f"continue with: agentjet research run {folder}" in researcher.log
+    assert read_log(folder / "journal.jsonl").outcomes == {}
 
 
 def test_a_longer_trial_goes_on_from_the_shorter_one(subject: Subject, tmp_path: Path) -> None:
     short = Trial("s", "a", {"job.optimizer.lr": 1e-3}, 5, "explore", 1 / 3)
     long = replace(short, fidelity=1.0)
-    with SwarmRunner(subject, tmp_path, local_places(1)) as runner:
+    with SwarmRunner(subject, tmp_path, local_slots(1)) as runner:
         runner.launch("short", short)
         first = runner.collect("short")
         runner.launch("long", long)
@@ -85,9 +85,9 @@ def test_a_longer_trial_goes_on_from_the_shorter_one(subject: Subject, tmp_path:
 
 def test_a_dead_environment_is_no_score(subject: Subject, tmp_path: Path) -> None:
     broken = replace(subject, agent=subject.agent.replace(":agent", ":broken"), evaluator=subject.agent, code="")
-    with SwarmRunner(broken, tmp_path, local_places(1)) as runner:
+    with SwarmRunner(broken, tmp_path, local_slots(1)) as runner:
         runner.launch("k", Trial("s", "a", {}, 5, "confirm"))
-        with pytest.raises(ConfigError, match=r"nothing was counted(.|\n)*the game's server is gone"):
+        with pytest.raises(ConfigError, match=r"does not count(.|\n)*the game's server is gone"):
             runner.collect("k")
     assert not (tmp_path / "launches" / "k" / "outcome.json").exists()
     assert not list((tmp_path / "runs").iterdir())  # a repeat begins anew

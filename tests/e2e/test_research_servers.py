@@ -14,10 +14,10 @@ import pytest
 
 from agentjet import Swarm
 from agentjet.errors import ConfigError, Conflict
-from agentjet.research.journal import StudyFolder, read_book
+from agentjet.research.journal import StudyFolder, read_log
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
 from agentjet.research.servers import LeasedServerSlot
-from agentjet.research.swarm_runner import SwarmRunner, name_of_run
+from agentjet.research.swarm_runner import SwarmRunner, run_name
 from tests.e2e.researching import LONG, STEPS, Researcher, admin_of, server_options
 from tests.e2e.server import Server
 from tests.tiny import make_model
@@ -37,7 +37,7 @@ def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path:
             subject, tmp_path, [LeasedServerSlot(server.url, admin_of(server), "a study", print)]
         ) as runner:
             runner.launch("0", trials[0])
-            server.until(lambda: server.get("/lease")["run"].startswith(name_of_run(trials[0])))
+            server.until(lambda: server.get("/lease")["run"].startswith(run_name(trials[0])))
             stranger = server.http.post("/episodes", json={"task_id": "t"})
             assert (stranger.status_code, stranger.json()["code"]) == (409, "leased")
             for number, trial in enumerate(trials[1:], 1):
@@ -92,17 +92,17 @@ def test_a_study_on_two_servers_of_others_that_another_has_to_wait_for(subject: 
         assert [server.get("/status")["policy_version"] for server in (one, two)] == [0, 0]
         runs = [{path.name for path in (server.data_dir / "runs").iterdir()} for server in (one, two)]
 
-    book = read_book(tmp_path / "study" / "journal.jsonl")
-    assert len(book.trials) == 4 and {book.outcomes[name][0].end for name in book.trials} == {"completed"}
-    names = {name_of_run(trial) for trial in book.trials.values()}
+    log = read_log(tmp_path / "study" / "journal.jsonl")
+    assert len(log.trials) == 4 and {log.outcomes[name][0].end for name in log.trials} == {"completed"}
+    names = {run_name(trial) for trial in log.trials.values()}
     placed = [{name.partition("-")[0] for name in there} & names for there in runs]
     assert all(placed) and placed[0] | placed[1] == names and not placed[0] & placed[1]
     with SwarmRunner(subject, tmp_path / "study", []) as runner:
-        for name in book.trials:
+        for name in log.trials:
             assert runner.ask(f"{name}-1", "weights") == {"steps": STEPS, "learner": STEPS, "sampler": STEPS}
             assert runner.ask(f"{name}-1", "regrade") is None
     assert (tmp_path / "study" / "report.html").exists()
-    assert "could not be asked: what several tries at a task found before and after" in first.log
+    assert "the runner cannot report pass@k before and after training" in first.log
 
 
 def tuning_of(subject: Subject, topic: str) -> Study:

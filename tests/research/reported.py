@@ -1,4 +1,4 @@
-"""A study that has everything a report must tell: each verdict, runs that diverged, runs that were lost, diagnoses."""
+"""A study with everything that a report shows: each verdict, diverged runs, lost runs, diagnoses."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ VERDICTS = ["supported", "refuted", "practically_equivalent", "inconclusive", "s
 
 @dataclass
 class Told(Formula):
-    """Reports the way to a score, too. Of arm d every fourth seed diverges, far below."""
+    """Also reports curves. Every fourth seed of arm d diverges with a very low score."""
 
     outcomes_left: int = 10_000
-    """So many are answered before whoever waits is interrupted."""
+    """Number of outcomes before the waiting caller is interrupted."""
 
     def collect(self, key: str) -> Outcome:
         if not self.outcomes_left:
@@ -59,23 +59,23 @@ class Told(Formula):
 
 @cache
 def rich_book() -> StudyLog:
-    """Do not write to it."""
-    book = StudyLog()
-    findings, _ = conduct(RICH, book, Told(lost={3, 4, 40}))
+    """Read-only."""
+    log = StudyLog()
+    findings, _ = conduct(RICH, log, Told(lost={3, 4, 40}))
     assert [finding.verdict for finding in findings] == VERDICTS
-    ill = next(outcomes[0].trial for outcomes in book.outcomes.values() if outcomes[0].end == "diverged")
+    ill = next(outcomes[0].trial for outcomes in log.outcomes.values() if outcomes[0].end == "diverged")
     diagnosis = Diagnosis(
         ill, "kl_blow_up", "policy/kl reached 7.3", "at half of lr it stayed at 0.02", "too fast", 7, {"kl": 7.3}
     )
-    book.append("diagnosis", diagnosis.to_json())
-    return book
+    log.append("diagnosis", diagnosis.to_json())
+    return log
 
 
 def interrupted(study: Study, outcomes: int) -> StudyLog:
-    """The book of a study that was stopped after so many outcomes."""
-    book = StudyLog()
+    """The log of a study that stopped after `num` outcomes."""
+    log = StudyLog()
     try:
-        conduct(study, book, Told(outcomes_left=outcomes))
+        conduct(study, log, Told(outcomes_left=outcomes))
     except KeyboardInterrupt:
-        return book
+        return log
     raise AssertionError(f"the study ended within {outcomes} outcomes")

@@ -1,6 +1,7 @@
-"""1. Before the data the plan can grow within its budget; exploratory claims can be promoted then, and never after.
-2. After it, what is granted is exploratory and paid from what is left.
-3. Settings keep to what the priors or the study know. A model's words carry no numbers, a person's may.
+"""1. Before the data, a plan can grow within its budget, and exploratory claims can be promoted. Afterwards they
+   cannot.
+2. After it, additions are exploratory and paid from the remaining budget.
+3. Settings must be in the priors or in the study. A model's reasons contain no numbers; a person's may.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ ARM = AddArm(arm="c", against="a", changes={"gain": 5.0})
 
 
 def after(*actions: Action, study: Study = STUDY, begun: bool = False) -> AmendedStudy:
-    course = AmendedStudy(study, begun)
+    amended = AmendedStudy(study, begun)
     for action in actions:
-        course = grant(course, action, "llm", EVERYTHING)
-    return course
+        amended = grant(amended, action, "llm", EVERYTHING)
+    return amended
 
 
 def test_before_the_data_the_plan_grows() -> None:
-    course = after(ARM, Promote(arm="c", against="a"), AddHypothesis(arm="c", against="b"), AddSeeds(seeds=10))
-    assert [arm.name for arm in course.study.arms] == ["a", "b", "c"]
-    assert course.study.arm("c").nuisance == STUDY.arms[0].nuisance, "it is tuned like the others"
-    assert course.study.hypotheses[1:] == (
+    amended = after(ARM, Promote(arm="c", against="a"), AddHypothesis(arm="c", against="b"), AddSeeds(seeds=10))
+    assert [arm.name for arm in amended.study.arms] == ["a", "b", "c"]
+    assert amended.study.arm("c").nuisance == STUDY.arms[0].nuisance, "it is tuned like the others"
+    assert amended.study.hypotheses[1:] == (
         Hypothesis("c scores higher than a", "c", "a", True, "llm"),
         Hypothesis("c scores higher than b", "c", "b", False, "llm"),
     )
-    assert course.study.looks == (4, 8, 10)
-    assert course.study.alpha == STUDY.alpha and course.study.sesoi == STUDY.sesoi
+    assert amended.study.looks == (4, 8, 10)
+    assert amended.study.alpha == STUDY.alpha and amended.study.sesoi == STUDY.sesoi
 
 
 def test_after_the_data_the_study_stands() -> None:
-    course = after(ARM, AddSeeds(seeds=5), RequestProbe(arm="b", changes={"lr": 2.0}), Stop(), begun=True)
-    assert course.study == STUDY
-    assert course.stopped
-    assert course.probes == (("b", {"gain": 3.0, "lr": 2.0}),)
-    later = annex(course, {"a": {"gain": 0.0, "lr": 16.0}}, left=30.0)
+    amended = after(ARM, AddSeeds(seeds=5), RequestProbe(arm="b", changes={"lr": 2.0}), Stop(), begun=True)
+    assert amended.study == STUDY
+    assert amended.stopped
+    assert amended.probes == (("b", {"gain": 3.0, "lr": 2.0}),)
+    later = annex(amended, {"a": {"gain": 0.0, "lr": 16.0}}, left=30.0)
     assert later is not None
     assert [(arm.name, dict(arm.changes), len(arm.nuisance)) for arm in later.arms] == [
         ("a", {"gain": 0.0, "lr": 16.0}, 0),
@@ -83,15 +84,15 @@ def test_nothing_added_is_no_annex() -> None:
     ("action", "begun", "named"),
     [
         (Promote(arm="b", against="a"), False, "no exploratory hypothesis"),
-        (Promote(arm="b", against="a"), True, "what was exploratory stays so"),
+        (Promote(arm="b", against="a"), True, "an exploratory claim stays exploratory"),
         (AddHypothesis(arm="b", against="a"), False, "compared already"),
-        (AddHypothesis(arm="a", against="b", confirmatory=True), True, "a claim made now is exploratory"),
+        (AddHypothesis(arm="a", against="b", confirmatory=True), True, "new claims are exploratory"),
         (AddSeeds(seeds=12), True, "the looks were fixed"),
         (AddSeeds(seeds=41), False, "more than the budget of 80"),
         (RequestProbe(arm="a"), False, "nothing has run yet"),
-        (RequestProbe(arm="a", changes={"speed": 1.0}), True, "'speed' is no setting"),
-        (AddArm(arm="c", against="a", changes={"gain": "high"}), True, "this study knows"),
-        (AddArm(arm="c", against="a", changes={"gain": True}), True, "this study knows"),
+        (RequestProbe(arm="a", changes={"speed": 1.0}), True, "'speed' is not a setting"),
+        (AddArm(arm="c", against="a", changes={"gain": "high"}), True, "the values in this study are"),
+        (AddArm(arm="c", against="a", changes={"gain": True}), True, "the values in this study are"),
         (AddArm(arm="c", against="a", changes={"gain": 3.0}), True, "under another name"),
         (AddArm(arm="c", against="a", changes={"gain": 5.0}, why="worth 3 points"), True, "numbers come from trials"),
     ],
@@ -102,12 +103,12 @@ def test_refused(action: Action, begun: bool, named: str) -> None:
 
 
 def test_what_is_left_bounds_what_is_asked() -> None:
-    course = grant(AmendedStudy(STUDY, True), ARM, "human", 8.0)
+    amended = grant(AmendedStudy(STUDY, True), ARM, "human", 8.0)
     with pytest.raises(Refused, match=r"this takes 12 full runs at the least, and 8\.00 are left"):
-        grant(course, AddHypothesis(arm="c", against="b"), "human", 8.0)
+        grant(amended, AddHypothesis(arm="c", against="b"), "human", 8.0)
     with pytest.raises(Refused, match=r"this takes 9 full runs at the least, and 8\.00 are left"):
-        grant(course, RequestProbe(arm="b"), "human", 8.0)
-    assert grant(course, Veto(arm="c"), "human", 0.0).hypotheses == ()
+        grant(amended, RequestProbe(arm="b"), "human", 8.0)
+    assert grant(amended, Veto(arm="c"), "human", 0.0).hypotheses == ()
 
 
 @pytest.mark.parametrize(
@@ -116,10 +117,10 @@ def test_what_is_left_bounds_what_is_asked() -> None:
         ({"job.optimizer.lr": 5.0}, "from 1e-08 to 0.1"),
         ({"job.algorithm.advantage": "ppo"}, "one of grpo"),
         ({"job.group_size": 2.5}, "a whole number"),
-        ({"job.seed": 3}, "no setting that an arm"),
-        ({"server.port": 1}, "no setting that an arm"),
+        ({"job.seed": 3}, "not a setting that an arm"),
+        ({"server.port": 1}, "not a setting that an arm"),
         ({"job.optimizer.schedule": "linear"}, "total_steps"),
-        ({"gain": 1.0}, "no setting that an arm"),
+        ({"gain": 1.0}, "not a setting that an arm"),
     ],
 )
 def test_arms_on_servers_keep_to_what_the_priors_know(changes: dict[str, float | str], named: str) -> None:
@@ -128,8 +129,8 @@ def test_arms_on_servers_keep_to_what_the_priors_know(changes: dict[str, float |
 
 
 def test_arms_on_servers_may_change_what_nobody_thought_of_before() -> None:
-    course = after(AddArm(arm="c", against="a", changes={"job.algorithm.loss": "gspo"}), study=TRAINED, begun=True)
-    assert dict(course.arms[0].changes) == {"job.algorithm.loss": "gspo"}
+    amended = after(AddArm(arm="c", against="a", changes={"job.algorithm.loss": "gspo"}), study=TRAINED, begun=True)
+    assert dict(amended.arms[0].changes) == {"job.algorithm.loss": "gspo"}
 
 
 def test_a_person_may_say_numbers() -> None:

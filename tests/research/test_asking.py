@@ -1,6 +1,7 @@
-"""1. A few combinations are all tried; of many, some are proposed, from the scores and a seed of the event alone.
-2. Proposals are on the ladders, all different, and better than chance; a lost run is not tried again.
-3. A study with three knobs of many values ends near the best for a part of the grid's price; resumed, it is the same.
+"""1. A few combinations are all tried. From many, some are proposed, by the scores and a derived seed only.
+2. Proposals are values of the knobs, all different, and better than random ones. A lost run is not proposed again.
+3. A study with three knobs of many values ends near the best for a fraction of the grid's cost. Resumed, it is the
+   same.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def test_proposals_are_better_than_chance() -> None:
 
 
 def test_a_wide_search_ends_near_the_best_and_is_repeatable() -> None:
-    book = StudyLog()
-    desk = TrialLauncher(WIDE, book, Formula(score=height, noise=0.1))
-    chosen = tune(WIDE, desk)
+    log = StudyLog()
+    launcher = TrialLauncher(WIDE, log, Formula(score=height, noise=0.1))
+    chosen = tune(WIDE, launcher)
     assert height(chosen["a"]) > 10.0 - 2.0
-    assert desk.ledger.total < 60 < len(LADDER) * len(SHARES) ** 2
-    again = TrialLauncher(WIDE, book, Formula(score=height, noise=0.1))
-    entries = book.num_entries
+    assert launcher.spending.total < 60 < len(LADDER) * len(SHARES) ** 2
+    again = TrialLauncher(WIDE, log, Formula(score=height, noise=0.1))
+    entries = log.num_entries
     assert tune(WIDE, again) == chosen
-    assert book.num_entries == entries, "nothing is launched or decided anew"
+    assert log.num_entries == entries, "nothing is launched or decided anew"

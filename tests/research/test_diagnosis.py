@@ -1,9 +1,9 @@
-"""1. Every planted failure is called by its cause, and nothing is said of its healthy twin.
-2. A dead environment is no result: the run is repeated with its seed. A ruined policy is one, and keeps its score.
-3. A runner that cannot be asked gets no diagnosis that needs an answer, and the report says which are open for that.
-4. Probes are paid from what is left, and their answers are in the book: nothing is asked or written twice.
-5. Killed at every entry, a study is diagnosed as an undisturbed one.
-6. Rules read names that servers report, and the page names every cause.
+"""1. Every planted failure is diagnosed with its cause. Its healthy twin has no diagnosis.
+2. A dead environment is not a result: the run is repeated with its seed. A ruined policy keeps its score.
+3. A runner that answers no questions gets no diagnosis that needs an answer. The report lists those causes.
+4. Probes are paid from the remaining budget, and their answers are recorded: nothing is asked or written twice.
+5. A study that is killed at every entry has the diagnoses of an undisturbed one.
+6. Rules read metrics that servers report, and the page lists every cause.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ STUDY = Study(
 )
 
 
-def causes(book: StudyLog) -> dict[str, list[str]]:
+def causes(log: StudyLog) -> dict[str, list[str]]:
     """By arm."""
     found: dict[str, list[str]] = {}
-    for name, diagnoses in book.diagnoses.items():
-        found.setdefault(book.trials[name].arm, []).extend(diagnosis.cause for diagnosis in diagnoses)
+    for name, diagnoses in log.diagnoses.items():
+        found.setdefault(log.trials[name].arm, []).extend(diagnosis.cause for diagnosis in diagnoses)
     return found
 
 
@@ -57,9 +57,9 @@ def causes(book: StudyLog) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_planted_failure_is_called_by_its_cause(kind: Any) -> None:
-    named, book = said(kind.name, kind.ill, 2)
+    named, log = said(kind.name, kind.ill, 2)
     assert named == {kind.cause}
-    for diagnosis in (diagnosis for every in book.diagnoses.values() for diagnosis in every):
+    for diagnosis in (diagnosis for every in log.diagnoses.values() for diagnosis in every):
         assert diagnosis.seen and diagnosis.tried and diagnosis.meaning
 
 
@@ -78,18 +78,18 @@ def test_of_other_healthy_runs_nothing_is_said(name: str) -> None:
 
 @pytest.mark.parametrize("plant", [Plant(mute_at=50), Plant(hangs=0.95, hangs_at=40)])
 def test_a_run_whose_environment_died_is_repeated_with_its_seed(plant: Plant) -> None:
-    _, book = said("dead", single(plant), 0)
-    [(name, [first, second])] = book.outcomes.items()
+    _, log = said("dead", single(plant), 0)
+    [(name, [first, second])] = log.outcomes.items()
     assert (first.end, first.score) == ("infra_failed", None)
     assert second.end == "completed" and second.score is not None
-    [found] = book.diagnoses[name]
+    [found] = log.diagnoses[name]
     assert found.cause == DEAD and found.step == (plant.mute_at if plant.mute_at < STEPS else 40)
 
 
 def test_a_ruined_policy_is_a_result() -> None:
-    _, book = said("ruined", single(optimizer__lr=8.0), 0)
-    trial = next(trial for trial in book.trials.values() if trial.phase == "confirm")
-    [outcome] = book.outcomes[trial.id]
+    _, log = said("ruined", single(optimizer__lr=8.0), 0)
+    trial = next(trial for trial in log.trials.values() if trial.phase == "confirm")
+    [outcome] = log.outcomes[trial.id]
     assert outcome.end == "completed" and outcome.score is not None
     assert outcome.signals["reward/mean"][-1] == 0.0, "it earns nothing any more, as where an environment is dead"
 
@@ -140,7 +140,7 @@ def test_what_holds_must_last() -> None:
 
 @dataclass
 class Silent:
-    """The same runs, by a runner that is no prober."""
+    """The same runs, by a runner that is not a `Prober`."""
 
     runner: FailingRunner
 
@@ -156,17 +156,17 @@ class Silent:
 
 @pytest.mark.parametrize("plant", [Plant(hackable=True, difficulty=0.5), Plant(drift=0.4), Plant(sampler_stops_at=10)])
 def test_what_needs_an_answer_is_not_said_without(plant: Plant) -> None:
-    book = StudyLog()
+    log = StudyLog()
     conduct(
         replace(STUDY, arms=(Arm("a"), Arm("b", {"job.algorithm.kl_coef": 0.01})), hypotheses=()),
-        book,
+        log,
         Silent(FailingRunner(plant)),
     )
-    assert book.diagnoses == {}
+    assert log.diagnoses == {}
 
 
 class Ignorant(FailingRunner):
-    """Has no answer to a question; no pass@k in it where that is what counts."""
+    """Answers without the name that a cause needs."""
 
     def __init__(self, plant: Plant, question: Question, name: str) -> None:
         super().__init__(plant)
@@ -187,13 +187,13 @@ ASKING = [(kind, rule) for kind in KINDS for rule in RULES if rule.asks and rule
 def test_a_cause_whose_question_has_no_answer_is_said_to_be_open(kind: Kind, rule: Rule) -> None:
     assert rule.asks
     arms = tuple(Arm(f"arm {number}", setting) for number, setting in enumerate(kind.ill.settings))
-    desk = TrialLauncher(
+    launcher = TrialLauncher(
         replace(STUDY, arms=arms, hypotheses=()), StudyLog(), Ignorant(replace(kind.ill.plant, world=2), *rule.asks)
     )
-    desk.run([Trial(desk.study.id, arm.name, arm.changes, 1, "confirm") for arm in arms])
-    diagnose(desk)
-    assert rule.cause not in {diagnosis.cause for every in desk.book.diagnoses.values() for diagnosis in every}
-    unanswered = {group["asked"].text: group for group in facts_of(desk.book).groups["unanswered"]}
+    launcher.run([Trial(launcher.study.id, arm.name, arm.changes, 1, "confirm") for arm in arms])
+    diagnose(launcher)
+    assert rule.cause not in {diagnosis.cause for every in launcher.log.diagnoses.values() for diagnosis in every}
+    unanswered = {group["asked"].text: group for group in facts_of(launcher.log).groups["unanswered"]}
     open_ = unanswered[NEEDS[rule.asks]]
     assert rule.cause.replace("_", " ") in open_["causes"].text.split(", ")
     assert int(open_["num"].text) == int(open_["of"].text) > 0
@@ -209,7 +209,7 @@ def test_every_question_has_words_and_every_need_a_cause() -> None:
 
 
 class Counting(FailingRunner):
-    """Counts what it is asked."""
+    """Counts the questions."""
 
     def __init__(self, plant: Plant) -> None:
         super().__init__(plant)
@@ -221,24 +221,24 @@ class Counting(FailingRunner):
 
 
 def test_a_step_too_large_is_tried_at_an_eighth_once_for_all_seeds() -> None:
-    book, runner = StudyLog(), Counting(Plant(world=2))
-    [finding], desk = conduct(STUDY, book, runner)
+    log, runner = StudyLog(), Counting(Plant(world=2))
+    [finding], launcher = conduct(STUDY, log, runner)
     assert finding.verdict == "supported"
-    assert causes(book) == {"large": ["step_too_large"] * 4}
-    [probe] = [trial for trial in book.trials.values() if trial.phase == "probe"]
+    assert causes(log) == {"large": ["step_too_large"] * 4}
+    [probe] = [trial for trial in log.trials.values() if trial.phase == "probe"]
     assert (probe.arm, probe.setting) == ("large", {"job.optimizer.lr": 1.0})
-    assert desk.ledger.spent == {"explore": 0.0, "confirm": 8.0, "probe": 1.0}
+    assert launcher.spending.spent == {"explore": 0.0, "confirm": 8.0, "probe": 1.0}
     assert len(set(runner.asked)) == len(runner.asked)
-    entries, asked = book.num_entries, len(runner.asked)
-    conduct(STUDY, book, runner)
-    assert (book.num_entries, len(runner.asked)) == (entries, asked), "what the book has is not asked again"
+    entries, asked = log.num_entries, len(runner.asked)
+    conduct(STUDY, log, runner)
+    assert (log.num_entries, len(runner.asked)) == (entries, asked), "recorded answers are not requested again"
 
 
 def test_without_budget_the_cause_is_only_likely() -> None:
-    book = StudyLog()
-    [finding], desk = conduct(replace(STUDY, budget=8.0), book, FailingRunner(Plant(world=2)))
-    assert finding.verdict == "supported" and desk.ledger.total == 8.0
-    found = [diagnosis for every in book.diagnoses.values() for diagnosis in every]
+    log = StudyLog()
+    [finding], launcher = conduct(replace(STUDY, budget=8.0), log, FailingRunner(Plant(world=2)))
+    assert finding.verdict == "supported" and launcher.spending.total == 8.0
+    found = [diagnosis for every in log.diagnoses.values() for diagnosis in every]
     assert {diagnosis.cause for diagnosis in found} == {"step_too_large"}
     assert all("not tried" in d.tried and "cost 1.00 runs, and 0.00 are left" in d.tried for d in found)
 
@@ -261,7 +261,7 @@ def test_times_do_not_make_two_runs_of_one() -> None:
 
 
 class Kept(FailingRunner):
-    """Launches outlive the process that made them; a second launch of a key is an error."""
+    """Launches outlive their process; a second launch of a key is an error."""
 
     def __init__(self, plant: Plant, folder: Path) -> None:
         super().__init__(plant)
@@ -285,9 +285,9 @@ class Ending:
 
 def finish(folder: Path, plant: Plant) -> Ending:
     with StudyJournal(folder / "journal") as journal:
-        findings, desk = conduct(STUDY, journal, Kept(plant, folder))
+        findings, launcher = conduct(STUDY, journal, Kept(plant, folder))
         launched = sorted(path.name for path in folder.glob("*-*"))
-        return Ending([finding.to_json() for finding in findings], journal.diagnoses, desk.ledger.total, launched)
+        return Ending([finding.to_json() for finding in findings], journal.diagnoses, launcher.spending.total, launched)
 
 
 def test_a_study_killed_at_every_entry_is_diagnosed_the_same(tmp_path: Path) -> None:
@@ -314,10 +314,10 @@ def test_a_study_killed_at_every_entry_is_diagnosed_the_same(tmp_path: Path) -> 
 # ---- names --------------------------------------------------------------------------------------------------------
 
 
-def literals(folder: str) -> set[str]:
-    """Texts in the source that look like a metric's name."""
+def literals(package: str) -> set[str]:
+    """Strings in the source that look like the name of a metric."""
     found = set()
-    for path in (ROOT / "src/agentjet" / folder).rglob("*.py"):
+    for path in (ROOT / "src/agentjet").glob(package):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 head, slash, tail = node.value.partition("/")
@@ -330,9 +330,9 @@ METRICS = {"reward", "groups", "completion", "policy", "optim", "batch", "episod
 
 
 def test_rules_read_what_a_server_reports() -> None:
-    read = literals("research/diagnosis")
+    read = literals("research/diagnosis.py") | literals("research/run_signals.py")
     assert len(read) > 10
-    assert read <= literals("swarm") | literals("compute")
+    assert read <= literals("swarm/**/*.py") | literals("compute/**/*.py")
 
 
 def test_the_page_names_every_cause() -> None:
@@ -344,7 +344,7 @@ def test_the_page_names_every_cause() -> None:
 
 def test_two_arms_of_one_setting_are_said_to_be_one() -> None:
     side = Side(settings=({"job.algorithm.kl_coef": 0.0}, {}))
-    named, book = said("the default, written down", side, 0)
+    named, log = said("the default, written down", side, 0)
     assert named == {"no_op"}
-    [[found]] = book.diagnoses.values()
+    [[found]] = log.diagnoses.values()
     assert "differ in ['job.algorithm.kl_coef']" in found.seen

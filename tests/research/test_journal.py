@@ -1,7 +1,7 @@
-"""1. What a journal took is there when it is opened again; a torn last line is cut off, a changed line refused.
-2. One writer. A study is fixed, and so is what was decided.
-3. Killed at every entry, before it, in the middle of it and after it, a study ends with an undisturbed one's findings,
-   launches nothing twice, and its ledger comes to the same.
+"""1. Entries are there when the journal is opened again. A torn last line is cut off, a changed line refused.
+2. There is one writer. A study is fixed, and so are its decisions.
+3. Killed before, within and after every entry, a study ends with the findings and the spending of an undisturbed one,
+   and launches nothing twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from agentjet.errors import ConfigError
-from agentjet.research.journal import StudyJournal, entry
+from agentjet.research.journal import StudyJournal, journal_line
 from agentjet.research.models import Arm, Knob, Outcome, Study, Trial
 from agentjet.research.scheduler import conduct
 from tests.research.world import STUDY, Doomed, Formula
@@ -83,7 +83,7 @@ def test_a_line_rewritten_with_its_sum_breaks_the_chain(tmp_path: Path) -> None:
     written(tmp_path / "j")
     lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
     fields = json.loads(lines[3])
-    lines[3] = entry(3, fields["prev"], "outcome", {**fields["body"], "score": 9.0})
+    lines[3] = journal_line(3, fields["prev"], "outcome", {**fields["body"], "score": 9.0})
     (tmp_path / "j").write_bytes(b"".join(lines))
     with pytest.raises(ConfigError, match="line 5: was changed"):
         StudyJournal(tmp_path / "j")
@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
 
 
 def study_until_killed(folder: Path, number: int, moment: str) -> None:
-    """In a process of its own."""
+    """Runs in a separate process."""
     child = os.fork()
     if child == 0:
         try:
@@ -140,10 +140,10 @@ def study_until_killed(folder: Path, number: int, moment: str) -> None:
 def finish(study: Study, folder: Path) -> tuple[list[dict[str, Any]], float, set[str]]:
     """Findings, spending, and the keys that were launched."""
     with StudyJournal(folder / "journal") as journal:
-        findings, desk = conduct(study, journal, Formula(folder=folder))
+        findings, launcher = conduct(study, journal, Formula(folder=folder))
         assert journal.unacknowledged == {}
     keys = {path.name for path in folder.iterdir()} - {"journal"}
-    return [finding.to_json() for finding in findings], desk.ledger.total, keys
+    return [finding.to_json() for finding in findings], launcher.spending.total, keys
 
 
 @pytest.mark.parametrize("moment", ["before", "torn", "after"])

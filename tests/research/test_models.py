@@ -1,5 +1,5 @@
-"""1. A plan goes to JSON and comes back equal, with the same id; its id is its content's.
-2. What cannot be judged is refused at once, by name.
+"""1. A plan goes to JSON and comes back equal, with the same id. The id is that of its content.
+2. An invalid study is refused at once, with the name of the field.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def test_an_id_is_the_contents() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"arms": (Arm("a"), Arm("a"))}, "two arms have one name"),
-        ({"hypotheses": (Hypothesis("", "a", "c"),)}, "'c' is no arm"),
+        ({"arms": (Arm("a"), Arm("a"))}, "two arms have the same name"),
+        ({"hypotheses": (Hypothesis("", "a", "c"),)}, "'c' is not an arm"),
         ({"hypotheses": (Hypothesis("", "a", "a"),)}, "compared with itself"),
         ({"sesoi": 0.0}, "sesoi = 0"),
         ({"alpha": 0.7}, "alpha = 0.7"),
@@ -74,5 +74,5 @@ def test_a_run_has_a_score_and_a_lost_one_has_none() -> None:
         Outcome("t", "infra_failed", score=0.0)
     with pytest.raises(ConfigError, match="diverged"):
         Outcome("t", "diverged")
-    with pytest.raises(ConfigError, match="no number"):
+    with pytest.raises(ConfigError, match="is not finite"):
         Outcome("t", "diverged", score=float("nan"))

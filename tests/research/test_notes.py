@@ -1,4 +1,4 @@
-"""What is cut keeps what happened and why: whole sentences of the beginning, and the end."""
+"""A shortened note keeps the event and its cause: whole sentences of the beginning, and the end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""1. Each kind of question is recognised, with its settings; what is not understood is said, an unknown topic refused.
-2. Arms differ in what is asked about, at as many samples, and tune what interacts with it; claims point as expected.
-3. A file says what no topic can; what is wrong with it is named.
-4. Every setting of the priors exists, its values are ones a server takes, and any topic of theirs gives a plan.
-5. The price is that of the procedure; what cannot be paid is refused. The page says all of it.
+"""1. Each kind of question is recognised, with its settings. Unknown words are listed, unknown topics refused.
+2. Arms differ in the compared setting, at an equal number of samples, and tune interacting settings. Claims have the
+   expected sign.
+3. A file can describe any comparison. Its errors are named.
+4. Every setting of the priors exists, a server accepts its values, and each of its topics gives a plan.
+5. The cost is that of the procedure. A plan beyond the budget is refused. The page shows all of this.
 """
 
 from __future__ import annotations
@@ -125,9 +126,13 @@ def test_every_setting_of_the_priors_makes_a_plan(name: str) -> None:
         (
             'changes = { "model.name" = "owner/other" }',
             "",
-            r"arm 'b': model\.name = 'owner/other': --model is what all",
+            r"arm 'b': model\.name = 'owner/other': all arms run",
         ),
-        ('changes = { "model.path" = "other" }', "", r"arm 'b': model\.path = 'other': --model is what all arms run"),
+        (
+            'changes = { "model.path" = "other" }',
+            "",
+            r"arm 'b': model\.path = 'other': all arms run the study's --model",
+        ),
         ('changes = { "model.threads" = 2 }', "", r"arm 'b': model\.threads = 2 belongs to the server"),
         ('changes = { "server.port" = 8401 }', "", r"arm 'b': server\.port = 8401 belongs to the server"),
         ("", '[knobs."model.threads"]\nvalues = [1, 2]', r"arm 'a': model\.threads = 1.0 belongs to the server"),
@@ -141,7 +146,7 @@ def test_what_arms_cannot_differ_in(tmp_path: Path, arm: str, knobs: str, said: 
 
 
 def test_the_model_is_no_setting_of_the_base() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.name = 'other': --model is what all arms run"):
+    with pytest.raises(ConfigError, match=r"^model\.name = 'other': all arms run the study's --model"):
         plan("does a kl penalty help?", budget="100", subject=replace(SUBJECT, settings={"model.name": "other"}))
     check_job({"model.threads": 1, "server.port": 8401})
 
@@ -238,18 +243,18 @@ def test_whole_settings_are_tuned_over_whole_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ("sesoi = 0.05", "sesio = 0.05", "sesio: there is no such key; did you mean sesoi"),
+        ("sesoi = 0.05", "sesio = 0.05", "sesio: unknown key; did you mean sesoi"),
         ("sesoi = 0.05", "sesoi = 0", "sesoi = 0: it must be above 0"),
         ("looks = [4, 6]", "looks = [4, 100000000]", "looks.1 = 100000000: it must be 1000 or less"),
-        ("looks = [4, 6]", f"looks = {[*range(4, 40)]}", "looks = .*20 of them or fewer"),
+        ("looks = [4, 6]", f"looks = {[*range(4, 40)]}", "looks = .*20 items or fewer"),
         ('why = "half', CLAIMED.format("short", "base"), "'short' and 'base' are compared twice, .* keep one"),
         ('why = "half', CLAIMED.format("base", "short"), "'base' and 'short' are compared twice"),
         ("low = 1e-6", "low = 1", "is not below high"),
         ("low = 1e-6", "low = 0.0", "has no logarithm"),
-        ("low = 1e-6", "values = [1.0]", "either values, or low and high"),
+        ("low = 1e-6", "values = [1.0]", "either values or both low and high"),
         ("[arms.base]", "[arms.base", "not valid TOML"),
         ('agent = "short.py:agent"', 'agent = "long.py:agent"', "long.py:agent"),
-        ('arm = "short"', 'arm = "tall"', "'tall' is no arm"),
+        ('arm = "short"', 'arm = "tall"', "'tall' is not an arm"),
         ('"job.max_tokens" = 64', '"job.max_token" = 64', "did you mean job.max_tokens"),
         ('"job.max_tokens" = 64', '"job.seed" = 64', "seeds and lengths of trials are the study's"),
     ],
@@ -266,8 +271,8 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, old: str, new: str, 
 
 def test_a_rehearsal_costs_what_the_study_costs() -> None:
     cost = estimate_cost(STUDY)
-    _, desk = conduct(STUDY, StudyLog(), Formula())
-    assert cost.least <= desk.ledger.total <= cost.most
+    _, launcher = conduct(STUDY, StudyLog(), Formula())
+    assert cost.least <= launcher.spending.total <= cost.most
     assert cost.most == 2 * 8 + 2 * 2 + 2 * 12, "both grids, a second seed of the finalists, the last look"
 
 
@@ -280,7 +285,8 @@ def test_budgets(budget: str, runs: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "named"), [("lots", "4h or 90m"), ("0", "give full runs"), ("-3", "give full runs"), ("4h", "not known")]
+    ("budget", "named"),
+    [("lots", "4h or 90m"), ("0", "give full runs"), ("-3", "give full runs"), ("4h", "duration of a run is unknown")],
 )
 def test_budgets_that_say_nothing(budget: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -288,12 +294,11 @@ def test_budgets_that_say_nothing(budget: str, named: str) -> None:
 
 
 def test_what_cannot_be_paid_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"takes 20\.2 where all is plain; give at least that, or have less tuned, in a"
-    ):
+    with pytest.raises(ConfigError, match=r"needs at least 20\.2; give at least that, or have less tuned, in a"):
         plan("does a kl penalty help", budget="20")
     with pytest.raises(
-        ConfigError, match=r"takes 47\.9 .* or compare fewer than 5 arms or have less tuned, in a file: --space"
+        ConfigError,
+        match=r"needs at least 47\.9; .*, or compare fewer than 5 arms or have less tuned, in a file: --space",
     ):
         plan("how does group size scale", budget="20")
 
@@ -322,7 +327,7 @@ def test_the_page_says_all_of_it() -> None:
     for said in (
         "# Does a KL penalty help on moonlight?",
         "“kl penalty” is `job.algorithm.kl_coef`",
-        "Not understood, and not asked: “moonlight”",
+        "Not understood, so not part of the question: “moonlight”",
         "| with kl scores higher than without | nothing is known | confirmatory | holds the policy back",
         "| with kl | `job.algorithm.kl_coef = 0.02` | – | `job.optimizer.lr`: 2.2e-06, 6.7e-06, 2e-05, 6e-05, ",
         "Smallest effect of interest: **0.02**",
@@ -342,9 +347,9 @@ def test_what_is_spoken_of_and_not_compared_stands_in_the_plan() -> None:
 
 def test_what_is_wrong_with_a_file_is_said_in_words(tmp_path: Path) -> None:
     for text, said in (
-        ("[arms.a]\n[arms.b]\n[[hypotheses]]\narm = 'a'\n", r"hypotheses\.0\.against: it is not there"),
+        ("[arms.a]\n[arms.b]\n[[hypotheses]]\narm = 'a'\n", r"hypotheses\.0\.against: is required"),
         ("alpha = 'x'\n[arms.a]\n[arms.b]\n", "alpha = 'x': it must be a number$"),
-        ("[arms.a]\n[arms.b]\n[knobs.lr]\nlow = 1\n", r"knobs\.lr: give either values, or low and high"),
+        ("[arms.a]\n[arms.b]\n[knobs.lr]\nlow = 1\n", r"knobs\.lr: give either values or both low and high"),
     ):
         (tmp_path / "space.toml").write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=said):

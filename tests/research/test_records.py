@@ -1,4 +1,4 @@
-"""What does not fit a file, a request or a record is refused by its place, its value and what would be right."""
+"""An invalid file, request or record is refused with the place, the value and what is expected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARMS = "[arms.a]\n[arms.b]\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[arms.a]\n", "arms = {'a': {}}: it must be 2 of them or more, and there are 1"),
+        ("[arms.a]\n", "arms = {'a': {}}: it must be 2 items or more, not 1"),
         ("arms = 'x'\n", "arms = 'x': it must be names with their values"),
         ("sesoi = nan\n" + ARMS, "sesoi = nan: it must be a number that is finite"),
         ("looks = 3\n" + ARMS, "looks = 3: it must be a list"),
@@ -32,7 +32,7 @@ ARMS = "[arms.a]\n[arms.b]\n"
             ARMS + "[knobs.x]\nlow = 1\nhigh = 2\nscale = 'cubic'\n",
             "knobs.x.scale = 'cubic': it must be 'log' or 'linear'",
         ),
-        (ARMS + "[[hypotheses]]\narm = 'a'\n", "hypotheses.0.against: it is not there, and has no default"),
+        (ARMS + "[[hypotheses]]\narm = 'a'\n", "hypotheses.0.against: is required"),
     ],
 )
 def test_a_file_is_refused_in_our_words(tmp_path: Path, text: str, said: str) -> None:
@@ -49,7 +49,7 @@ def test_a_file_is_refused_in_our_words(tmp_path: Path, text: str, said: str) ->
         ({}, "{}: it must be an action with a kind"),
         ({"kind": "x"}, "it must be an action with a kind, one of 'add_arm', "),
         ({"kind": "cap", "runs": 0}, "cap.runs = 0: it must be above 0"),
-        ({"kind": "cap", "runs": 1, "score": 2}, "cap.score: there is no such key"),
+        ({"kind": "cap", "runs": 1, "score": 2}, "cap.score: unknown key"),
         (
             {"kind": "add_arm", "arm": "b", "against": "a", "changes": {"A": 1}},
             "add_arm.changes: 'A' must be the name of a",
@@ -67,7 +67,7 @@ def test_a_request_is_refused_in_our_words(fields: object, said: str) -> None:
 
 
 def test_a_record_that_was_edited_is_refused_in_our_words() -> None:
-    with pytest.raises(ConfigError, match=r"Arm: nuisance\.0\.values: it is not there"):
+    with pytest.raises(ConfigError, match=r"Arm: nuisance\.0\.values: is required"):
         Arm.from_json({"name": "a", "nuisance": [{"name": "lr"}]})
     with pytest.raises(ConfigError, match=r"Arm: changes\.lr = \[1\]: it must be text, a number, true or false"):
         Arm.from_json({"name": "a", "changes": {"lr": [1]}})

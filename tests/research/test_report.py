@@ -1,10 +1,10 @@
-"""1. A report is a function of the book: to the byte, in another process too.
-2. Each number in it that is changed, in Markdown or HTML, is found and named; a changed figure is.
-3. The numbers are those of the outcomes, by arithmetic of the test's own.
-4. Failures are told: diverged and lost runs, diagnoses, an unfinished study.
-5. The page needs no other file and no script; what a study calls its arms is text.
-6. Limitations are said where they hold.
-7. Figures: what lies far off does not flatten the rest, points do not hide points, an arm keeps its colour.
+"""1. A report is a function of the log: the same bytes, also in another process.
+2. Each changed number, in Markdown or HTML, is found and named, and so is a changed figure.
+3. The numbers are those of the outcomes, by independent arithmetic.
+4. Failures are shown: diverged and lost runs, diagnoses, an unfinished study.
+5. The page needs no other file and no script. Names of arms are plain text.
+6. Limitations are listed if they hold.
+7. Figures: outliers do not compress the rest, points do not hide points, an arm keeps its colour.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def report() -> Report:
     return render(rich_book())
 
 
-def said(book: StudyLog, ref: str) -> str:
-    return facts_of(book).known[ref].text
+def said(log: StudyLog, ref: str) -> str:
+    return facts_of(log).known[ref].text
 
 
-# ---- 1: a function of the book ----------------------------------------------------------------------------------
+# ---- 1: a function of the log ----------------------------------------------------------------------------------
 
 PROGRAM = """
 import sys, pathlib
@@ -136,21 +136,21 @@ def test_what_was_added_or_left_out_is_found(report: Report) -> None:
 
 
 def test_files_are_held_against_their_book(tmp_path: Path) -> None:
-    book = rich_book()
-    page = build(book, tmp_path)
-    assert (page, check(page, book), check(page.with_suffix(".md"), book)) == (tmp_path / "report.html", [], [])
+    log = rich_book()
+    page = build(log, tmp_path)
+    assert (page, check(page, log), check(page.with_suffix(".md"), log)) == (tmp_path / "report.html", [], [])
     figure = tmp_path / "figures" / "effects.svg"
     figure.write_text(figure.read_text(encoding="utf-8").replace("+3.22", "+4.22"), encoding="utf-8")
-    [problem] = check(page.with_suffix(".md"), book)
-    assert problem.startswith("figures/effects.svg: is not what the study draws")
+    [problem] = check(page.with_suffix(".md"), log)
+    assert problem.startswith("figures/effects.svg: differs from the study's figure")
     figure.unlink()
-    assert check(page.with_suffix(".md"), book) == [
+    assert check(page.with_suffix(".md"), log) == [
         "figures/effects.svg: is not beside the report; copy the report's figures along with it"
     ]
     page.write_text(page.read_text(encoding="utf-8").replace("[+2.20,", "[+0.20,"), encoding="utf-8")
-    assert check(page, book)
+    assert check(page, log)
     with pytest.raises(ConfigError, match=r"\.html or a \.md"):
-        check(tmp_path / "report.pdf", book)
+        check(tmp_path / "report.pdf", log)
 
 
 def test_the_report_of_another_book_is_found(report: Report) -> None:
@@ -163,38 +163,37 @@ def test_the_report_of_another_book_is_found(report: Report) -> None:
 
 
 def test_numbers_are_those_of_the_outcomes() -> None:
-    book = rich_book()
+    log = rich_book()
     confirming = {
         arm.name: [
-            book.outcomes[t.id][-1].score for t in book.trials.values() if (t.arm, t.phase) == (arm.name, "confirm")
+            log.outcomes[t.id][-1].score for t in log.trials.values() if (t.arm, t.phase) == (arm.name, "confirm")
         ]
         for arm in RICH.arms
     }
     a, c = np.array(confirming["a"], float), np.array(confirming["c"], float)
-    assert said(book, "A1.mean") == f"{a.mean():.2f}"
-    assert said(book, "A1.deviation") == f"{a.std(ddof=1):.2f}"
-    assert said(book, "A3.worst") == f"{c.min():.2f}"
-    assert said(book, "F3.estimate") == f"+{c.mean() - a.mean():.2f}"
-    assert said(book, "F2.estimate") == said(book, "F1.estimate").replace("+", "\N{MINUS SIGN}")
-    assert (said(book, "F3.seeds"), said(book, "A1.num"), said(book, "A3.num")) == ("12", "12", "12")
-    number = (
-        list(book.trials).index(Finding.from_json(book.decisions[f"finding {RICH.hypotheses[0].id}"]).trials[0]) + 1
-    )
-    assert said(book, f"T{number}.phase") == "confirm"
+    assert said(log, "A1.mean") == f"{a.mean():.2f}"
+    assert said(log, "A1.deviation") == f"{a.std(ddof=1):.2f}"
+    assert said(log, "A3.worst") == f"{c.min():.2f}"
+    assert said(log, "F3.estimate") == f"+{c.mean() - a.mean():.2f}"
+    assert said(log, "F2.estimate") == said(log, "F1.estimate").replace("+", "\N{MINUS SIGN}")
+    assert (said(log, "F3.seeds"), said(log, "A1.num"), said(log, "A3.num")) == ("12", "12", "12")
+    number = list(log.trials).index(Finding.from_json(log.decisions[f"finding {RICH.hypotheses[0].id}"]).trials[0]) + 1
+    assert said(log, f"T{number}.phase") == "confirm"
 
 
 def test_both_chances_of_a_wrong_call_are_said(report: Report) -> None:
     text = " ".join(report.markdown.text.split())
     assert (
-        "refuted wrongly with a chance of about 0.05, and called too small to matter wrongly with about as much" in text
+        "the chance is about 0.05 that any confirmatory claim is wrongly supported or refuted, and about the same that"
+        in text
     )
-    assert "of interest is no less than 20 % of what seeds differ by" in text
-    assert "at most 0.06 where arms spread alike, and 0.1 where they do not; with a finer effect of interest" in text
-    assert "one of these errors only, several together to both: about 0.1." in text
+    assert "of interest is at least 20 % of the spread between seeds" in text
+    assert "at most 0.06 if arms spread alike, and 0.1 otherwise; with a finer effect of interest" in text
+    assert "only one of the errors, several together to both: about 0.1." in text
 
 
 def test_what_stopping_early_does_to_an_estimate_is_said_where_it_was_done() -> None:
-    """At the only look there is, whether a seed is lost or none, nothing stopped early."""
+    """With a single look nothing can stop early, with or without a lost seed."""
     arms = (Arm("a", {"lr": 16.0, "gain": 0.0}), Arm("b", {"lr": 16.0, "gain": 2.0}))
     study = replace(STUDY, arms=arms, sesoi=0.2)
     for declared, lost, seeds, early in (
@@ -202,31 +201,31 @@ def test_what_stopping_early_does_to_an_estimate_is_said_where_it_was_done() -> 
         ((6,), set(), 6, False),
         ((6,), {1, 13, 14}, 5, False),
     ):
-        book = StudyLog()
-        [finding], _ = conduct(replace(study, looks=declared), book, Formula(noise=0.9, lost=lost))
+        log = StudyLog()
+        [finding], _ = conduct(replace(study, looks=declared), log, Formula(noise=0.9, lost=lost))
         assert (finding.verdict, finding.seeds) == ("supported", seeds)
-        text = render(book).markdown.text
-        assert ("Whoever stops as soon as a difference shows overstates it" in text) == early
-        assert (f"probably nearer to none than {said(book, 'F1.estimate')}." in text) == early
+        text = render(log).markdown.text
+        assert ("A study that stops as soon as a difference shows overstates it" in text) == early
+        assert (f"probably closer to none than {said(log, 'F1.estimate')}." in text) == early
 
 
 def test_the_ledger_is_the_desks_and_the_grid_is_counted() -> None:
-    book = StudyLog()
-    _, desk = conduct(RICH, book, Told(lost={40, 41}))
-    known = facts_of(book).known
-    assert known["ledger.total"].value == pytest.approx(desk.ledger.total)
-    assert known["ledger.repeated"].value == pytest.approx(desk.ledger.repeated)
+    log = StudyLog()
+    _, launcher = conduct(RICH, log, Told(lost={40, 41}))
+    known = facts_of(log).known
+    assert known["ledger.total"].value == pytest.approx(launcher.spending.total)
+    assert known["ledger.repeated"].value == pytest.approx(launcher.spending.repeated)
     assert known["ledger.repeated"].value
-    assert known["ledger.explore"].value == pytest.approx(desk.ledger.spent["explore"])
+    assert known["ledger.explore"].value == pytest.approx(launcher.spending.spent["explore"])
     assert known["ledger.grid"].value == (8 + 8 + 8 + 1) * 12
-    assert known["ledger.of_grid"].text == f"{100 * desk.ledger.total / 300:.3g} %"
+    assert known["ledger.of_grid"].text == f"{100 * launcher.spending.total / 300:.3g} %"
 
 
 @pytest.mark.parametrize(("sesoi", "text"), [(2.0, "+1.2"), (1.0, "+1.23"), (0.02, "+1.235"), (50.0, "+1")])
 def test_scores_are_rounded_by_what_matters(sesoi: float, text: str) -> None:
-    book = StudyLog()
-    conduct(replace(STUDY, sesoi=sesoi, arms=(Arm("a"), Arm("b", {"gain": 1.23456}))), book, Formula(flat, noise=0.0))
-    assert said(book, "F1.estimate") == text
+    log = StudyLog()
+    conduct(replace(STUDY, sesoi=sesoi, arms=(Arm("a"), Arm("b", {"gain": 1.23456}))), log, Formula(flat, noise=0.0))
+    assert said(log, "F1.estimate") == text
 
 
 def flat(setting: object, fidelity: float) -> float:
@@ -242,7 +241,7 @@ def test_failures_are_told(report: Report) -> None:
     assert int(diverged) > 0
     assert f"{diverged} diverged" in report.figures["figures/scores.svg"]
     assert text.count("| diverged | loss is NaN at step 7 |") == int(diverged)
-    assert "launched again with their seed: 3, in\n  3 launches more" in text
+    assert "launched again with their seed: 3, with\n  3 more launches" in text
     assert (
         "| kl blow up | d\\|\\<i\\> | 1 | policy/kl reached 7.3 | at half of lr it stayed at 0.02 | too fast |" in text
     )
@@ -251,12 +250,12 @@ def test_failures_are_told(report: Report) -> None:
 
 
 def test_lost_for_good_is_a_limitation(tmp_path: Path) -> None:
-    book = StudyLog()
-    conduct(replace(STUDY, arms=(Arm("a"), Arm("b"))), book, Formula(hill_or_flat, always_lost=True))
-    build(book, tmp_path)
+    log = StudyLog()
+    conduct(replace(STUDY, arms=(Arm("a"), Arm("b"))), log, Formula(hill_or_flat, always_lost=True))
+    build(log, tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "12 of 12 confirming trials of “a” did not come back at all" in text
-    assert "the scores that are left flatter their arm" in text
+    assert "12 of 12 confirming trials of “a” were lost for all attempts" in text
+    assert "the remaining scores flatter their arm" in text
     assert "There is no estimate. Reason: " in text
 
 
@@ -269,91 +268,89 @@ def hill_or_flat(setting: object, fidelity: float) -> float:
     [(1, "exploring", "Its arms are still being tuned", 5), (75, "confirming", "at least one claim is open", 2)],
 )
 def test_an_unfinished_study_says_so(outcomes: int, stage: str, sentence: str, still_open: int) -> None:
-    book = interrupted(RICH, outcomes)
-    text = render(book).markdown.text
-    assert facts_of(book).groups["stage"] == stage
+    log = interrupted(RICH, outcomes)
+    text = render(log).markdown.text
+    assert facts_of(log).groups["stage"] == stage
     assert "This study is not finished" in text and sentence in text
-    assert text.count("No look has decided it yet.") == still_open
+    assert text.count("It is not decided yet.") == still_open
 
 
 def test_what_a_look_called_is_told_before_the_study_ends() -> None:
-    """Stopped within the second look: b against a was called at the first one, by four seeds."""
+    """Stopped within the second look: b against a was decided at the first one, by four seeds."""
     whole = StudyLog()
     conduct(RICH, whole, Told())
     exploring = sum(trial.phase == "explore" for trial in whole.trials.values())
-    book = interrupted(RICH, exploring + 4 * 4 + 2)
+    log = interrupted(RICH, exploring + 4 * 4 + 2)
     first = f"finding {RICH.hypotheses[0].id}"
-    assert book.decisions[first] == whole.decisions[first]
-    text = render(book).markdown.text
-    assert facts_of(book).groups["stage"] == "confirming"
-    assert "> **b scores higher than a**: supported." in text and "What a look has called stands" in text
-    assert 0 < text.count("No look has decided it yet.") < len(RICH.hypotheses)
-    unended = sum(trial not in book.outcomes for trial in book.trials)
+    assert log.decisions[first] == whole.decisions[first]
+    text = render(log).markdown.text
+    assert facts_of(log).groups["stage"] == "confirming"
+    assert "> **b scores higher than a**: supported." in text and "Verdicts of looks are final" in text
+    assert 0 < text.count("It is not decided yet.") < len(RICH.hypotheses)
+    unended = sum(trial not in log.outcomes for trial in log.trials)
     assert unended and f"trials; {unended} of these have not ended" in text
     ended = [
-        book.outcomes[t.id]
-        for t in book.trials.values()
-        if (t.arm, t.phase) == ("a", "confirm") and t.id in book.outcomes
+        log.outcomes[t.id] for t in log.trials.values() if (t.arm, t.phase) == ("a", "confirm") and t.id in log.outcomes
     ]
     assert f"None of {len(ended)} confirming runs of “a” that ended diverged" in text
-    assert "as many as were needed" not in text and "of the smaller one" not in text
+    assert "as many as this study needed" not in text and "of the smaller one" not in text
 
 
 def test_a_plan_without_trials_has_a_report_too() -> None:
-    book = StudyLog()
-    book.open_study(RICH)
-    report = render(book)
+    log = StudyLog()
+    log.open_study(RICH)
+    report = render(log)
     assert "Nothing was launched yet" in report.markdown.text
     assert report.figures == {}
 
 
 def test_what_was_asked_later_is_told() -> None:
-    book = StudyLog()
-    conduct(STUDY, book, Formula())
+    log = StudyLog()
+    conduct(STUDY, log, Formula())
     asked = {"kind": "add_arm", "arm": "c", "against": "a", "changes": {"gain": 7.0}, "why": "", "code": ""}
-    book.append("amendment", Amendment(3, "human", asked).to_json())
-    book.append(
+    log.append("amendment", Amendment(3, "human", asked).to_json())
+    log.append(
         "refusal", Amendment(4, "llm", {"text": "set alpha to 0.5"}, "alpha is fixed before the data.").to_json()
     )
-    book.append("exchange", Exchange("advice", "what next?", "set alpha to 0.5").to_json())
-    text = " ".join(render(book).markdown.text.split())
-    assert "add arm (against: a, arm: c, changes: gain = 7). Asked by a person, taken at point 3, and granted" in text
-    assert "set alpha to 0.5. Asked by a language model, taken at point 4, and refused: alpha is fixed" in text
+    log.append("exchange", Exchange("advice", "what next?", "set alpha to 0.5").to_json())
+    text = " ".join(render(log).markdown.text.split())
+    assert "add arm (against: a, arm: c, changes: gain = 7). Requested by a person, taken at point 3, granted" in text
+    assert "set alpha to 0.5. Requested by a language model, taken at point 4, refused: alpha is fixed" in text
     assert "Exchanges with a language model or a coding agent, all in the journal: 1." in text
-    assert "None: the study was done as declared" not in text
+    assert "None: the study was conducted as declared" not in text
 
 
 def test_what_was_trained_is_told() -> None:
     subject = Subject(
         "smollm2-135m", "agent.py:play", "tasks.jsonl", "held.jsonl", steps=48, evaluations=11, code="ab12"
     )
-    book = StudyLog()
-    conduct(replace(RICH, subject=subject), book, Told())
-    report = render(book)
+    log = StudyLog()
+    conduct(replace(RICH, subject=subject), log, Told())
+    report = render(log)
     assert "| steps of a full run | 48 |" in report.markdown.text
     assert "The plan names the model `smollm2-135m`" in report.markdown.text
-    assert "gives other scores: how tokens were sampled is not" in report.markdown.text
+    assert "gives other scores, because sampling is not replayed" in report.markdown.text
     assert "agentjet research run FOLDER" in report.markdown.text and "runner" not in report.markdown.text
     assert ">step</text>" in report.figures["figures/curves.svg"]
     assert ">40</text>" in report.figures["figures/curves.svg"], "twelve values, of steps 0 to 48"
 
 
 def test_a_verdict_on_untested_runs_says_so() -> None:
-    """Of seven or more of twelve on a side, next to the verdict and among the limitations."""
+    """Seven or more of twelve runs of a side. Printed beside the verdict and among the limitations."""
     for ill, told in ((6, False), (7, True)):
-        book = StudyLog()
-        conduct(RICH, book, Told())
-        runs = [trial.id for trial in book.trials.values() if (trial.arm, trial.phase) == ("c", "confirm")]
+        log = StudyLog()
+        conduct(RICH, log, Told())
+        runs = [trial.id for trial in log.trials.values() if (trial.arm, trial.phase) == ("c", "confirm")]
         assert len(runs) == 12
         for run in runs[:ill]:
             meaning = "nobody succeeds: the setting was not tested"
-            book.append("diagnosis", Diagnosis(run, "too_hard", "all earn the same", meaning=meaning).to_json())
-        answer, rest = render(book).markdown.text.split("## Before the data")
+            log.append("diagnosis", Diagnosis(run, "too_hard", "all earn the same", meaning=meaning).to_json())
+        answer, rest = render(log).markdown.text.split("## Before the data")
         sentence = (
             "> But 7 of 12 confirming runs of “c” are diagnosed as too hard: nobody succeeds: the setting was not"
         )
         assert (sentence in answer) == told
-        assert ("What is said of F3 rests on runs of “c” that tested little: 7 of 12" in rest) == told
+        assert ("The finding F3 rests on runs of “c” that tested little: 7 of 12" in rest) == told
 
 
 # ---- 5: a page that needs nothing -------------------------------------------------------------------------------
@@ -393,9 +390,9 @@ def test_the_page_is_whole_and_names_are_text(report: Report) -> None:
 
 
 def test_a_name_that_looks_like_a_reference_is_a_name() -> None:
-    book = StudyLog()
-    book.open_study(replace(RICH, topic="what is {{F1.estimate}}?"))
-    report = render(book)
+    log = StudyLog()
+    log.open_study(replace(RICH, topic="what is {{F1.estimate}}?"))
+    report = render(log)
     assert "# what is {{F1.estimate}}?" in report.markdown.text
     assert "<title>what is {{F1.estimate}}?</title>" in report.html.text
 
@@ -404,9 +401,9 @@ def test_a_name_that_looks_like_a_reference_is_a_name() -> None:
 
 
 def limits(study: Study, runner: Formula) -> tuple[dict[str, object], str]:
-    book = StudyLog()
-    conduct(study, book, runner)
-    return facts_of(book).groups["limits"], render(book).markdown.text
+    log = StudyLog()
+    conduct(study, log, runner)
+    return facts_of(log).groups["limits"], render(log).markdown.text
 
 
 def steep(setting: object, fidelity: float) -> float:
@@ -422,7 +419,7 @@ def test_knobs_at_their_ends_and_apart_are_said() -> None:
         ("b", "1", "least"),
     ]
     assert "“a” was judged at lr = 128, the largest value that was tried" in text
-    assert "“b” was judged at lr = 1 and “a” at lr = 128: what separates them includes that" in text
+    assert "“b” was judged at lr = 1 and “a” at lr = 128: their difference includes that" in text
 
 
 def test_where_they_do_not_hold_they_are_not_said() -> None:
@@ -430,10 +427,15 @@ def test_where_they_do_not_hold_they_are_not_said() -> None:
     assert not any(
         found[name] for name in ("edges", "apart", "unequal", "fine", "untuned", "lost", "repeated", "unpinned")
     )
-    for sentence in ("lies beyond is unknown", "what separates them", "tuned over nothing", "No hash of the evaluator"):
+    for sentence in (
+        "beyond it are unknown",
+        "their difference includes",
+        "without tuning",
+        "has no hash of the evaluator",
+    ):
         assert sentence not in text
-    assert "None of 4 confirming runs of “a” diverged. That leaves room for 53 % of its seeds to fail." in text
-    assert "None: the study was done as declared." in text
+    assert "None of 4 confirming runs of “a” diverged. Up to 53 % of its seeds may fail nevertheless." in text
+    assert "None: the study was conducted as declared." in text
 
 
 def test_unequal_spreads_and_untuned_arms_are_said() -> None:
@@ -441,11 +443,11 @@ def test_unequal_spreads_and_untuned_arms_are_said() -> None:
     hypotheses = (replace(STUDY.hypotheses[0], arm="loud", against="quiet"),)
     found, text = limits(replace(STUDY, arms=arms, hypotheses=hypotheses, budget=90.0, sesoi=0.5), Uneven())
     assert found["unequal"] and "Scores of “loud” spread" in text
-    assert "up to 0.068 were called wrongly, however unequal the spreads, and 0.057 with equal ones; of several" in text
+    assert "it was up to 0.068 with unequal spreads, and 0.057 with equal ones; with several" in text
     [fine] = found["fine"]  # type: ignore[misc]  # one claim
-    assert f"of interest is {fine['of'].text} of what seeds of “loud” and “quiet” differ by, and less" in text
-    assert "“quiet” was run at one setting, gain = 0, lr = 1, and tuned over nothing" in text
-    assert "No arm has anything to tune" in text
+    assert f"of interest is {fine['of'].text} of the spread between seeds of “loud” and “quiet”, which is less" in text
+    assert "“quiet” was run at one setting, gain = 0, lr = 1, without tuning" in text
+    assert "No arm has knobs" in text
 
 
 class Uneven(Formula):

@@ -1,6 +1,6 @@
-"""1. A number of one's own is refused, in digits of any script and in words; so is a reference to nothing.
-2. A claim needs the verdict for it, of every finding that its sentence refers to, and a word for exploratory ones.
-3. Narration brings no markup, goes into the journal only when it is clean, and is text in the report.
+"""1. A literal number is refused, in digits of any script and as a word; so is an unknown reference.
+2. A claim needs the matching verdict of every finding in its sentence, and a word for exploratory ones.
+3. Narration has no markup, is recorded only if it is clean, and is plain text in the report.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def test_what_may_be_said(prose: str) -> None:
         ("One in a gross fell to nil.", "'nil' is a number"),
         ("A score of times.", "'score of times' is a number"),
         ("By an order\nof magnitude.", "is a number and no reference"),
-        ("By x{{F1.low}}e{{F1.seeds}}.", "makes a number of its own"),
-        ("By {{F1.low}}{{F1.seeds}}.", "makes a number of its own"),
-        ("By {{F1.low}}.{{F1.seeds}}.", "makes a number of its own"),
-        ("By −{{F1.low}}.", "makes a number of its own"),
-        ("By {{F1.low}}%.", "makes a number of its own"),
-        ("The gain is {{F1.delta}}.", "{{F1.delta}} is no fact"),
-        ("See {{F9.estimate}}.", "{{F9.estimate}} is no fact"),
+        ("By x{{F1.low}}e{{F1.seeds}}.", "forms another number"),
+        ("By {{F1.low}}{{F1.seeds}}.", "forms another number"),
+        ("By {{F1.low}}.{{F1.seeds}}.", "forms another number"),
+        ("By −{{F1.low}}.", "forms another number"),
+        ("By {{F1.low}}%.", "forms another number"),
+        ("The gain is {{F1.delta}}.", "{{F1.delta}} is not a fact"),
+        ("See {{F9.estimate}}.", "{{F9.estimate}} is not a fact"),
         ("See {{F1}}.", "a reference is written"),
         ("See {{ F1.estimate | upper }}.", "a reference is written"),
     ],
@@ -87,8 +87,8 @@ def test_numbers_that_are_no_references(prose: str, problem: str) -> None:
         ("It improves the model.", "'improves' is a claim that refers to no finding"),
         ("{{F1.estimate}} was seen. So it is better.", "'better' is a claim that refers to no finding"),
         ("{{F5.arm}} is better than {{F5.against}}.", "which is exploratory"),
-        ("{{F1.against}} is better than {{F1.arm}}.", "'better' is said of F1.against: F1.arm comes first"),
-        ("{{F2.against}} scores lower.", "'lower' is said of F2.against"),
+        ("{{F1.against}} is better than {{F1.arm}}.", "'better' is about F1.against: name F1.arm first"),
+        ("{{F2.against}} scores lower.", "'lower' is about F2.against"),
         ("{{A3.name}} is better by {{F1.estimate}}.", "'better' names an arm by itself"),
     ],
 )
@@ -97,9 +97,9 @@ def test_claims_stronger_than_their_verdict(prose: str, problem: str) -> None:
 
 
 def test_an_open_claim_permits_nothing() -> None:
-    book = StudyLog()
-    book.open_study(RICH)
-    [problem] = lint("{{F1.arm}} is better.", facts_of(book))
+    log = StudyLog()
+    log.open_study(RICH)
+    [problem] = lint("{{F1.arm}} is better.", facts_of(log))
     assert "F1 is 'open'" in problem
 
 
@@ -109,24 +109,24 @@ def test_narration_brings_no_markup(markup: str) -> None:
 
 
 def test_narration_is_refused_or_stands_in_the_report(tmp_path: Path) -> None:
-    book = StudyLog()
-    conduct(RICH, book, Told())
+    log = StudyLog()
+    conduct(RICH, log, Told())
     with pytest.raises(ConfigError, match=r"the narration is refused: '3.2' is a numeral.*'proves' is stronger"):
-        narrate(book, "This proves a gain of 3.2 for {{F1.arm}}.")
-    assert "narration" not in book.decisions
-    narrate(book, 'We saw that "{{F1.arm}}" scores higher & by {{F1.estimate}}.')
-    page = build(book, tmp_path)
-    estimate = facts_of(book).known["F1.estimate"]
+        narrate(log, "This proves a gain of 3.2 for {{F1.arm}}.")
+    assert "narration" not in log.decisions
+    narrate(log, 'We saw that "{{F1.arm}}" scores higher & by {{F1.estimate}}.')
+    page = build(log, tmp_path)
+    estimate = facts_of(log).known["F1.estimate"]
     assert f'title="F1.estimate = {estimate.value}">{estimate.text}</data>' in page.read_text(encoding="utf-8")
     assert "scores higher &amp; by" in page.read_text(encoding="utf-8")
     written = page.with_suffix(".md").read_text(encoding="utf-8")
     assert f'We saw that "b \\*bold\\*" scores higher & by {estimate.text}.' in written
-    assert check(page, book) == []
+    assert check(page, log) == []
 
 
 def test_a_journal_with_narration_that_was_not_linted_makes_no_report(tmp_path: Path) -> None:
-    book = StudyLog()
-    conduct(RICH, book, Told())
-    book.decide("narration", "It gained 40.")
+    log = StudyLog()
+    conduct(RICH, log, Told())
+    log.decide("narration", "It gained 40.")
     with pytest.raises(ConfigError, match=r"the journal's narration is refused: '40\.' is a numeral"):
-        build(book, tmp_path)
+        build(log, tmp_path)

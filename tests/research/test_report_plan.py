@@ -1,8 +1,8 @@
-"""What a report says of the plan.
+"""The plan in a report.
 
-1. Each arm's agent, where they differ, and an evaluator of its own.
-2. What was expected of a claim, where the plan says it, and no prediction otherwise.
-3. Which arms were tuned, and whether they were tuned alike.
+1. Each arm's agent, if they differ, and a separate evaluator.
+2. The expectation of a claim, if the plan has one.
+3. The tuned arms, and if they tuned alike.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def test_agents_and_evaluator_are_told_where_they_differ() -> None:
         ({}, ["| arm | changes |", "| a | gain = 0 |"]),
         ({"b": "b.py:play"}, ["| arm | agent | changes |", "| a | `agent.py:play` | gain", "| b | `b.py:play` | gain"]),
     ):
-        book = StudyLog()
-        book.open_study(replace(STUDY, subject=replace(subject, agents=agents)))
-        text = render(book).markdown.text
-        for row in ("| evaluator, which plays the held-out tasks | `judge.py:score` |", *rows):
+        log = StudyLog()
+        log.open_study(replace(STUDY, subject=replace(subject, agents=agents)))
+        text = render(log).markdown.text
+        for row in ("| evaluator of the held-out tasks | `judge.py:score` |", *rows):
             assert row in text, row
 
 
@@ -35,29 +35,31 @@ def test_what_the_plan_expected_is_told_and_nothing_else() -> None:
     assert "| F1 | b scores higher than a | b \\*bold\\* against a | confirmatory |" in old
     assert "expected" not in old, "of an older study nobody knows what was"
     claim, other = STUDY.hypotheses[0], Hypothesis("a scores higher than b", "a", "b", origin="llm")
-    book = StudyLog()
-    conduct(replace(STUDY, hypotheses=(replace(claim, sign="-", why="it costs 3 turns"), other)), book, Formula())
-    told = render(book).markdown.text
-    assert "| compared | expected of the first | kind |" in told
+    log = StudyLog()
+    conduct(replace(STUDY, hypotheses=(replace(claim, sign="-", why="it costs 3 turns"), other)), log, Formula())
+    told = render(log).markdown.text
+    assert "| compared | expectation for the first | kind |" in told
     assert f"| {claim.arm} against {claim.against} | lower: it costs 3 turns | confirmatory | prior |" in told
     assert "| a against b | – | confirmatory | llm |" in told
 
 
 def test_who_was_tuned_is_said() -> None:
-    alike, none = "Every arm was tuned over the same values", "No arm has anything to tune"
+    alike, none = "Every arm was tuned over the same values", "No arm has knobs"
     a, b = STUDY.arms
 
     def said(*arms: Arm) -> str:
-        book = StudyLog()
-        conduct(replace(STUDY, arms=arms), book, Formula())
-        return render(book).markdown.text
+        log = StudyLog()
+        conduct(replace(STUDY, arms=arms), log, Formula())
+        return render(log).markdown.text
 
     assert alike in said(a, b)
     fixed = [replace(arm, changes={**arm.changes, "lr": 1.0}, nuisance=()) for arm in (a, b)]
     assert none in said(*fixed)
     only_b = said(fixed[0], b)
-    assert "each tuned what the table of arms says, “a” nothing.\nWhat separates them includes that." in only_b
-    assert "tuned what the table of arms says.\n" in said(a, replace(b, nuisance=(replace(KNOB, values=(1.0, 2.0)),)))
-    book = StudyLog()
-    book.open_study(STUDY)
-    assert "No setting was tried yet." in render(book).markdown.text
+    assert "each tuned the knobs in the table of arms; “a” has none.\nTheir differences include that." in only_b
+    assert "tuned the knobs in the table of arms.\n" in said(
+        a, replace(b, nuisance=(replace(KNOB, values=(1.0, 2.0)),))
+    )
+    log = StudyLog()
+    log.open_study(STUDY)
+    assert "No setting was tried yet." in render(log).markdown.text

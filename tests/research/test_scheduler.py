@@ -1,9 +1,9 @@
-"""1. Each arm is tuned before it is judged, by fewer runs than all of them, and judged on seeds nobody tuned on.
-2. Halving is left out where it would have lost something that matters.
-3. The budget is kept, the reserve too; what cannot be paid ends as inconclusive, with the reason.
-4. Lost runs are repeated with their seed, diverged ones count; the last look is read without what is lost for good.
-5. What the last look would hardly settle is given up before, and said.
-6. Holm over looks: shares are handed on by those that were called.
+"""1. Each arm is tuned before it is judged, with fewer runs than the grid, and judged on fresh seeds.
+2. Halving is skipped if it would have lost something that matters.
+3. Budget and reserve are respected. A hypothesis that cannot be paid ends as inconclusive, with the reason.
+4. Lost runs are repeated with their seed, diverged ones count. The last look ignores runs that are lost for good.
+5. A hypothesis that the last look would hardly decide is stopped for futility, with the reason.
+6. Holm over looks: decided hypotheses pass their shares on.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from agentjet.research.confirmation import Evidence, Shares, judge, open_shares, stop_for_futility
+from agentjet.research.confirmation import Evidence, Shares, decide_look, open_shares, stop_for_futility
 from agentjet.research.journal import StudyLog
 from agentjet.research.launcher import OutOfBudget, Spending, TrialLauncher, seed_of
 from agentjet.research.models import Arm, Finding, Hypothesis, Outcome, Setting, Study, Trial
 from agentjet.research.report.document import render
 from agentjet.research.report.facts import StudyView
-from agentjet.research.scheduler import conduct, lost
+from agentjet.research.scheduler import conduct, rank_loss
 from agentjet.research.statistics import nominal_level
 from tests.research.world import STUDY, Formula, hill, late
 
 
 def conducted(study: Study, runner: Formula) -> tuple[Finding, StudyLog, Spending]:
-    book = StudyLog()
-    [finding], desk = conduct(study, book, runner)
-    return finding, book, desk.ledger
+    log = StudyLog()
+    [finding], launcher = conduct(study, log, runner)
+    return finding, log, launcher.spending
 
 
 def test_arms_are_tuned_then_judged_on_fresh_seeds() -> None:
-    finding, book, ledger = conducted(STUDY, Formula())
+    finding, log, spending = conducted(STUDY, Formula())
     assert finding.verdict == "supported"
     assert finding.estimate == pytest.approx(3.0, abs=0.6)
     assert finding.low is not None and finding.high is not None and 0 < finding.low < 3.0 < finding.high
     assert {arm: setting["lr"] for arm, setting in finding.settings.items()} == {"a": 16.0, "b": 16.0}
     assert finding.seeds == 4, "a difference of ten deviations needs no second look"
-    phases = {phase: {t.seed for t in book.trials.values() if t.phase == phase} for phase in ("explore", "confirm")}
+    phases = {phase: {t.seed for t in log.trials.values() if t.phase == phase} for phase in ("explore", "confirm")}
     assert not phases["explore"] & phases["confirm"]
-    assert {book.trials[name].phase for name in finding.trials} == {"confirm"}
-    assert ledger.total < 8 * 2 * 4 / 2, "the grid with as many seeds, halved"
+    assert {log.trials[name].phase for name in finding.trials} == {"confirm"}
+    assert spending.total < 8 * 2 * 4 / 2, "the grid with as many seeds, halved"
 
 
 def test_without_an_effect_it_is_equivalence_at_the_last_look() -> None:
@@ -50,45 +50,45 @@ def test_without_an_effect_it_is_equivalence_at_the_last_look() -> None:
 
 
 def test_halving_drops_at_the_first_rung() -> None:
-    _, book, _ = conducted(STUDY, Formula())
-    assert book.decisions["rungs"] == [1 / 9, 1 / 3, 1.0]
-    ran = [t.fidelity for t in book.trials.values() if t.arm == "b" and t.phase == "explore"]
+    _, log, _ = conducted(STUDY, Formula())
+    assert log.decisions["rungs"] == [1 / 9, 1 / 3, 1.0]
+    ran = [t.fidelity for t in log.trials.values() if t.arm == "b" and t.phase == "explore"]
     assert (ran.count(1 / 9), ran.count(1 / 3), ran.count(1.0)) == (8, 3, 3 + 2)
 
 
 def test_misleading_rungs_are_left_out() -> None:
-    finding, book, _ = conducted(STUDY, Formula(score=late))
-    assert book.decisions["rungs"] == [1.0]
+    finding, log, _ = conducted(STUDY, Formula(score=late))
+    assert log.decisions["rungs"] == [1.0]
     assert finding.settings["b"]["lr"] == 1.0
     assert finding.verdict == "supported"
 
 
 def test_what_a_rung_would_have_lost() -> None:
-    """Of eight, three survive."""
+    """Three of eight survive."""
     late = [1.0, 5.0, 2.0, 8.0, 3.0, 7.5, 4.0, 6.0]
-    assert lost([0, 0, 0, 9, 1, 2, 0, 0], late) == 0.0
-    assert lost([0, 1, 0, -9, 0, 2, 3, 0], late) == 0.5
-    assert lost([3, 0, 2, 0, 1, 0, 0, 0], late) == 5.0
-    assert lost([1.0] * 8, late) == lost([float("-inf"), *late[1:]], late) == float("inf")
+    assert rank_loss([0, 0, 0, 9, 1, 2, 0, 0], late) == 0.0
+    assert rank_loss([0, 1, 0, -9, 0, 2, 3, 0], late) == 0.5
+    assert rank_loss([3, 0, 2, 0, 1, 0, 0, 0], late) == 5.0
+    assert rank_loss([1.0] * 8, late) == rank_loss([float("-inf"), *late[1:]], late) == float("inf")
 
 
 def test_a_rung_may_lose_what_does_not_matter() -> None:
-    """Half a point at the end: nothing to who asks for points, too much to who asks for tenths."""
+    """Half a point at the end: irrelevant for an interest in points, too much for an interest in tenths."""
 
     def nearly(setting: Setting, fidelity: float) -> float:
         best_late = 0.5 if fidelity == 1 and setting["lr"] == 1.0 else 0.0
         return hill(setting, 1.0) if setting["lr"] != 1.0 else 10.0 * fidelity + best_late + float(setting["gain"])
 
     for sesoi, rungs in ((2.0, [1 / 9, 1 / 3, 1.0]), (0.2, [1.0])):
-        _, book, _ = conducted(replace(STUDY, sesoi=sesoi), Formula(score=nearly, noise=0.0))
-        assert book.decisions["rungs"] == rungs
+        _, log, _ = conducted(replace(STUDY, sesoi=sesoi), Formula(score=nearly, noise=0.0))
+        assert log.decisions["rungs"] == rungs
 
 
 def test_the_budget_is_kept_and_the_reserve_is() -> None:
     for budget in (0.5, 3.0, 12.0, 25.0, 40.0):
-        finding, _, ledger = conducted(replace(STUDY, budget=budget), Formula())
-        assert ledger.total <= budget
-        assert ledger.spent["explore"] <= 0.6 * budget + 1e-9
+        finding, _, spending = conducted(replace(STUDY, budget=budget), Formula())
+        assert spending.total <= budget
+        assert spending.spent["explore"] <= 0.6 * budget + 1e-9
         if finding.verdict == "inconclusive":
             assert "budget" in finding.reason or "are left" in finding.reason
     assert finding.verdict == "supported"
@@ -101,32 +101,32 @@ def test_too_small_a_budget_is_said() -> None:
 
 
 def test_a_continued_run_costs_what_it_adds() -> None:
-    ledger = Spending(STUDY)
+    spending = Spending(STUDY)
     third = Trial(STUDY.id, "a", {"lr": 1.0}, 1, "explore", 1 / 3)
-    ledger.reserve([third])
-    ledger.reserve([replace(third, fidelity=1.0), replace(third, seed=2, fidelity=1 / 9)])
-    assert ledger.total == pytest.approx(1 + 1 / 9)
+    spending.reserve([third])
+    spending.reserve([replace(third, fidelity=1.0), replace(third, seed=2, fidelity=1 / 9)])
+    assert spending.total == pytest.approx(1 + 1 / 9)
     with pytest.raises(OutOfBudget):
-        ledger.reserve([replace(third, seed=seed, fidelity=1.0) for seed in range(3, 60)])
-    assert ledger.total == pytest.approx(1 + 1 / 9)
+        spending.reserve([replace(third, seed=seed, fidelity=1.0) for seed in range(3, 60)])
+    assert spending.total == pytest.approx(1 + 1 / 9)
 
 
 def test_a_lost_run_is_repeated_with_its_seed() -> None:
     runner = Formula(lost={1, 2, 30})
-    finding, book, ledger = conducted(STUDY, runner)
+    finding, log, spending = conducted(STUDY, runner)
     undisturbed, _, _ = conducted(STUDY, Formula())
     assert finding == undisturbed
-    assert sorted(book.attempts.values())[-3:] == [2, 2, 2]
-    assert ledger.repeated > 0
+    assert sorted(log.attempts.values())[-3:] == [2, 2, 2]
+    assert spending.repeated > 0
     repeated = [key for key in runner.launched if key.endswith("-2")]
     assert all(runner.launched[key] == runner.launched[key[:-1] + "1"] for key in repeated)
 
 
 def test_an_infrastructure_that_loses_everything_proves_nothing() -> None:
-    finding, book, ledger = conducted(STUDY, Formula(always_lost=True))
+    finding, log, spending = conducted(STUDY, Formula(always_lost=True))
     assert (finding.verdict, finding.seeds) == ("inconclusive", 0)
-    assert ledger.total <= STUDY.budget
-    assert max(book.attempts.values()) <= 3
+    assert spending.total <= STUDY.budget
+    assert max(log.attempts.values()) <= 3
 
 
 class Unlucky(Formula):
@@ -152,9 +152,9 @@ PLAIN = replace(STUDY, arms=(Arm("a"), Arm("b", {"gain": 0.0})))
     ("lost", "seeds", "said"),
     [
         ({}, 12, "look at 12 seeds"),
-        ({"a": 1}, 11, "look at 12 seeds; seeds lost for good: 1 of 'a'"),
-        ({"a": 1, "b": 1}, 11, "look at 12 seeds; seeds lost for good: 1 of 'b', 1 of 'a'"),
-        ({"a": 2, "b": 7}, 5, "look at 12 seeds; seeds lost for good: 7 of 'b', 2 of 'a'"),
+        ({"a": 1}, 11, "look at 12 seeds; lost seeds: 1 of 'a'"),
+        ({"a": 1, "b": 1}, 11, "look at 12 seeds; lost seeds: 1 of 'b', 1 of 'a'"),
+        ({"a": 2, "b": 7}, 5, "look at 12 seeds; lost seeds: 7 of 'b', 2 of 'a'"),
     ],
 )
 def test_the_last_look_is_read_without_what_is_lost_for_good(lost: dict[str, int], seeds: int, said: str) -> None:
@@ -165,7 +165,7 @@ def test_the_last_look_is_read_without_what_is_lost_for_good(lost: dict[str, int
 def test_too_few_seeds_that_came_back_are_said_not_to_have_left_it_open() -> None:
     finding, _, _ = conducted(PLAIN, Unlucky(0.3, a=9))
     assert (finding.verdict, finding.estimate) == ("inconclusive", None)
-    assert finding.reason == "3 seeds of 'a' came back; at least 4 per arm are required; seeds lost for good: 9 of 'a'"
+    assert finding.reason == "3 seeds of 'a' came back; at least 4 per arm are required; lost seeds: 9 of 'a'"
 
 
 @dataclass
@@ -181,48 +181,53 @@ class Drifting(Formula):
 def test_what_drifts_with_time_is_no_arms() -> None:
     """Seed by seed over the arms, and back: the mean time of each is the same."""
     runner = Drifting(lambda setting, fidelity: 0.0, noise=0.01)
-    finding, book, _ = conducted(PLAIN, runner)
-    assert "".join(trial.arm for trial in book.trials.values()) == "abba" * 2
+    finding, log, _ = conducted(PLAIN, runner)
+    assert "".join(trial.arm for trial in log.trials.values()) == "abba" * 2
     assert finding.verdict == "inconclusive" and finding.estimate == pytest.approx(0.0, abs=0.1)
 
 
 def test_a_study_begun_arm_by_arm_is_gone_on_with() -> None:
-    """Its first look as it was launched once; the same findings, and nothing anew."""
-    book, runner = StudyLog(), Formula(lambda setting, fidelity: 0.0)
-    once = TrialLauncher(PLAIN, book, runner)
-    book.decide("frozen", {arm.name: dict(arm.changes) for arm in PLAIN.arms})
+    """Its first look was launched arm by arm in an earlier version. Resumed, it has the same findings and launches
+    nothing twice.
+    """
+    log, runner = StudyLog(), Formula(lambda setting, fidelity: 0.0)
+    once = TrialLauncher(PLAIN, log, runner)
+    log.decide("frozen", {arm.name: dict(arm.changes) for arm in PLAIN.arms})
     once.run([Trial(PLAIN.id, "a", {}, seed_of(PLAIN, "confirm", number), "confirm") for number in range(4)])
-    [finding], _ = conduct(PLAIN, book, runner)
+    [finding], _ = conduct(PLAIN, log, runner)
     assert finding == conducted(PLAIN, Formula(lambda setting, fidelity: 0.0))[0]
-    assert set(book.attempts.values()) == {1}
+    assert set(log.attempts.values()) == {1}
 
 
 def failing(**shares: float) -> StudyLog:
-    """The book of a study, so many of whose held-out plays failed."""
+    """The log of a study with so many failed held-out episodes."""
 
     class Failing(Formula):
         def collect(self, key: str) -> Outcome:
             failed = 20 * shares.get(self.launched[key].arm, 0.0)
             return replace(super().collect(key), signals={"held_out/plays": (20,), "held_out/failed": (failed,)})
 
-    book = StudyLog()
-    conduct(PLAIN, book, Failing(lambda setting, fidelity: 0.0))
-    return book
+    log = StudyLog()
+    conduct(PLAIN, log, Failing(lambda setting, fidelity: 0.0))
+    return log
 
 
 def test_plays_that_failed_are_said_beside_the_verdict() -> None:
     [reason] = [found.reason for found in StudyView(failing(a=0.4, b=0.05)).findings.values()]
-    assert reason == "look at 12 seeds; held-out plays that failed and were played again: 40% of 'a'"
+    assert reason == "look at 12 seeds; failed and repeated held-out episodes: 40% of 'a'"
     text = " ".join(render(failing(a=0.4, b=0.05)).markdown.text.split())
-    assert "of “a” that failed: 96 of 240 (40 %). Each was played again" in text and text.count("a choice among") == 1
-    assert "of “b” that failed: 12 of 240 (5 %)" in text
+    assert (
+        "Failed held-out episodes of “a”: 96 of 240 (40 %). Each was repeated" in text
+        and text.count("come from a selection") == 1
+    )
+    assert "of “b”: 12 of 240 (5 %)" in text
     uncounted = conducted(PLAIN, Formula(lambda setting, fidelity: 0.0))[1]
-    for book in (failing(), uncounted):
-        assert "played again" not in render(book).markdown.text
+    for log in (failing(), uncounted):
+        assert "Failed held-out episodes" not in render(log).markdown.text
 
 
 def test_seeds_that_all_score_the_same_are_said_to() -> None:
-    """Zeros against ones: whether the runs were twelve or one, run twelve times, no test of the scores can tell."""
+    """Zeros against ones: no test of the scores can distinguish twelve runs from one run repeated twelve times."""
     ones = replace(PLAIN, arms=(Arm("a"), Arm("b", {"gain": 5.0})))
 
     def gain(setting: Setting, fidelity: float) -> float:
@@ -230,7 +235,7 @@ def test_seeds_that_all_score_the_same_are_said_to() -> None:
 
     finding, _, _ = conducted(ones, Formula(gain, noise=0.0))
     assert (finding.verdict, finding.seeds) == ("inconclusive", 12)
-    assert finding.reason.startswith("the last look left it open; within an arm all seeds scored the same")
+    assert finding.reason.startswith("undecided at the last look; all seeds of an arm scored the same")
 
 
 def test_a_diverged_run_counts() -> None:
@@ -239,19 +244,19 @@ def test_a_diverged_run_counts() -> None:
 
 
 def test_another_outcome_of_the_same_trial_is_not_asked_for() -> None:
-    """A second desk on the same book launches nothing."""
-    book, runner = StudyLog(), Formula()
-    first, _ = conduct(STUDY, book, runner)
-    entries = book.num_entries
-    second, _ = conduct(STUDY, book, Formula(noise=99.0))
-    assert (second, book.num_entries) == (first, entries)
+    """A second launcher on the same log launches nothing."""
+    log, runner = StudyLog(), Formula()
+    first, _ = conduct(STUDY, log, runner)
+    entries = log.num_entries
+    second, _ = conduct(STUDY, log, Formula(noise=99.0))
+    assert (second, log.num_entries) == (first, entries)
 
 
 # ---- nothing to learn from ------------------------------------------------------------------------------------------
 
 
 class Floored(Formula):
-    """Nobody succeeds, so no group has a gradient; `lift` is what the score gains on the way all the same."""
+    """All episodes fail, so no group has a gradient; `lift` is the gain of the score along the run."""
 
     lift = 0.0
     equal = 1.0
@@ -286,11 +291,11 @@ def test_arms_that_had_nothing_to_learn_from_are_not_equivalent(lift: float, equ
 def test_what_the_last_look_would_hardly_settle_is_given_up() -> None:
     """An effect of the smallest size of interest: neither side of it can be shown."""
     at_the_edge = replace(STUDY, arms=(STUDY.arms[0], Arm("b", {"gain": 1.0}, STUDY.arms[0].nuisance)))
-    finding, book, _ = conducted(at_the_edge, Formula())
+    finding, log, _ = conducted(at_the_edge, Formula())
     assert (finding.verdict, finding.seeds) == ("inconclusive", 8)
-    assert "12 seeds would settle it with a chance of" in finding.reason
-    assert max(list(book.attempts.values())) == 1
-    assert sum(trial.phase == "confirm" for trial in book.trials.values()) == 2 * 8
+    assert "12 seeds would decide it with a chance of" in finding.reason
+    assert max(list(log.attempts.values())) == 1
+    assert sum(trial.phase == "confirm" for trial in log.trials.values()) == 2 * 8
 
 
 def test_what_could_be_settled_is_not_given_up() -> None:
@@ -332,8 +337,8 @@ def test_a_called_hypothesis_helps_the_next() -> None:
     base = [0.0, 0.5, 1.0, 1.5]
     c = [2.25, 2.8, 3.25, 3.7]
     alone, together = dict[str, Finding](), dict[str, Finding]()
-    judge(FAMILY, evidence(a=base, b=base, c=c, d=base), list(FAMILY.hypotheses), alone)
-    judge(FAMILY, evidence(a=base, b=[9.0, 9.5, 9.1, 9.3], c=c, d=base), list(FAMILY.hypotheses), together)
+    decide_look(FAMILY, evidence(a=base, b=base, c=c, d=base), list(FAMILY.hypotheses), alone)
+    decide_look(FAMILY, evidence(a=base, b=[9.0, 9.5, 9.1, 9.3], c=c, d=base), list(FAMILY.hypotheses), together)
     assert alone == {}
     first, second, _ = FAMILY.hypotheses
     assert {name: found.verdict for name, found in together.items()} == {first.id: "supported", second.id: "supported"}
@@ -357,7 +362,7 @@ def test_what_stays_open_is_printed_at_the_level_it_was_read_at() -> None:
 def test_an_exploratory_hypothesis_takes_no_share_and_says_so() -> None:
     found: dict[str, Finding] = {}
     third = FAMILY.hypotheses[2]
-    judge(FAMILY, evidence(a=[0.0, 0.1, 0.2, 0.1], d=[5.0, 5.1, 5.2, 5.1]), [third], found)
+    decide_look(FAMILY, evidence(a=[0.0, 0.1, 0.2, 0.1], d=[5.0, 5.1, 5.2, 5.1]), [third], found)
     assert found[third.id].verdict == "supported"
     assert "exploratory" in found[third.id].reason
     assert open_shares(FAMILY, found) == Shares(0.025, 0.025)

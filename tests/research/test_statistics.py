@@ -1,7 +1,7 @@
 """1. Welch, permutations, Holm and Pocock's boundary against numbers by hand or from the papers.
-2. Simulated: all looks together err at alpha, on small samples, too; equivalence is not called at the edge of interest.
-3. A verdict and its interval agree.
-4. What a look foretells of the last one comes true as often as it says.
+2. Simulated: all looks together err at alpha, also on small samples. Equivalence is not called at the edge of interest.
+3. A verdict agrees with its interval.
+4. The predicted decisions of the last look occur as often as predicted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_interval_excludes_zero_where_p_is_below_the_level() -> None:
 
 
 def test_permutations_by_hand() -> None:
-    """Of the 70 ways to split eight numbers in halves, two are as far apart as these."""
+    """Two of the 70 ways to split eight numbers in halves are as far apart as these."""
     assert permutation_p([5, 6, 7, 8], [1, 2, 3, 4]) == pytest.approx(2 / 70)
     assert permutation_p([1, 4], [2, 3]) == 1.0
 

@@ -1,8 +1,8 @@
-"""1. A subject says when it is scored; its code is what its files are, and all that lie beside and below them; a file
-   that changed is named. So is one of the model's folder.
-2. What every trial would fail with is refused by name before the first.
-3. A run's record is on disk after every piece, and gives curves and signals up to a step.
-4. A leased server gets the whole job, and nothing that only whoever starts a server can set; arms do not differ in it.
+"""1. A subject defines its evaluation steps. Its code is that of its files and of all beside and below them. A changed
+   file is named, also in the model's folder.
+2. An error that every trial would have is refused by name before the first trial.
+3. A run's record is on disk after every measurement, and gives curves and signals up to a step.
+4. A leased server gets the complete job and no settings that need a new server. Arms cannot differ in those.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def subject(tmp_path: Path) -> Subject:
 
 
 def test_when_it_is_scored(subject: Subject) -> None:
-    assert subject.marks(1.0) == [0, 3, 6, 9]
-    assert subject.marks(1 / 3) == [0, 3]
-    assert subject.marks(0.5) == [0, 3, 4]
-    assert subject.marks(1 / 100) == [0, 1]
+    assert subject.evaluation_steps(1.0) == [0, 3, 6, 9]
+    assert subject.evaluation_steps(1 / 3) == [0, 3]
+    assert subject.evaluation_steps(0.5) == [0, 3, 4]
+    assert subject.evaluation_steps(1 / 100) == [0, 1]
 
 
 def test_code_is_the_files_and_what_lies_beside_them(subject: Subject, tmp_path: Path) -> None:
-    hashed = subject.hashed()
-    hashed.check_code()
-    assert {Path(file).name for file in hashed.files} == {"play.py", "beside.py", "held.jsonl"}
+    with_hashes = subject.with_hashes()
+    with_hashes.check_code()
+    assert {Path(file).name for file in with_hashes.files} == {"play.py", "beside.py", "held.jsonl"}
     for file, content, said in (
         ("beside.py", "NAMES = ['a']\n", "changed"),
         ("held.jsonl", '{"id": "d"}\n', "changed"),
@@ -69,29 +69,29 @@ def test_code_is_the_files_and_what_lies_beside_them(subject: Subject, tmp_path:
         before = path.read_text() if path.exists() else None
         write(path, content)
         with pytest.raises(ConfigError, match=rf"subject\.code = .* now: {path} {said}\. .* restore"):
-            hashed.check_code()
-        with pytest.raises(ConfigError, match=f"not noted when the study was planned; they are .*{tmp_path}/"):
-            replace(hashed, files={}).check_code()  # as older studies have it
+            with_hashes.check_code()
+        with pytest.raises(ConfigError, match=f"did not record which files it used; they are now .*{tmp_path}/"):
+            replace(with_hashes, files={}).check_code()  # as older studies have it
         write(path, before)
-        hashed.check_code()
-        replace(hashed, files={}).check_code()
+        with_hashes.check_code()
+        replace(with_hashes, files={}).check_code()
 
 
 def test_code_below_the_agent_counts(subject: Subject, tmp_path: Path) -> None:
     helper = tmp_path / "helpers" / "rub.py"
     helper.parent.mkdir()
     helper.write_text("X = 1\n")
-    hashed = subject.hashed()
-    assert str(helper) in hashed.files
+    with_hashes = subject.with_hashes()
+    assert str(helper) in with_hashes.files
     helper.write_text("X = 2\n")
     with pytest.raises(ConfigError, match=rf"subject\.code = .* now: {helper} changed\. "):
-        hashed.check_code()
+        with_hashes.check_code()
     helper.write_text("X = 1\n")
     for folder, file in ((".hidden", "a.py"), ("__pycache__", "a.py"), ("env", "pyvenv.cfg"), ("study", "study.json")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).touch()
         (tmp_path / folder / "run.py").touch()
-    hashed.check_code()
+    with_hashes.check_code()
 
 
 def test_a_model_in_a_folder_is_part_of_the_study(subject: Subject, tmp_path: Path) -> None:
@@ -99,22 +99,22 @@ def test_a_model_in_a_folder_is_part_of_the_study(subject: Subject, tmp_path: Pa
     (model / ".cache").mkdir(parents=True)
     weights, unseen = model / "model.safetensors", model / ".cache" / "etag"
     weights.write_bytes(b"0" * 9)
-    hashed = replace(subject, model=str(model)).hashed()
-    assert set(hashed.weights) == {str(weights)} and hashed.code == subject.hashed().code
-    assert not subject.hashed().weights and "weights" not in subject.to_json(), "a model of the hub"
+    with_hashes = replace(subject, model=str(model)).with_hashes()
+    assert set(with_hashes.weights) == {str(weights)} and with_hashes.code == subject.with_hashes().code
+    assert not subject.with_hashes().weights and "weights" not in subject.to_json(), "a model of the hub"
     unseen.touch()
-    hashed.check_code()
+    with_hashes.check_code()
     for content, said in ((b"1" * 9, "changed"), (None, "is gone")):
         weights.write_bytes(content) if content else weights.unlink()
         with pytest.raises(
             ConfigError, match=rf"subject\.model = '{model}' is another .*: {weights} {said}\. .* restore"
         ):
-            hashed.check_code()
-        replace(hashed, weights={}).check_code()  # as older studies have it
+            with_hashes.check_code()
+        replace(with_hashes, weights={}).check_code()  # as older studies have it
 
 
 def write(path: Path, content: str | None) -> None:
-    """None: there is no such file."""
+    """None deletes the file."""
     if content is None:
         path.unlink()
     else:
@@ -122,16 +122,16 @@ def write(path: Path, content: str | None) -> None:
 
 
 def test_files_of_a_package_are_called_by_the_package(subject: Subject) -> None:
-    hashed = replace(subject, agent="agentjet.cli.serve:serve", tasks="agentjet.cli:train").hashed()
-    assert hashed.code not in ("", subject.hashed().code)
-    assert {"agentjet/cli/serve.py", "agentjet/cli/main.py"} < hashed.files.keys()
-    assert not any(Path(file).is_absolute() for file in hashed.files if not file.endswith("held.jsonl"))
+    with_hashes = replace(subject, agent="agentjet.cli.serve:serve", tasks="agentjet.cli:train").with_hashes()
+    assert with_hashes.code not in ("", subject.with_hashes().code)
+    assert {"agentjet/cli/serve.py", "agentjet/cli/main.py"} < with_hashes.files.keys()
+    assert not any(Path(file).is_absolute() for file in with_hashes.files if not file.endswith("held.jsonl"))
 
 
 def test_tasks_and_agents_by_name(subject: Subject) -> None:
     assert [task.id for task in subject.training_tasks()] == ["a", "b"]
     assert [task.id for task in subject.held_out_tasks()] == ["c"]
-    assert subject.player("any").__name__ == subject.judge().__name__ == "agent"
+    assert subject.load_arm_agent("any").__name__ == subject.load_evaluator().__name__ == "agent"
     for change, said in (
         ({"tasks": subject.tasks.replace(":train", ":none")}, "must return a list of `Task`s"),
         ({"tasks": subject.tasks.replace(":train", ":wrong")}, "must return a list of `Task`s"),
@@ -142,9 +142,9 @@ def test_tasks_and_agents_by_name(subject: Subject) -> None:
         with pytest.raises(ConfigError, match=said):
             wrong.training_tasks() and wrong.held_out_tasks()
     with pytest.raises(ConfigError, match="there is no module 'no_such_module'"):
-        replace(subject, agent="no_such_module:agent").hashed()
+        replace(subject, agent="no_such_module:agent").with_hashes()
     with pytest.raises(ConfigError, match="or package"):
-        replace(subject, agent="agent").player("any")
+        replace(subject, agent="agent").load_arm_agent("any")
 
 
 def test_a_study_keeps_its_subject(subject: Subject, tmp_path: Path) -> None:
@@ -155,24 +155,24 @@ def test_a_study_keeps_its_subject(subject: Subject, tmp_path: Path) -> None:
     assert folder.study() == study and Study.from_json(json.loads(json.dumps(study.to_json()))).id == study.id
     with StudyJournal(folder.journal) as journal:
         journal.open_study(study)
-    with pytest.raises(ConfigError, match="holds a study that was begun"):
+    with pytest.raises(ConfigError, match="holds a started study"):
         folder.write(study, "")
-    with pytest.raises(ConfigError, match=r"holds no study\.json"):
+    with pytest.raises(ConfigError, match=r"has no study\.json"):
         StudyFolder(tmp_path).study()
 
 
 def test_a_study_of_before_files_were_noted_is_the_same_study(subject: Subject) -> None:
     study = replace(STUDY, subject=replace(subject, code="abc"))
     assert "files" not in study.to_json()["subject"] and Study.from_json(study.to_json()) == study
-    noted = replace(STUDY, subject=subject.hashed())
+    noted = replace(STUDY, subject=subject.with_hashes())
     assert Study.from_json(noted.to_json()) == noted and noted.to_json()["subject"]["files"]
 
 
 def test_a_record_is_taken_up(tmp_path: Path) -> None:
     record = RunRecord.open(tmp_path / "record.json")
-    record.scored(0, HeldOutScore(0.25, 0.1, -1.0))
-    record.learned({1: {"reward/mean": 0.5, "loss": math.nan}, 3: {"reward/mean": 0.75}})
-    record.scored(3, HeldOutScore(0.5, 0.1, 0.0))
+    record.add_score(0, HeldOutScore(0.25, 0.1, -1.0))
+    record.add_metrics({1: {"reward/mean": 0.5, "loss": math.nan}, 3: {"reward/mean": 0.75}})
+    record.add_score(3, HeldOutScore(0.5, 0.1, 0.0))
     again = RunRecord.open(tmp_path / "record.json")
     assert again.scorings == {0: (0.25, 0.1, -1.0, 0, 0), 3: (0.5, 0.1, 0.0, 0, 0)}
     assert (again.curve(2), again.curve(3)) == ((0.25,), (0.25, 0.5))
@@ -185,14 +185,14 @@ def test_a_record_is_taken_up(tmp_path: Path) -> None:
 )
 def test_arms_that_differ_in_what_a_server_of_others_keeps(arm: Arm) -> None:
     check_arms(replace(STUDY, arms=(Arm("a", {"job.optimizer.lr": 0.1}),), hypotheses=()))
-    with pytest.raises(ConfigError, match=r"arm 'b': (model\.dtype|sampler\.cache_tokens) .* leave --server out"):
+    with pytest.raises(ConfigError, match=r"arm 'b': (model\.dtype|sampler\.cache_tokens) .* omit --server"):
         check_arms(replace(STUDY, arms=(Arm("a"), arm), hypotheses=()))
 
 
 def test_what_a_server_of_others_is_given() -> None:
     job = job_of({"model.name": "m", "model.threads": 1, "sampler.cache_tokens": 512, "job.optimizer.lr": 0.5})
     assert job["optimizer"]["lr"] == 0.5 and job["group_size"] == 8  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 4 cannot be set on a server that is running"):
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 4 cannot be set on a running server"):
         job_of({"model.lora.rank": 4})
     with pytest.raises(ConfigError, match="group_size"):
         job_of({"job.group_size": 1})

@@ -1,17 +1,17 @@
-"""The runner where no server is to be had. With servers: `tests/e2e/test_research.py`.
+"""The runner without a server. With servers: `tests/e2e/test_research.py`.
 
-1. A place that cannot serve is asked three times, then the trial is lost to the infrastructure; a repeat begins anew.
-   As long as no trial was completed that is the end of the run: nothing is counted, the next runner begins it anew.
-2. A launch is on disk when it returns; the next runner of the folder takes up what the last one left waiting.
-   So is a run whose environment died on the way.
-3. What is wrong with the study ends it where it waits.
-4. Trials share a run when they differ in fidelity alone.
-5. What a server reports of its weights answers whether the last steps changed them.
+1. A slot that cannot serve is tried three times, then the trial is lost; a repeat starts from the base model. Before
+   the first completed trial, a lost one ends the run and does not count.
+2. A launch is on disk when it returns. The next runner of the folder continues waiting launches, and runs whose
+   environment died.
+3. An error that affects the whole study is raised in `collect`.
+4. Trials that differ only in fidelity share a run.
+5. Reported weight changes answer whether the last steps changed the weights.
 6. Leased servers serve the weights of the first one.
-7. A run that diverged and answers no more scores the floor, and never more than the least it was seen to earn.
-8. A place of which nothing can be had is left out, once and aloud; what it lost is no attempt.
-9. A run that stands at the base model again is measured anew.
-10. A policy that diverges in the middle fails its calls and so ends the training: a result, not a lost run.
+7. A diverged run that cannot answer scores the floor, and never more than its lowest reward.
+8. An unavailable slot is dropped once, with a message; its lost trial is not an attempt.
+9. A run that is back at the base model is measured again.
+10. A policy that diverges in the middle fails its calls and ends the training: a result, not a lost run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentjet.research.models import Outcome, Subject, Trial
 from agentjet.research.records import Setting, canonical
 from agentjet.research.run_signals import Signals, held_out_counts
 from agentjet.research.servers import Address, RunningServer, ServerUnavailable, check_weights
-from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, name_of_run
+from agentjet.research.swarm_runner import MAX_SERVINGS, SwarmRunner, run_name
 from agentjet.research.trial_process import RunRecord, TrialOrder, TrialProcess, scoring, weights_changed
 
 SUBJECT = Subject("m", "examples/digits/agent.py:agent", "a.jsonl", "b.jsonl", settings={"job.group_size": 4}, steps=9)
@@ -44,7 +44,7 @@ TRIAL = Trial("s", "a", {"job.optimizer.lr": 0.5}, 7, "confirm", 1 / 3)
 
 @dataclass
 class Refusing:
-    """A place that raises what it is given, and notes what it was asked for."""
+    """A slot that raises the given error, and records the requests."""
 
     error: AgentJetError
     name: str = "nowhere"
@@ -52,7 +52,7 @@ class Refusing:
     closed: bool = False
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
+    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
         (run / "trace").touch()
         self.asked.append(settings)
         raise self.error
@@ -61,7 +61,7 @@ class Refusing:
     def check(self) -> None:
         """It answers."""
 
-    def over(self, run: Path) -> None:
+    def run_finished(self, run: Path) -> None:
         raise AssertionError("nothing was completed")
 
     def close(self) -> None:
@@ -69,44 +69,44 @@ class Refusing:
 
 
 class Gone(Refusing):
-    """A place that serves nobody any more."""
+    """An unavailable slot."""
 
     def check(self) -> None:
         raise ServerUnavailable(f"--server {self.name}: no answer")
 
 
 class Working(Refusing):
-    """A place whose trials all end, once `waits` is over."""
+    """A slot whose trials all end, once `waits` is over."""
 
     waits: Signal
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
+    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
         assert self.waits.wait(60)
         for trial in run.parent.parent.glob("launches/*/trial.json"):
             of = Trial.from_json(json.loads(trial.read_text()))
             if of.seed == settings["job.seed"] and not trial.with_name("outcome.json").exists():
                 trial.with_name("draft.json").write_text(canonical(Outcome(of.id, "completed", 1.0).to_json()))
-        with super().serving(run, settings, stopping) as served:
-            yield served
+        with super().serve(run, settings, stopping) as server:
+            yield server
 
-    def over(self, run: Path) -> None:
+    def run_finished(self, run: Path) -> None:
         """It keeps what it has."""
 
 
 @dataclass
 class Dying(Refusing):
-    """A place whose run comes to its end, while half of the episodes do not come back."""
+    """A slot whose run ends, while half of the episodes do not come back."""
 
     launch: Path = Path()
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
+    def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
         signals = {"batch/episodes": (8.0,) * 3, "episodes/aborted": (9.0,) * 3, "episodes/expired": (0.0,) * 3}
         ended = Outcome(TRIAL.id, "completed", 0.5, signals=signals)
         (self.launch / "draft.json").write_text(canonical(ended.to_json()))
-        with super().serving(run, settings, stopping) as served:
-            yield served
+        with super().serve(run, settings, stopping) as server:
+            yield server
 
 
 def complete_one(folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_first_trial_that_is_lost_is_not_counted(tmp_path: Path) -> None:
         with SwarmRunner(SUBJECT, tmp_path, [Refusing(AgentJetError("no port is free"))]) as runner:
             if not runner.has("k-1"):
                 runner.launch("k-1", TRIAL)
-            with pytest.raises(ConfigError, match=r"nothing was counted: mend it .* nowhere: no port is free"):
+            with pytest.raises(ConfigError, match=r"does not count. Fix the error .* nowhere: no port is free"):
                 runner.collect("k-1")
         assert not list((tmp_path / "launches" / "k-1").glob("outcome.json"))
         assert not list((tmp_path / "runs").iterdir())
@@ -132,7 +132,7 @@ def test_a_run_whose_environment_died_is_lost_before_anybody_hears_of_it(tmp_pat
     dying = Dying(AgentJetError("over"), launch=tmp_path / "launches" / "k-1")
     with SwarmRunner(SUBJECT, tmp_path, [dying]) as runner:
         runner.launch("k-1", TRIAL)
-        with pytest.raises(ConfigError, match=r"nothing was counted: .* dead_environment: .* did not come back"):
+        with pytest.raises(ConfigError, match=r"does not count.* dead_environment: .* did not come back"):
             runner.collect("k-1")
     assert len(list((tmp_path / "launches" / "k-1").glob("lost-*/trace"))) == 1
     complete_one(tmp_path)
@@ -145,8 +145,8 @@ def test_a_run_whose_environment_died_is_lost_before_anybody_hears_of_it(tmp_pat
 
 def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
     complete_one(tmp_path)
-    place = Refusing(AgentJetError("no port is free"))
-    with SwarmRunner(SUBJECT, tmp_path, [place]) as runner:
+    slot = Refusing(AgentJetError("no port is free"))
+    with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
         runner.launch("k-1", TRIAL)
         outcome = runner.collect("k-1")
         assert (outcome.trial, outcome.end, outcome.score) == (TRIAL.id, "infra_failed", None)
@@ -155,8 +155,8 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         runner.launch("k-2", TRIAL)
         runner.collect("k-2")
         assert runner.ask("k-1", "settings") is None
-    assert len(place.asked) == 2 * MAX_SERVINGS and place.closed
-    assert place.asked[0] == {
+    assert len(slot.asked) == 2 * MAX_SERVINGS and slot.closed
+    assert slot.asked[0] == {
         "job.optimizer.total_steps": 9,
         "job.group_size": 4,
         "job.optimizer.lr": 0.5,
@@ -170,17 +170,17 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
 def test_a_place_that_is_gone_costs_nothing(tmp_path: Path, began: bool) -> None:
     if began:
         complete_one(tmp_path)
-    place = Gone(AgentJetError("no answer"), "http://x")
-    with SwarmRunner(SUBJECT, tmp_path, [place]) as runner:
+    slot = Gone(AgentJetError("no answer"), "http://x")
+    with SwarmRunner(SUBJECT, tmp_path, [slot]) as runner:
         for key in ("k-1", "k-2"):
             runner.launch(key, TRIAL)
-        said = rf"^--server http://x: no answer\. No trial .* go on from here with: agentjet research run {tmp_path}$"
+        said = rf"^--server http://x: no answer\. No trial .* Continue with: agentjet research run {tmp_path}$"
         with pytest.raises(ConfigError, match=said):
             runner.collect("k-1")
-    assert len(place.asked) == MAX_SERVINGS and place.closed, "one trial asked for it, and no other"
+    assert len(slot.asked) == MAX_SERVINGS and slot.closed, "one trial asked for it, and no other"
     for key in ("k-1", "k-2"):
         assert [path.name for path in (tmp_path / "launches" / key).iterdir()] == ["trial.json"]
-    assert (tmp_path / "runs" / name_of_run(TRIAL) / "trace").exists(), "it may be gone on with"
+    assert (tmp_path / "runs" / run_name(TRIAL) / "trace").exists(), "it may be gone on with"
 
 
 def test_where_one_place_is_gone_the_others_go_on(tmp_path: Path) -> None:
@@ -189,11 +189,11 @@ def test_where_one_place_is_gone_the_others_go_on(tmp_path: Path) -> None:
     gone, there = Gone(AgentJetError("no answer"), "http://x"), Working(AgentJetError("over"), "http://y")
     there.waits = Signal()
 
-    def tell(line: str) -> None:
+    def notify(line: str) -> None:
         told.append(line)
         there.waits.set()
 
-    with SwarmRunner(SUBJECT, tmp_path, [gone, there], tell) as runner:
+    with SwarmRunner(SUBJECT, tmp_path, [gone, there], notify) as runner:
         for seed in range(1, 5):
             runner.launch(f"k-{seed}", replace(TRIAL, seed=seed, fidelity=1.0))
         assert {runner.collect(f"k-{seed}").end for seed in range(1, 5)} == {"completed"}
@@ -202,11 +202,11 @@ def test_where_one_place_is_gone_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_all_servers_begin_with_the_weights_of_the_first(tmp_path: Path) -> None:
-    """Whatever the model is called; a server that does not tell is believed."""
+    """Independent of the model's name. A server that does not report its weights is accepted."""
     for url, found in (("first", ""), ("second", "0a"), ("third", "0a"), ("fourth", "")):
         check_weights(tmp_path / "weights", url, found)
     with pytest.raises(
-        ConfigError, match=r"^fifth serves .* 'ff', and the study began with '0a': serve the same model"
+        ConfigError, match=r"^fifth serves .* 'ff', but the study started with '0a': serve the same model"
     ):
         check_weights(tmp_path / "weights", "fifth", "ff")
 
@@ -222,7 +222,7 @@ def test_in_how_many_of_the_last_steps_the_weights_changed() -> None:
 
 
 class Mute:
-    """A server whose policy answers no more."""
+    """A server whose policy does not answer."""
 
     async def episodes(self, limit: int) -> NoReturn:
         raise AgentJetError("the logits are no numbers")
@@ -246,12 +246,12 @@ def test_diverging_is_never_worth_more_than_what_was_earned(
     tasks.write_text('{"id": "t"}\n')
     subject = replace(SUBJECT, tasks=str(tasks), held_out=str(tasks), floor=declared)
     record = RunRecord(tmp_path / "record.json")
-    record.scored(0, scoring(rewards))
-    record.learned({1: {"optim/skipped_steps": 1.0}})
+    record.add_score(0, scoring(rewards))
+    record.add_metrics({1: {"optim/skipped_steps": 1.0}})
     order = TrialOrder(
         TRIAL, subject, Address("http://127.0.0.1:1", "t"), str(tmp_path), str(tmp_path / "outcome.json")
     )
-    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, Mute())).done())
+    outcome = asyncio.run(TrialProcess(order, cast(AsyncSwarm, Mute())).run())
     assert (outcome.end, outcome.score) == ("diverged", score)
 
 
@@ -261,19 +261,19 @@ def test_a_record_of_before_the_least_was_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_that_stands_at_the_base_model_again_is_measured_anew(tmp_path: Path) -> None:
-    """On another server, its own being gone."""
+    """On another server, because its own is gone."""
     for metrics, kept in (({}, {0: 0.5}), ({1: {"reward/mean": 1.0}}, {})):
         record = RunRecord(tmp_path / "record.json", {0: scoring([[0.5]])}, metrics)
-        record.begin_anew()
+        record.reset()
         assert {step: found.mean for step, found in record.scorings.items()} == kept and not record.metrics
         assert metrics == {} or RunRecord.open(record.path).scorings == {}
 
 
 def test_plays_that_failed_are_among_the_signals(tmp_path: Path) -> None:
     record = RunRecord(tmp_path / "record.json")
-    record.learned({1: {"x": 1.0}, 2: {"x": 1.0}, 3: {"x": 1.0}})
+    record.add_metrics({1: {"x": 1.0}, 2: {"x": 1.0}, 3: {"x": 1.0}})
     for step in (0, 1, 3):
-        record.scored(step, scoring([[0.5]])._replace(plays=8, failed=step))
+        record.add_score(step, scoring([[0.5]])._replace(plays=8, failed=step))
     record = RunRecord.open(record.path)
     assert record.signals(3) == {"x": (1.0,) * 3, "held_out/plays": (8, None, 8), "held_out/failed": (1, None, 3)}
     ended = Outcome("t", "completed", 0.5, signals=record.signals(3))
@@ -281,7 +281,7 @@ def test_plays_that_failed_are_among_the_signals(tmp_path: Path) -> None:
 
 
 class Diverging:
-    """A swarm whose training ends at the step that ruins the weights, in an error that says nothing of it."""
+    """A swarm whose training ends at the step that ruins the weights, with an unrelated error."""
 
     def __init__(self, metrics: dict[str, float]) -> None:
         self.metrics = metrics
@@ -321,7 +321,7 @@ def test_a_policy_that_diverges_is_a_result(tmp_path: Path, metrics: dict[str, f
     order = TrialOrder(
         TRIAL, subject, Address("http://127.0.0.1:9", "x"), str(tmp_path / "run"), str(tmp_path / "answer")
     )
-    outcome = asyncio.run(TrialProcess(order, Diverging(metrics)).done())  # type: ignore[arg-type]
+    outcome = asyncio.run(TrialProcess(order, Diverging(metrics)).run())  # type: ignore[arg-type]
     assert (outcome.end, outcome.score) == (end, -3.0 if end == "diverged" else None)
     assert outcome.note == "64 episodes in a row failed"
 
@@ -332,8 +332,8 @@ def test_what_waits_is_taken_up_by_the_next(tmp_path: Path) -> None:
         assert not first.has("k-1")
         first.launch("k-1", TRIAL)
         assert first.has("k-1")
-    place = Refusing(AgentJetError("no port is free"))
-    with SwarmRunner(SUBJECT, tmp_path, [place]) as second:
+    slot = Refusing(AgentJetError("no port is free"))
+    with SwarmRunner(SUBJECT, tmp_path, [slot]) as second:
         assert second.has("k-1") and second.collect("k-1").end == "infra_failed"
     with SwarmRunner(SUBJECT, tmp_path, []) as third:
         assert third.collect("k-1").end == "infra_failed"
@@ -349,17 +349,17 @@ def test_what_is_wrong_with_the_study_ends_it(tmp_path: Path) -> None:
 
 def test_a_setting_that_would_be_ignored_is_not_launched(tmp_path: Path) -> None:
     with SwarmRunner(SUBJECT, tmp_path, []) as runner:
-        with pytest.raises(ConfigError, match=r"model\.name = 'other': --model is what all arms run"):
+        with pytest.raises(ConfigError, match=r"model\.name = 'other': all arms run the study's --model"):
             runner.launch("k-1", replace(TRIAL, setting={"model.name": "other"}))
         assert not runner.has("k-1")
 
 
 def test_which_trials_share_a_run() -> None:
-    assert name_of_run(replace(TRIAL, fidelity=1.0)) == name_of_run(TRIAL)
+    assert run_name(replace(TRIAL, fidelity=1.0)) == run_name(TRIAL)
     others = [
         replace(TRIAL, seed=8),
         replace(TRIAL, arm="b"),
         replace(TRIAL, phase="explore"),
         replace(TRIAL, study="t"),
     ]
-    assert len({name_of_run(trial) for trial in (TRIAL, *others)}) == 5
+    assert len({run_name(trial) for trial in (TRIAL, *others)}) == 5

@@ -1,7 +1,7 @@
-"""1. A number is compared: by itself against the present value, as a multiple of it; what has no place is listed.
-2. What looks like a number and is none is refused or listed whole, never read in part.
-3. Conditions are the same for all arms; only what is held against each other differs.
-4. One question a study: a second one is refused, what asks nothing is listed. Topics are bounded.
+"""1. A number is compared: alone with the present value, or as a multiple of it. Numbers without a setting are listed.
+2. A malformed number is refused or listed as a whole, never read in part.
+3. Conditions are the same for all arms; only compared settings differ.
+4. One question per study: a second one is refused, text without a question is listed. Topics are bounded.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ def test_numbers_are_compared(topic: str, name: str, values: list[float]) -> Non
 def test_numbers_without_a_place_are_listed(topic: str, ignored: tuple[str, ...]) -> None:
     found = made(topic)
     assert found.ignored == ignored
-    assert f"Not understood, and not asked: “{ignored[0]}”" in found.to_markdown()
+    assert f"Not understood, so not part of the question: “{ignored[0]}”" in found.to_markdown()
 
 
 @pytest.mark.parametrize(
     ("topic", "said"),
     [
-        ("lr 1 million vs 2", "'1 million' is no number that the planner reads: write it in full"),
-        ("lr 1,5 vs 2", "'1,5' is no number"),
+        ("lr 1 million vs 2", "'1 million' is not a number that the planner can read: write it in full"),
+        ("lr 1,5 vs 2", "'1,5' is not a number"),
         ("does grpo with 8 rollouts per prompt beat 16", "gives job.group_size two values, 8 and 16, beside"),
         ("is gspo with lr 1e-5 better than grpo with lr 3e-5?", "ask for 'lr 1e-05 vs 3e-05', or give it one value"),
-        ("batch size 1,000,000 vs 8", "'1,000,000' is no number"),
-        ("learning rate 3e-4% vs 1e-4", "'3e-4%' is no number"),
+        ("batch size 1,000,000 vs 8", "'1,000,000' is not a number"),
+        ("learning rate 3e-4% vs 1e-4", "'3e-4%' is not a number"),
         ("learning rate 1e-5 vs 1e-5", "1e-05 and 1e-05 are equal; name two values, such as 'learning rate: 2.2e-06"),
         ("does a smaller batch size of 8 hurt?", "job.batch_size: 8 is its present value; name another one"),
         ("twice the kl penalty", "kl_coef: 0.0 is its present value"),
         ("1.3 times the group size", "job.group_size = 10.4: give a whole number"),
-        ("twice the loss", "job.algorithm.loss: there is no 2 times of it"),
+        ("twice the loss", "job.algorithm.loss: it cannot be multiplied by 2"),
         ("lr -3 vs 1", r"job\.optimizer\.lr = -3\.0: give a value from 1e-08 to 0\.1"),
         ("ablation of kl penalty 0.1 vs 0.2", "an ablation takes one value away, and 2 are named; name one"),
-        ("ablation of kl penalty 0", "'no kl' changes nothing of arm 'all'"),
-        ("does warmup help without a learning rate", "it cannot be taken away; name the values"),
+        ("ablation of kl penalty 0", "'no kl' does not differ from arm 'all'"),
+        ("does warmup help without a learning rate", "it cannot be turned off; name the values"),
     ],
 )
 def test_numbers_that_cannot_be_meant_are_refused(topic: str, said: str) -> None:
@@ -136,7 +136,7 @@ def test_conditions_stand_in_the_plan() -> None:
     assert "job.optimizer.lr is not varied" in made("does warmup help when the learning rate matters").to_markdown()
     assert "here a remedy; set it" in made("why does my training with this learning rate collapse").to_markdown()
     smaller = made("is group size 4 or 16 better when the batch size is 8").to_markdown()
-    assert "job.batch_size = 8 in all arms, but where one sets it itself" in smaller
+    assert "job.batch_size = 8 in all arms, except where an arm sets it" in smaller
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_conditions_stand_in_the_plan() -> None:
 )
 def test_one_question_a_study(topic: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"asks two questions, '.*' and '.* a bigger batch help': one question a study"
+        ConfigError, match=r"asks two questions, '.*' and '.* a bigger batch help': plan one study per question"
     ):
         made(topic)
 
@@ -172,7 +172,7 @@ def test_what_is_said_twice_is_listed_once() -> None:
         ("x " * 5000, r"^the topic has 10000 characters: ask one question in 500 or fewer"),
         (
             "does a kl penalty help \ud800?",
-            r"^the topic has the character '\\ud800', which cannot be printed: leave it",
+            r"^the topic has the character '\\ud800', which cannot be printed: remove it",
         ),
         ("does a kl penalty\nhelp?", r"^the topic has the character '\\n'"),
     ],

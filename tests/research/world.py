@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.research.journal import EntryKind, StudyJournal, annex_path, entry
+from agentjet.research.journal import EntryKind, StudyJournal, annex_path, journal_line
 from agentjet.research.models import Arm, Hypothesis, Knob, Outcome, Setting, Study, Trial, canonical
 
 KNOB = Knob("lr", (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0))
@@ -39,7 +39,7 @@ def late(setting: Setting, fidelity: float) -> float:
 
 @dataclass
 class Formula:
-    """A runner. With a folder, launches survive whoever launched them; a second launch of a key is an error."""
+    """A runner. With a folder, launches survive their process; a second launch of a key is an error."""
 
     score: Callable[[Setting, float], float] = hill
     noise: float = 0.3
@@ -89,7 +89,7 @@ class Doomed(StudyJournal):
             super().append(kind, body)
             return
         if moment == "torn":
-            line = entry(self.num_entries, self._last, kind, body)
+            line = journal_line(self.num_entries, self._last, kind, body)
             os.write(self._file, line[: len(line) // 2])
         elif moment == "after":
             super().append(kind, body)

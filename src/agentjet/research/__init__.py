@@ -1,4 +1,4 @@
-"""The automated researcher: a study is fixed before its data, measured by code, and judged by pre-declared rules.
+"""The automated researcher. A study is fixed before its data, measured by code and judged by declared rules.
 
-Modules are imported by name (`agentjet.research.models`): the statistics need the extra `research`, the rest does not.
+Import its modules by name (`agentjet.research.models`). The statistics and the report need the extra `research`.
 """

@@ -1,11 +1,9 @@
-"""`AmendedStudy`: what requests have made of a study, and `grant`, the rules by which they are granted.
+"""Amendments: `grant` applies a request to an `AmendedStudy`, and `AmendmentLog` records each request with its result.
 
-Before the data a request changes the plan. After the first launch the study is fixed: an arm can be vetoed and the
-budget capped, and what is added becomes a study of its own, the annex. It is exploratory, begins when the first has its
-findings, draws fresh seeds on both sides of each claim, and is paid from what the first leaves. So nothing
-that is seen can change what was promised, and no claim is read off the scores that suggested it.
-
-`AmendmentLog`: requests are judged once, and what was said of them stands in the book.
+Before the data, a request changes the plan. After the first launch the study is fixed: an arm can be vetoed and the
+budget capped. Additions become a separate study, the annex. It is exploratory, starts after the findings, uses fresh
+seeds on both sides of each claim, and spends what the first study left. So no observation can change a declared test,
+and no claim is tested on the scores that suggested it.
 """
 
 from __future__ import annotations
@@ -45,33 +43,33 @@ from agentjet.research.planner.priors import base_of, check_setting, equal_arm
 
 @dataclass(frozen=True)
 class AmendedStudy:
-    """A value: every request that is granted makes a new one."""
+    """A study with its granted requests. Immutable: each granted request returns a new one."""
 
     study: Study
-    """Fixed once `begun`; the plan so far before."""
+    """Fixed if `begun`; otherwise the plan so far."""
     begun: bool
     codes: frozenset[str] = frozenset()
-    """Hashes of the code that arms may name."""
+    """Hashes of code that arms may use."""
     paused: bool = False
     cap: float | None = None
     vetoed: frozenset[str] = frozenset()
     stopped: bool = False
     arms: tuple[Arm, ...] = ()
-    """Added after the data began, as are the hypotheses."""
+    """Added after the data began, like `hypotheses`."""
     hypotheses: tuple[Hypothesis, ...] = ()
     dropped: tuple[Hypothesis, ...] = ()
-    """Of those added: what a veto took with it."""
+    """Added hypotheses that a veto removed."""
     seeds: int = 0
-    """The last look of what is added; 0 is that of the study."""
+    """The last look of the annex; 0 means that of the study."""
     probes: tuple[tuple[str, Setting], ...] = ()
-    """Arms, and the whole difference from the base they are to be run with once."""
+    """Arms with all differences from the base, each to be run once."""
 
     @property
     def all_arms(self) -> dict[str, Arm]:
         return {arm.name: arm for arm in (*self.study.arms, *self.arms)}
 
     def least_cost(self) -> float:
-        """Full runs without which what is asked cannot reach its first look, or the one that was asked for."""
+        """Full runs needed to reach the first look, or the requested one."""
         study = self.study
         claims = self.hypotheses if self.begun else study.hypotheses
         asked = {name for claim in claims for name in (claim.arm, claim.against)}
@@ -79,240 +77,243 @@ class AmendedStudy:
 
 
 EVERYTHING = float("inf")
-"""Left to spend, for whoever only follows what was granted."""
+"""A budget for replaying granted requests, which were already checked."""
 
 
-def grant(course: AmendedStudy, action: Action, origin: Origin, left: float) -> AmendedStudy:
-    """The course with the action granted, or `Refused`. `left` is what may still be spent, in full runs."""
+def grant(amended: AmendedStudy, action: Action, origin: Origin, left: float) -> AmendedStudy:
+    """Returns the study with the action applied. Raises `Refused`. `left` is the remaining budget in full runs."""
     if origin == "llm":
         check_words(action)
     match action:
         case AddArm():
-            after = with_arm(course, action, origin)
+            after = with_arm(amended, action, origin)
         case AddHypothesis():
-            after = with_claim(course, Hypothesis("", action.arm, action.against, action.confirmatory, origin))
+            after = with_claim(amended, Hypothesis("", action.arm, action.against, action.confirmatory, origin))
         case AddSeeds():
-            after = with_seeds(course, action.seeds)
+            after = with_seeds(amended, action.seeds)
         case Promote():
-            after = promoted(course, action)
+            after = promoted(amended, action)
         case RequestProbe():
-            after = with_probe(course, action)
+            after = with_probe(amended, action)
         case Pause() | Resume():
-            after = replace(course, paused=isinstance(action, Pause))
+            after = replace(amended, paused=isinstance(action, Pause))
         case Cap():
-            after = capped(course, action.runs)
+            after = capped(amended, action.runs)
         case Veto():
-            after = without(course, action.arm)
+            after = without(amended, action.arm)
         case Stop():
-            after = replace(course, stopped=True)
+            after = replace(amended, stopped=True)
         case _:
             raise AssertionError(action)
-    if after.least_cost() > max(left, course.least_cost()):
+    if after.least_cost() > max(left, amended.least_cost()):
         raise Refused(f"this takes {after.least_cost():g} full runs at the least, and {left:.2f} are left")
     return after
 
 
 def check_words(action: Action) -> None:
-    """A model's reasons say what is expected, never how much: numbers come from trials."""
+    """Refuses numbers in a model's reasons: numbers come from trials."""
     why = getattr(action, "why", "")
     if any(character.isnumeric() for character in why):
         raise Refused(f"why = {why!r}: a reason with numbers; numbers come from trials")
 
 
 def check_name(arm: str) -> None:
-    """A model's names say what an arm changes: those that judge it would stand in every table of the report."""
+    """Refuses a model's arm name with a judging word, because the name is printed in every table of the report."""
     from agentjet.research.report.document import CLAIMS, OVERSTATED
 
     for word in re.findall(r"[^\W\d_]+", arm.lower()):
         if word in OVERSTATED.union(CLAIMS, *CLAIMS.values()):
-            raise Refused(f"arm = {arm!r}: {word!r} judges it; name the arm by what it changes")
+            raise Refused(f"arm = {arm!r}: {word!r} is a judgement; name the arm after its change")
 
 
-def known_arm(course: AmendedStudy, name: str) -> Arm:
-    if name not in course.all_arms:
-        raise Refused(f"{name!r} is no arm of the study; the arms are {sorted(course.all_arms)}")
-    if name in course.vetoed:
+def known_arm(amended: AmendedStudy, name: str) -> Arm:
+    if name not in amended.all_arms:
+        raise Refused(f"{name!r} is not an arm of the study; the arms are {sorted(amended.all_arms)}")
+    if name in amended.vetoed:
         raise Refused(f"arm {name!r} was vetoed")
-    return course.all_arms[name]
+    return amended.all_arms[name]
 
 
-def with_arm(course: AmendedStudy, action: AddArm, origin: Origin) -> AmendedStudy:
-    against = known_arm(course, action.against)
-    if action.arm in course.all_arms:
+def with_arm(amended: AmendedStudy, action: AddArm, origin: Origin) -> AmendedStudy:
+    against = known_arm(amended, action.against)
+    if action.arm in amended.all_arms:
         raise Refused(f"there is an arm {action.arm!r} already; choose another name")
-    if action.code and action.code not in course.codes:
+    if action.code and action.code not in amended.codes:
         raise Refused(f"code = {action.code!r} is not in the study's keeping")
-    check_setting(course.study, action.changes)
+    check_setting(amended.study, action.changes)
     nuisance = tuple(knob for knob in against.nuisance if knob.name not in action.changes)
     arm = Arm(action.arm, dict(action.changes), nuisance, action.code)
-    subject = course.study.subject
-    if other := equal_arm(arm, course.all_arms.values(), base_of(subject) if subject else None):
+    subject = amended.study.subject
+    if other := equal_arm(arm, amended.all_arms.values(), base_of(subject) if subject else None):
         raise Refused(f"arm {action.arm!r} would be arm {other.name!r} under another name")
-    if course.begun:
-        course = replace(course, arms=(*course.arms, arm))
+    if amended.begun:
+        amended = replace(amended, arms=(*amended.arms, arm))
     else:
-        course = replace(course, study=replace(course.study, arms=(*course.study.arms, arm)))
-    return with_claim(course, Hypothesis("", action.arm, action.against, False, origin))
+        amended = replace(amended, study=replace(amended.study, arms=(*amended.study.arms, arm)))
+    return with_claim(amended, Hypothesis("", action.arm, action.against, False, origin))
 
 
-def with_claim(course: AmendedStudy, claim: Hypothesis) -> AmendedStudy:
-    """The words of a claim are made here: nobody's prose is tested, printed or believed."""
+def with_claim(amended: AmendedStudy, claim: Hypothesis) -> AmendedStudy:
+    """Adds a claim. Its text is generated, so that proposed text is never printed as a claim."""
     for name in (claim.arm, claim.against):
-        known_arm(course, name)
+        known_arm(amended, name)
     if claim.arm == claim.against:
         raise Refused(f"{claim.arm!r} is compared with itself")
-    if course.begun and claim.confirmatory:
-        raise Refused("the data have begun: a claim made now is exploratory; ask for confirmatory = false")
+    if amended.begun and claim.confirmatory:
+        raise Refused("the data collection has started: new claims are exploratory; set confirmatory = false")
     claim = replace(claim, claim=f"{claim.arm} scores higher than {claim.against}")
-    there = course.hypotheses if course.begun else course.study.hypotheses
+    there = amended.hypotheses if amended.begun else amended.study.hypotheses
     if any({claim.arm, claim.against} == {other.arm, other.against} for other in there):
         raise Refused(f"{claim.arm!r} and {claim.against!r} are compared already")
-    if course.begun:
-        return replace(course, hypotheses=(*there, claim))
-    return replace(course, study=replace(course.study, hypotheses=(*there, claim)))
+    if amended.begun:
+        return replace(amended, hypotheses=(*there, claim))
+    return replace(amended, study=replace(amended.study, hypotheses=(*there, claim)))
 
 
-def with_seeds(course: AmendedStudy, seeds: int) -> AmendedStudy:
-    if course.begun:
-        if not course.hypotheses:
+def with_seeds(amended: AmendedStudy, seeds: int) -> AmendedStudy:
+    if amended.begun:
+        if not amended.hypotheses:
             raise Refused("the looks were fixed before the data; only a claim that is added can be given seeds")
-        return replace(course, seeds=seeds)
-    study = course.study
+        return replace(amended, seeds=seeds)
+    study = amended.study
     asked = {name for claim in study.hypotheses for name in (claim.arm, claim.against)}
     if len(asked) * seeds > study.budget:
         raise Refused(f"{seeds} seeds of {len(asked)} arms are more than the budget of {study.budget:g} full runs")
-    return replace(course, study=replace(study, looks=looks_up_to(study.looks, seeds)))
+    return replace(amended, study=replace(study, looks=looks_up_to(study.looks, seeds)))
 
 
 def looks_up_to(looks: tuple[int, ...], seeds: int) -> tuple[int, ...]:
     return (*(look for look in looks if look < seeds), seeds)
 
 
-def promoted(course: AmendedStudy, action: Promote) -> AmendedStudy:
-    if course.begun:
-        raise Refused("the data have begun: what was exploratory stays so")
-    claims = course.study.hypotheses
+def promoted(amended: AmendedStudy, action: Promote) -> AmendedStudy:
+    if amended.begun:
+        raise Refused("the data collection has started: an exploratory claim stays exploratory")
+    claims = amended.study.hypotheses
     chosen = [c for c in claims if (c.arm, c.against, c.confirmatory) == (action.arm, action.against, False)]
     if not chosen:
-        raise Refused(f"no exploratory hypothesis says {action.arm!r} scores higher than {action.against!r}")
+        raise Refused(f"there is no exploratory hypothesis that {action.arm!r} scores higher than {action.against!r}")
     kept = tuple(replace(c, confirmatory=True) if c in chosen else c for c in claims)
-    return replace(course, study=replace(course.study, hypotheses=kept))
+    return replace(amended, study=replace(amended.study, hypotheses=kept))
 
 
-def with_probe(course: AmendedStudy, action: RequestProbe) -> AmendedStudy:
-    if not course.begun:
+def with_probe(amended: AmendedStudy, action: RequestProbe) -> AmendedStudy:
+    if not amended.begun:
         raise Refused("a probe is of something that was seen, and nothing has run yet")
-    arm = known_arm(course, action.arm)
-    check_setting(course.study, action.changes)
-    return replace(course, probes=(*course.probes, (arm.name, {**arm.changes, **action.changes})))
+    arm = known_arm(amended, action.arm)
+    check_setting(amended.study, action.changes)
+    return replace(amended, probes=(*amended.probes, (arm.name, {**arm.changes, **action.changes})))
 
 
-def capped(course: AmendedStudy, runs: float) -> AmendedStudy:
-    if runs > course.study.budget:
-        raise Refused(f"cap = {runs:g} is above the budget of {course.study.budget:g} full runs, which was fixed")
-    return replace(course, cap=runs)
+def capped(amended: AmendedStudy, runs: float) -> AmendedStudy:
+    if runs > amended.study.budget:
+        raise Refused(f"cap = {runs:g} is above the budget of {amended.study.budget:g} full runs; the budget is fixed")
+    return replace(amended, cap=runs)
 
 
-def without(course: AmendedStudy, arm: str) -> AmendedStudy:
-    known_arm(course, arm)
-    kept = tuple(claim for claim in course.hypotheses if arm not in (claim.arm, claim.against))
-    dropped = tuple(claim for claim in course.hypotheses if claim not in kept)
-    return replace(course, vetoed=course.vetoed | {arm}, hypotheses=kept, dropped=(*course.dropped, *dropped))
+def without(amended: AmendedStudy, arm: str) -> AmendedStudy:
+    known_arm(amended, arm)
+    kept = tuple(claim for claim in amended.hypotheses if arm not in (claim.arm, claim.against))
+    dropped = tuple(claim for claim in amended.hypotheses if claim not in kept)
+    return replace(amended, vetoed=amended.vetoed | {arm}, hypotheses=kept, dropped=(*amended.dropped, *dropped))
 
 
 NOT_ADDED = "granted, and not tested"
-"""The decision that says which claims, and why."""
+"""Name of the decision that lists granted claims which were not tested."""
 
 
-def not_added(course: AmendedStudy, left: float) -> dict[str, str]:
-    """Claims that were granted and that no annex tests, with the reason."""
+def not_added(amended: AmendedStudy, left: float) -> dict[str, str]:
+    """Returns granted claims that no annex tests, with the reason."""
     reasons = {
-        claim.claim: f"arm {min({claim.arm, claim.against} & course.vetoed)!r} was vetoed" for claim in course.dropped
+        claim.claim: f"arm {min({claim.arm, claim.against} & amended.vetoed)!r} was vetoed" for claim in amended.dropped
     }
-    return reasons if left > 0 else reasons | {claim.claim: "nothing is left to spend" for claim in course.hypotheses}
+    return reasons if left > 0 else reasons | {claim.claim: "nothing is left to spend" for claim in amended.hypotheses}
 
 
-def annex(course: AmendedStudy, settings: Mapping[str, Setting], left: float) -> Study | None:
-    """The study of what was added, or None. Arms that were tuned run at the setting they were judged at."""
-    asked = {name for claim in course.hypotheses for name in (claim.arm, claim.against)} - course.vetoed
+def annex(amended: AmendedStudy, settings: Mapping[str, Setting], left: float) -> Study | None:
+    """Returns the study of the additions, or None. Tuned arms use the setting they were judged at."""
+    asked = {name for claim in amended.hypotheses for name in (claim.arm, claim.against)} - amended.vetoed
     if not asked or left <= 0:
         return None
     arms = [
         replace(arm, changes=settings[name], nuisance=()) if name in settings else arm
-        for name, arm in course.all_arms.items()
+        for name, arm in amended.all_arms.items()
         if name in asked
     ]
-    study = course.study
+    study = amended.study
     return replace(
         study,
         topic=f"{study.topic} (added after the data)",
         arms=tuple(arms),
-        hypotheses=course.hypotheses,
+        hypotheses=amended.hypotheses,
         budget=left,
-        looks=looks_up_to(study.looks, course.seeds) if course.seeds else study.looks,
+        looks=looks_up_to(study.looks, amended.seeds) if amended.seeds else study.looks,
     )
 
 
 PLANNING = -1
-"""The point of what is asked before a study is fixed."""
+"""The point of requests made before a study is fixed."""
 
 
 class AmendmentLog:
-    """The requests of a plan, or of a running study, and the course they have made of it."""
+    """Requests to a plan or a running study, and the amended study that results."""
 
-    def __init__(self, course: AmendedStudy, book: StudyLog, left: Callable[[], float]) -> None:
-        self.course = course
+    def __init__(
+        self,
+        amended: AmendedStudy,
+        log: StudyLog,
+        left: Callable[[], float],
+        check: Callable[[AmendedStudy], None] = lambda amended: None,
+    ) -> None:
+        """`left` returns the remaining budget. `check` raises `Refused` for a study that must not result."""
+        self.amended = amended
         self.point = PLANNING
-        self._book = book
+        self._log = log
         self._left = left
+        self._check = check
         self._taken: dict[Origin, int] = {"human": 0, "llm": 0}
 
-    def take(self, said: object, origin: Origin) -> Amendment:
-        """The next request of this origin: as the book has it, or granted or refused now."""
-        amendment = self.recorded(origin) or self._judge(said, origin)
+    def take(self, request: object, origin: Origin) -> Amendment:
+        """Takes the next request of this origin: from the log, or grants or refuses it now."""
+        amendment = self.recorded(origin) or self._judge(request, origin)
         self._taken[origin] += 1
         if not amendment.refused:
-            self.course = grant(self.course, parsed(origin, amendment.asked), origin, EVERYTHING)
+            self.amended = grant(self.amended, parse_action(origin, amendment.asked), origin, EVERYTHING)
         return amendment
 
     def recorded(self, origin: Origin) -> Amendment | None:
-        """What the book has as the next request of this origin, if that was taken by now."""
+        """Returns the next logged request of this origin, if it was taken at or before this point."""
         planning = self.point == PLANNING
-        mine = [a for a in self._book.amendments if a.origin == origin and (a.point == PLANNING) == planning]
+        mine = [a for a in self._log.amendments if a.origin == origin and (a.point == PLANNING) == planning]
         following = mine[self._taken[origin] :][:1]
         return following[0] if following and following[0].point <= self.point else None
 
-    def pass_over(self, origin: Origin) -> None:
-        """What the book has of this origin was taken elsewhere."""
+    def skip_recorded(self, origin: Origin) -> None:
+        """Skips logged requests of this origin that were already applied."""
         while self.recorded(origin):
             self._taken[origin] += 1
 
     def taken(self, origin: Origin) -> int:
-        """How many requests of this origin were taken."""
         return self._taken[origin]
 
-    def granted(self, action: Action, origin: Origin) -> AmendedStudy:
-        """The course with this, too. Raises `Refused`."""
-        if origin == "llm" and isinstance(action, AddArm):
-            check_name(action.arm)  # here alone: what was granted once stands
-        return grant(self.course, action, origin, self._left())
+    def refuse(self, request: object, origin: Origin, refusal: Refused) -> Amendment:
+        """Records a refused request with the reason."""
+        amendment = Amendment(self.point, origin, {"text": as_text(request)}, as_text(str(refusal)))
+        self._log.append("refusal", amendment.to_json())
+        return self._log.amendments[-1]
 
-    def refuse(self, said: object, origin: Origin, refusal: Refused) -> Amendment:
-        """Record that something was asked, and why it was not granted."""
-        amendment = Amendment(self.point, origin, {"text": as_text(said)}, as_text(str(refusal)))
-        self._book.append("refusal", amendment.to_json())
-        return self._book.amendments[-1]
-
-    def _judge(self, said: object, origin: Origin) -> Amendment:
+    def _judge(self, request: object, origin: Origin) -> Amendment:
         try:
-            action = parsed(origin, loads(said) if isinstance(said, str) else said)
-            self.granted(action, origin)
+            action = parse_action(origin, loads(request) if isinstance(request, str) else request)
+            if origin == "llm" and isinstance(action, AddArm):
+                check_name(action.arm)  # only here, not in `grant`: a granted action must stay valid on resume
+            self._check(grant(self.amended, action, origin, self._left()))
         except Refused as refusal:
-            return self.refuse(said, origin, refusal)
+            return self.refuse(request, origin, refusal)
         amendment = Amendment(self.point, origin, action.model_dump(mode="json"))
-        self._book.append("amendment", amendment.to_json())
-        return self._book.amendments[-1]
+        self._log.append("amendment", amendment.to_json())
+        return self._log.amendments[-1]
 
 
-def parsed(origin: Origin, fields: object) -> Action:
+def parse_action(origin: Origin, fields: object) -> Action:
     return parse(REQUEST, fields) if origin == "human" else parse(PROPOSAL, fields)

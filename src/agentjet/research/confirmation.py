@@ -1,14 +1,15 @@
-"""Confirming: the chosen settings are frozen, run with fresh seeds, and judged at the looks declared before.
+"""Confirmation: the chosen settings run with fresh seeds and are tested at the declared looks.
 
-Holm's procedure over the confirmatory hypotheses, by looks (Maurer and Bretz 2013): each is tested at its share of
-alpha, and a hypothesis that is called by its sign hands its share on. Equivalence is a family of its own, with an alpha
-of its own: a hypothesis has an effect or has none, so at most one of its two errors is possible.
+Holm's procedure over looks (Maurer and Bretz 2013): each confirmatory hypothesis is tested at its share of alpha. A
+supported or refuted hypothesis passes its share on. Equivalence is a separate family with its own alpha: a hypothesis
+either has an effect or has none, so only one of its two errors is possible.
 
-A difference may be called at any look, equivalence at the last one only: a few seeds that agree say little about
-the one in ten that fails, and a single test needs no correction for looks. The last look is the one after which no
-more scores come; it is read from those that there are, whatever was lost. Arms that both had nothing to learn from are
-not called equivalent (`nothing_to_learn`). A hypothesis that the last look is unlikely to settle is given up
-before it: that saves its seeds, and can call nothing wrongly.
+A difference can be found at any look, equivalence only at the last one. A few seeds that agree cannot exclude one in
+ten that fails. A single test needs no correction for looks. The last look uses the scores that exist, even if seeds
+were lost. Two arms without anything to learn from are not called equivalent (`nothing_to_learn`).
+
+Testing a hypothesis stops for futility if the last look is unlikely to decide it. That saves seeds and causes no wrong
+verdict.
 """
 
 from __future__ import annotations
@@ -16,85 +17,85 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentjet.research.diagnosis import share_equal
 from agentjet.research.launcher import OutOfBudget, TrialLauncher, seed_of
 from agentjet.research.models import Finding, Hypothesis, Outcome, Setting, Study, Trial
-from agentjet.research.rules import share_equal
 from agentjet.research.run_signals import MANY_FAILED, Signals, held_out_counts
 from agentjet.research.statistics import LookResult, nominal_level, permutation_p, predictive_power, read, welch
 
 MIN_SCORES = 4
-"""Scores per arm without which there is no verdict."""
+"""Minimum scores per arm for a verdict."""
 DIRECTIONAL = ("supported", "refuted")
 FUTILITY = 0.1
-"""A smaller chance that the last look decides is not paid for."""
+"""A hypothesis is stopped if the last look would decide it with a smaller chance than this."""
 
 
 @dataclass
 class Evidence:
-    """Outcomes of the confirming trials, by arm, in the order of their seeds."""
+    """Outcomes of the confirming trials by arm, in the order of their seeds."""
 
     settings: Mapping[str, Setting]
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
 
     def scores(self, arm: str) -> list[float]:
-        """Of every run that is a result: the diverged ones too."""
+        """Scores of all results, including diverged runs."""
         return [outcome.score for outcome in self.outcomes.get(arm, []) if outcome.score is not None]
 
     def launched(self, arm: str) -> int:
-        """Its seeds so far, those that were lost for good included."""
+        """Number of seeds so far, including lost ones."""
         return len(self.outcomes.get(arm, []))
 
     def trials(self, *arms: str) -> tuple[str, ...]:
         return tuple(outcome.trial for arm in arms for outcome in self.outcomes.get(arm, []))
 
 
-def confirm(study: Study, settings: Mapping[str, Setting], desk: TrialLauncher) -> list[Finding]:
-    """One finding for each hypothesis, in their order."""
-    desk.book.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
+def confirm(study: Study, settings: Mapping[str, Setting], launcher: TrialLauncher) -> list[Finding]:
+    """Returns one finding per hypothesis, in their order."""
+    launcher.log.decide("frozen", {name: dict(setting) for name, setting in sorted(settings.items())})
     evidence = Evidence(settings)
     findings: dict[str, Finding] = {}
     why = ""
     for seeds in study.looks:
-        usable = settings.keys() - desk.vetoed
+        usable = settings.keys() - launcher.vetoed
         still_open = [h for h in study.hypotheses if h.id not in findings and {h.arm, h.against} <= usable]
         if not still_open:
             break
         try:
-            extend(study, evidence, still_open, seeds, desk)
+            extend(study, evidence, still_open, seeds, launcher)
         except OutOfBudget as refusal:
             why = str(refusal)
             break
-        judge(study, evidence, still_open, findings)
+        decide_look(study, evidence, still_open, findings)
         if seeds < study.looks[-1]:
             stop_for_futility(study, evidence, still_open, findings)
-        record(study, findings, desk)
+        record(study, findings, launcher)
     for hypothesis in study.hypotheses:
         if hypothesis.id in findings:
             continue
-        if vetoed := sorted({hypothesis.arm, hypothesis.against} & desk.vetoed):
+        if vetoed := sorted({hypothesis.arm, hypothesis.against} & launcher.vetoed):
             trials = evidence.trials(hypothesis.arm, hypothesis.against)
             reason = f"arm {vetoed[0]!r} was vetoed"
             findings[hypothesis.id] = Finding(hypothesis.id, "inconclusive", reason, trials=trials)
         else:
             tuned = {hypothesis.arm, hypothesis.against} <= settings.keys()
-            reason = why if tuned else "the budget did not suffice to tune both arms"
+            reason = why if tuned else "the budget was too small to tune both arms"
             shares = open_shares(study, findings)
             findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
-    record(study, findings, desk)
+    record(study, findings, launcher)
     return [findings[hypothesis.id] for hypothesis in study.hypotheses]
 
 
-def record(study: Study, findings: Mapping[str, Finding], desk: TrialLauncher) -> None:
-    """What is decided so far, each finding once: whoever looks on sees it before the study ends."""
+def record(study: Study, findings: Mapping[str, Finding], launcher: TrialLauncher) -> None:
+    """Records each new finding, so that it is visible before the study ends."""
     for hypothesis in study.hypotheses:
         if hypothesis.id in findings:
-            desk.book.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
+            launcher.log.decide(f"finding {hypothesis.id}", findings[hypothesis.id].to_json(), kind="finding")
 
 
-def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int, desk: TrialLauncher) -> None:
-    """Run every arm that is still asked about up to so many seeds. Raises `OutOfBudget`, having run none of it.
+def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds: int, launcher: TrialLauncher) -> None:
+    """Runs every arm under test up to `seeds` seeds. Raises `OutOfBudget` before the first launch.
 
-    Seed by seed over the arms, and back through them with the next seed: what changes with time is then no arm's.
+    The order of the arms is reversed with each seed, so that changes over time affect all arms alike.
     """
     asked = {name for hypothesis in hypotheses for name in (hypothesis.arm, hypothesis.against)}
     arms = [arm.name for arm in study.arms if arm.name in asked]
@@ -104,12 +105,14 @@ def extend(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], seeds
         for arm in (reversed(arms) if number % 2 else arms)
         if number >= evidence.launched(arm)
     ]
-    for trial, outcome in zip(trials, desk.run(trials), strict=True):
+    for trial, outcome in zip(trials, launcher.run(trials), strict=True):
         evidence.outcomes.setdefault(trial.arm, []).append(outcome)
 
 
-def judge(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]) -> None:
-    """Add what this look decides. A decision raises the shares of the others, so it is gone over until none falls."""
+def decide_look(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]) -> None:
+    """Adds the decisions of this look. A decision raises the shares of the others, so the test repeats until none is
+    added.
+    """
     while True:
         shares = open_shares(study, findings)
         news = [finding(study, evidence, h, shares=shares) for h in hypotheses if h.id not in findings]
@@ -122,7 +125,7 @@ def judge(study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findin
 def stop_for_futility(
     study: Study, evidence: Evidence, hypotheses: list[Hypothesis], findings: dict[str, Finding]
 ) -> None:
-    """Close as inconclusive what even the whole of alpha, if the others were to hand it on, would hardly settle."""
+    """Closes hypotheses that even the whole alpha would hardly decide at the last look."""
     for hypothesis in hypotheses:
         a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
         if hypothesis.id in findings or min(len(a), len(b)) < MIN_SCORES:
@@ -136,14 +139,14 @@ def stop_for_futility(
             equivalence_level=study.alpha,
         )
         if chance < FUTILITY:
-            reason = f"{study.looks[-1]} seeds would settle it with a chance of {chance:.0%}, and were not run"
+            reason = f"{study.looks[-1]} seeds would decide it with a chance of {chance:.0%} only, so they were not run"
             shares = open_shares(study, findings)
             findings[hypothesis.id] = finding(study, evidence, hypothesis, reason=reason, shares=shares)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Alpha of a confirmatory hypothesis that is still open, for each of the two families."""
+    """Alpha of an open confirmatory hypothesis, in each of the two families."""
 
     difference: float
     equivalence: float
@@ -161,7 +164,7 @@ def open_shares(study: Study, findings: Mapping[str, Finding]) -> Shares:
 
 
 def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares: Shares, reason: str = "") -> Finding:
-    """What the scores so far say of one hypothesis. An exploratory one is read at the full alpha, and says so."""
+    """Reads the scores of one hypothesis. An exploratory one is tested at the full alpha and marked as exploratory."""
     a, b = evidence.scores(hypothesis.arm), evidence.scores(hypothesis.against)
     chosen = {
         arm: dict(evidence.settings[arm]) for arm in (hypothesis.arm, hypothesis.against) if arm in evidence.settings
@@ -170,7 +173,7 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
     if min(len(a), len(b)) < MIN_SCORES:
         few, arm = min((len(a), hypothesis.arm), (len(b), hypothesis.against))
         reason = reason or f"{few} seeds of {arm!r} came back; at least {MIN_SCORES} per arm are required"
-        reason += losses(evidence, hypothesis)
+        reason += lost_seeds(evidence, hypothesis)
         return Finding(hypothesis.id, "inconclusive", reason, settings=chosen, trials=trials)
     if not hypothesis.confirmatory:
         shares = Shares(study.alpha, study.alpha)
@@ -182,18 +185,18 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
         a,
         b,
         sesoi=study.sesoi,
-        difference_level=nominal_level(study.looks, 2 * shares.difference),  # one side of it can err
+        difference_level=nominal_level(study.looks, 2 * shares.difference),  # two-sided, and one side can err
         equivalence_level=shares.equivalence if look >= study.looks[-1] and not untested else None,
     )
     if reading.verdict == "inconclusive":
-        reason = reason or "the last look left it open"
+        reason = reason or "undecided at the last look"
         reason += remarks(reading, untested=untested)
     else:
         reason = f"look at {look} seeds" + ("" if hypothesis.confirmatory else ", exploratory")
     return Finding(
         hypothesis.id,
         reading.verdict,
-        reason + losses(evidence, hypothesis) + replays(evidence, hypothesis),
+        reason + lost_seeds(evidence, hypothesis) + repeated_episodes(evidence, hypothesis),
         estimate=reading.estimate,
         low=reading.low,
         high=reading.high,
@@ -207,10 +210,9 @@ def finding(study: Study, evidence: Evidence, hypothesis: Hypothesis, *, shares:
 
 
 def nothing_to_learn(outcomes: list[Outcome], sesoi: float) -> bool:
-    """Whether most of an arm's runs had no gradient from the start on, and moved no score by what matters.
+    """True if most of an arm's runs had no gradient from the start and moved no score by `sesoi`.
 
-    Everybody fails, or everybody succeeds: such arms agree whatever separates them. Read off what training reported;
-    a run that reported nothing is not nothing_to_learn.
+    The scores of two such arms agree for no other reason. A run that reported no metrics does not count.
     """
     ended = [outcome for outcome in outcomes if outcome.score is not None]
     still = [
@@ -223,27 +225,27 @@ def nothing_to_learn(outcomes: list[Outcome], sesoi: float) -> bool:
 
 
 def remarks(reading: LookResult, *, untested: bool) -> str:
-    """What else is to be said of a look that left it open."""
-    said = ""
+    """Explains a look that decided nothing."""
+    text = ""
     if reading.low == reading.high:
-        said += "; within an arm all seeds scored the same, which does not tell how far chance reaches"
+        text += "; all seeds of an arm scored the same, so the effect of chance is unknown"
     elif reading.low > 0 or reading.high < 0:
-        said += "; there is a difference, whether it matters is open"
+        text += "; there is a difference, but it may be too small to matter"
     if untested:
-        said += "; neither arm had anything to learn from, so that they agree says nothing"
-    return said
+        text += "; neither arm had anything to learn from, so equal scores are not evidence"
+    return text
 
 
-def losses(evidence: Evidence, hypothesis: Hypothesis) -> str:
-    """Which seeds the infrastructure lost for good."""
+def lost_seeds(evidence: Evidence, hypothesis: Hypothesis) -> str:
+    """Lists seeds that the infrastructure lost for good."""
     arms = (hypothesis.arm, hypothesis.against)
     lost = {arm: evidence.launched(arm) - len(evidence.scores(arm)) for arm in arms}
     counts = [f"{count} of {arm!r}" for arm, count in lost.items() if count]
-    return f"; seeds lost for good: {', '.join(counts)}" if counts else ""
+    return f"; lost seeds: {', '.join(counts)}" if counts else ""
 
 
-def replays(evidence: Evidence, hypothesis: Hypothesis) -> str:
-    """Of which arms so many held-out plays failed that their scores may be of a choice among plays."""
+def repeated_episodes(evidence: Evidence, hypothesis: Hypothesis) -> str:
+    """Lists arms with many failed held-out episodes, whose scores may come from a selection."""
     shares = {arm: held_out_counts(evidence.outcomes[arm]).share for arm in (hypothesis.arm, hypothesis.against)}
-    told = [f"{share:.0%} of {arm!r}" for arm, share in shares.items() if share > MANY_FAILED]
-    return f"; held-out plays that failed and were played again: {', '.join(told)}" if told else ""
+    counts = [f"{share:.0%} of {arm!r}" for arm, share in shares.items() if share > MANY_FAILED]
+    return f"; failed and repeated held-out episodes: {', '.join(counts)}" if counts else ""

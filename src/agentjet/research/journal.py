@@ -1,16 +1,11 @@
-"""Files that are whole or not there, also after a power cut.
+"""The journal of a study: what was fixed, launched, measured and decided, in this order. And its folder.
 
-The one record of a study: what was fixed, launched, measured and decided, in the order it happened.
+A `StudyLog` is the record in memory. A `StudyJournal` writes each entry to disk before it takes effect. The file is
+append-only JSON lines with one writer; each line holds its number and the hash of the line before. A last line torn by
+a crash is cut off when the file is opened; a changed line is refused.
 
-A `StudyLog` is the record in memory. A `StudyJournal` is a book whose every entry is on disk before anybody acts
-on it: lines
-of JSON in a file that only grows, each with its number and the hash of the line before, one writer at a time. A last
-line that a crash tore is cut off when the file is opened; a line that was changed is refused.
-
-A study goes on by being run again over its book: the scheduler is a function of the study and of the outcomes, what the
-book has is not launched twice, and a decision that comes out differently from the recorded one is an error.
-
-`StudyFolder`: the files of one study. The plan is read by people, `study.json` by the researcher.
+A study resumes by running again over its log. The scheduler is a function of the study and its outcomes: it launches
+nothing twice, and a decision that differs from the recorded one is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -31,7 +26,7 @@ from agentjet.research.models import Amendment, Diagnosis, Exchange, Outcome, St
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put `text` in the place of whatever the file was. It is on disk when this returns."""
+    """Replaces the file. After a power cut it holds either the old or the new text."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with part.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -42,7 +37,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A new file survives a power cut only when its folder does."""
+    """Makes a new file in the folder survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -66,27 +61,27 @@ EntryKind = Literal[
 
 
 class StudyLog:
-    """Entries, and what they add up to."""
+    """The entries of a journal and the state they add up to."""
 
     def __init__(self) -> None:
         self.study: Study | None = None
         self.trials: dict[str, Trial] = {}
-        """By id: every trial that was meant to be launched."""
+        """By id, every trial with a launch intent."""
         self.unacknowledged: dict[str, str] = {}
-        """Launch key to trial id: meant to be launched, and nobody knows whether it was."""
+        """Launch key to trial id. The intent is recorded; whether the launch happened is unknown."""
         self.attempts: dict[str, int] = {}
-        """By trial id: how often it was launched."""
+        """Number of launches by trial id."""
         self.outcomes: dict[str, list[Outcome]] = {}
-        """By trial id, one for each launch that ended."""
+        """By trial id, one outcome per ended launch."""
         self.diagnoses: dict[str, list[Diagnosis]] = {}
         """By trial id."""
         self.decisions: dict[str, object] = {}
-        """By name: what was decided, and from then on stands."""
+        """By name. A decision never changes."""
         self.amendments: list[Amendment] = []
-        """Requests that were granted and those that were refused, in the order they were taken."""
+        """Granted and refused requests, in the order they were taken."""
         self.exchanges: list[Exchange] = []
         self.num_points = 0
-        """Fixed points that were passed: what is asked now is taken at a later one."""
+        """Number of points passed at which requests are taken."""
         self.num_entries = 0
 
     def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
@@ -94,33 +89,33 @@ class StudyLog:
         self.num_entries += 1
 
     def open_study(self, study: Study) -> None:
-        """Fix the study. Raises `ConfigError` when the book is another study's."""
+        """Fixes the study. Raises `ConfigError` if the log belongs to another study."""
         if self.study is None:
             self.append("study", study.to_json())
         elif self.study.id != study.id:
             raise ConfigError(
-                f"this journal is of study {self.study.id} ({self.study.topic!r}), not of {study.id}: they differ in "
-                f"{', '.join(differing_fields(self.study, study))}. A study is fixed before its data: "
+                f"this journal belongs to study {self.study.id} ({self.study.topic!r}), not to {study.id}: they differ "
+                f"in {', '.join(differing_fields(self.study, study))}. A study is fixed before its data: "
                 "restore study.json, or plan the changed one in a new folder"
             )
 
     def decide(self, name: str, content: object, *, kind: Literal["decision", "finding"] = "decision") -> None:
-        """Record a decision once. Raises `ConfigError` when it differs from the one recorded under this name."""
+        """Records a decision once. Raises `ConfigError` if it differs from the recorded one."""
         content = json.loads(canonical(content))
         if name not in self.decisions:
             self.append(kind, {"name": name, "content": content})
         elif self.decisions[name] != content:
             raise ConfigError(
                 f"decision {name!r} was {canonical(self.decisions[name])} and would now be {canonical(content)}: the "
-                "study's code changed since; finish it with the version that began it"
+                "code changed since; finish the study with the AgentJet version that started it"
             )
 
     def annex(self, number: int) -> StudyLog:
-        """The book of what was added to this study later."""
+        """Returns the log of the `number`-th annex."""
         return StudyLog()
 
     def close(self) -> None:
-        """Nothing more is recorded."""
+        """Does nothing: only a `StudyJournal` has a file."""
 
     def __enter__(self) -> Self:
         return self
@@ -154,11 +149,11 @@ class StudyLog:
             case "exchange":
                 self.exchanges.append(Exchange.from_json(body))
             case _:
-                raise ConfigError(f"journal entry of kind {kind!r}: written by a newer AgentJet; use that one")
+                raise ConfigError(f"journal entry of kind {kind!r}: written by a newer AgentJet; use that version")
 
 
 def differing_fields(study: Study, other: Study) -> list[str]:
-    """The fields that two studies do not share; of their subjects, by the whole name."""
+    """Returns the fields in which two studies differ, with those of their subjects as `subject.NAME`."""
     fields, others = fields_of(study), fields_of(other)
     return sorted(name for name in {*fields, *others} if fields.get(name) != others.get(name))
 
@@ -168,13 +163,20 @@ def fields_of(study: Study) -> dict[str, Any]:
     return fields | {f"subject.{name}": value for name, value in fields.pop("subject", {}).items()}
 
 
-class StudyJournal(StudyLog):
-    """A book in a file. Open it, and close it or leave its block."""
+Listener = Callable[[StudyLog, EntryKind, Mapping[str, Any]], None]
+"""Receives the log, and the kind and body of its new entry."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` when another process has the file, or a line in it was changed."""
+
+class StudyJournal(StudyLog):
+    """A log in a file. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path, listener: Listener = lambda log, kind, body: None) -> None:
+        """`listener` is called for each new entry. Raises `ConfigError` if another process has the file, or if a line
+        was changed.
+        """
         super().__init__()
         self.path = path
+        self._listener = listener
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._last = ""
@@ -187,8 +189,10 @@ class StudyJournal(StudyLog):
             raise
 
     def append(self, kind: EntryKind, body: Mapping[str, Any]) -> None:
-        """Write, force to disk, then count. A disk that refuses leaves the book as it was, and raises `OSError`."""
-        line = entry(self.num_entries, self._last, kind, body)
+        """Writes the entry and syncs it, then applies it. If the disk refuses, the log is unchanged and `OSError` is
+        raised.
+        """
+        line = journal_line(self.num_entries, self._last, kind, body)
         end = os.fstat(self._file).st_size
         try:
             remaining = memoryview(line)
@@ -201,6 +205,7 @@ class StudyJournal(StudyLog):
             raise
         self._last = digest(line)
         super().append(kind, body)
+        self._listener(self, kind, body)
 
     def close(self) -> None:
         if self._file >= 0:
@@ -208,8 +213,8 @@ class StudyJournal(StudyLog):
             self._file = -1
 
     def annex(self, number: int) -> StudyJournal:
-        """A file beside this one."""
-        return StudyJournal(annex_path(self.path, number))
+        """Opens a file beside this one."""
+        return StudyJournal(annex_path(self.path, number), self._listener)
 
     def _lock(self) -> None:
         try:
@@ -228,23 +233,24 @@ class StudyJournal(StudyLog):
             os.fsync(self._file)
 
 
-def read_book(path: Path) -> StudyLog:
-    """What a journal holds, also while another process writes it. Raises `ConfigError`."""
-    book = StudyLog()
+def read_log(path: Path) -> StudyLog:
+    """Reads a journal, also while another process writes it. Raises `ConfigError`."""
+    log = StudyLog()
     for fields, _ in whole_lines(path) if path.exists() else ():
-        book.append(fields["kind"], fields["body"])
-    return book
+        log.append(fields["kind"], fields["body"])
+    return log
 
 
 def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The entries of a journal; a last line that a crash tore is none, for nobody has acted on it.
+    """Yields the entries of a journal with their bytes. A torn last line is skipped: no entry takes effect before it is
+    whole.
 
-    Raises `ConfigError` where a line was changed.
+    Raises `ConfigError` if a line was changed.
     """
     previous = ""
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines):
-        fields = parsed(line)
+        fields = parse_line(line)
         if fields is None and number == len(lines) - 1 and not line.endswith(b"\n"):
             return
         if fields is None or fields["seq"] != number or fields["prev"] != previous:
@@ -256,18 +262,17 @@ def whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 
 def annex_path(path: Path, number: int) -> Path:
-    """Where the journal of a study's n-th annex is."""
     return path.with_name(f"{path.stem}-annex-{number}{path.suffix}")
 
 
-def entry(number: int, previous: str, kind: str, body: Mapping[str, Any]) -> bytes:
-    """A line of the file. `sum` is over the rest, so that a change in the last line shows too."""
+def journal_line(number: int, previous: str, kind: str, body: Mapping[str, Any]) -> bytes:
+    """A line of the file. `sum` is the hash of the other fields, so that a change in the last line is found."""
     content = {"seq": number, "prev": previous, "kind": kind, "body": body}
     return (canonical({**content, "sum": digest(canonical(content).encode())}) + "\n").encode()
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """The fields of a line, or None when it is torn or was changed."""
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Returns the fields of a line, or None if it is torn or was changed."""
     try:
         fields: dict[str, Any] = json.loads(line)
         claimed = fields.pop("sum")
@@ -283,7 +288,9 @@ def digest(line: bytes) -> str:
 
 @dataclass(frozen=True)
 class StudyFolder:
-    """`study.json` and `plan.md`, then `journal.jsonl`, `steer.jsonl`, the runner's folders, and the report."""
+    """The files of a study: `study.json`, `plan.md`, `journal.jsonl`, `steer.jsonl`, the runner's folders and the
+    report.
+    """
 
     path: Path
 
@@ -292,30 +299,30 @@ class StudyFolder:
         return self.path / "journal.jsonl"
 
     @property
-    def steering(self) -> Path:
+    def steering_file(self) -> Path:
         return self.path / "steer.jsonl"
 
-    def books(self) -> list[StudyLog]:
-        """What is in the journal of the study, and in that of each annex. Raises `ConfigError`."""
+    def logs(self) -> list[StudyLog]:
+        """Returns the logs of the study and of each annex. Raises `ConfigError`."""
         annexes = takewhile(Path.exists, (annex_path(self.journal, number) for number in count(1)))
-        return [read_book(path) for path in (self.journal, *annexes)]
+        return [read_log(path) for path in (self.journal, *annexes)]
 
     def check_new(self) -> None:
-        """Raises `ConfigError` where a plan, or a study's data, lie."""
-        if read_book(self.journal).study is not None:
-            raise ConfigError(f"{self.path} holds a study that was begun: give another folder")
+        """Raises `ConfigError` if the folder holds a plan or a study's data."""
+        if read_log(self.journal).study is not None:
+            raise ConfigError(f"{self.path} holds a started study: choose another folder")
         if (self.path / "study.json").exists():
-            raise ConfigError(f"{self.path} holds a plan already: give another folder (--out), or delete that one")
+            raise ConfigError(f"{self.path} already holds a plan: choose another folder (--out), or delete the plan")
 
     def make(self) -> None:
-        """Raises `ConfigError` where no folder can be."""
+        """Raises `ConfigError` if the folder cannot be created."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--out {self.path}: {error.strerror}; name a folder that can be made") from None
+            raise ConfigError(f"--out {self.path}: {error.strerror}; choose a folder that can be created") from None
 
     def write(self, study: Study, plan: str) -> None:
-        """Raises `ConfigError` where another study lies."""
+        """Raises `ConfigError` if the folder holds another study."""
         self.check_new()
         self.make()
         (self.path / "plan.md").write_text(plan, encoding="utf-8")
@@ -328,8 +335,8 @@ class StudyFolder:
             content = json.loads(file.read_text(encoding="utf-8"))
         except OSError:
             raise ConfigError(
-                f"{self.path} holds no study.json: name the folder of a study, or plan one with `agentjet research new`"
+                f"{self.path} has no study.json: name the folder of a study, or plan one with `agentjet research new`"
             ) from None
         except ValueError as error:
-            raise ConfigError(f"{file} is no JSON: {error}") from None
+            raise ConfigError(f"{file} is not valid JSON: {error}") from None
         return Study.from_json(content)

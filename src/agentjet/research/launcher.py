@@ -1,24 +1,14 @@
-"""`Spending`: what a study has spent, in full runs. The program keeps to it, so nobody has to be asked to.
+"""`TrialLauncher` launches the trials of a study, each at most once, within its budget and its steering requests.
 
-Invariants: the spending never exceeds the budget, and exploring never touches the share reserved for confirming. A run
-that continues another costs what it adds. It is counted anew from the trials each time: it has no state to lose.
+A launch has two journal entries: the intent before the launch and the acknowledgement after it. For an unacknowledged
+intent the launcher asks the runner whether it has the key, and launches only if not. A trial that the infrastructure
+lost, or whose environment died, is launched again with the same seed and a new key.
 
-Seeds, derived from the study so that a re-run draws the same, and so that no confirming seed was ever explored.
+`Spending` enforces the budget: spending never exceeds it, and tuning never uses the share reserved for confirming. A
+run that continues another costs only what it adds. Spending is derived from the trials and is not stored.
 
-SteeringFile: what a person asks of a running study, as lines of a file beside its journal, and where they are taken.
-
-Anybody may append at any time. The study reads the lines at its fixed points only, before each batch of trials, and
-writes down which it took there: a study that is resumed takes the same lines at the same points, and ends the same.
-
-`TrialLauncher`: where trials are launched, each at most once, and their outcomes come back.
-
-A launch has two entries in the book: the intent, before anybody is asked, and the acknowledgement, after. Between
-the two nobody knows; so a desk that finds an unacknowledged intent asks the runner whether it has the key, and
-launches only what it has not. A run that the infrastructure lost is launched again with the same seed, under a new key;
-so is one whose environment died on the way.
-
-Before each batch of trials, that is after the one before it, the study takes what was asked of it meanwhile: whoever
-composes the next batch knows.
+`SteeringFile` holds the requests of people, one line each, appended at any time. The study reads them before each batch
+of trials and records which it took there. A resumed study takes the same lines at the same points.
 """
 
 from __future__ import annotations
@@ -34,18 +24,18 @@ from typing import Protocol
 from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.amendments import AmendedStudy, AmendmentLog
 from agentjet.research.journal import StudyLog
-from agentjet.research.models import Amendment, Origin, Outcome, Phase, Request, Study, Trial, canonical
+from agentjet.research.models import Origin, Outcome, Phase, Request, Study, Trial, canonical
 from agentjet.research.run_signals import with_dead_environment
 
 ROUNDING = 1e-9
 
 
 class OutOfBudget(AgentJetError):
-    """What was about to be launched costs more than is left for its phase. Nothing of it was launched."""
+    """The next trials cost more than is left for their phase. None of them was launched."""
 
 
 class Spending:
-    """Spending by phase. Repeats of runs that the infrastructure lost are counted apart: they are no evidence."""
+    """Full runs spent, by phase. Repeats of lost runs are counted separately, because they are not evidence."""
 
     def __init__(self, study: Study) -> None:
         self.budget = study.budget
@@ -59,7 +49,7 @@ class Spending:
         return sum(self.spent.values()) + self.repeated
 
     def cap(self, budget: float) -> None:
-        """From now on no more than this is spent, in all."""
+        """Limits the total spending from now on."""
         self.for_exploring *= budget / self.budget
         self.budget = budget
 
@@ -68,12 +58,14 @@ class Spending:
         return min(left, self.for_exploring - self.spent["explore"]) if phase == "explore" else left
 
     def cost(self, trials: Iterable[Trial]) -> float:
-        """What these would add, one after the other."""
+        """Returns the cost that these trials would add, in this order."""
         reached = dict(self._reached)
         return sum(added_cost(reached, trial) for trial in trials)
 
     def reserve(self, trials: list[Trial]) -> None:
-        """Debit them all, or raise `OutOfBudget` and debit none. The trials are of one phase."""
+        """Debits all trials, which belong to one phase. Raises `OutOfBudget` and debits none if the budget is too
+        small.
+        """
         if not trials:
             return
         cost, phase = self.cost(trials), trials[0].phase
@@ -85,14 +77,14 @@ class Spending:
             self.spent[phase] += added_cost(self._reached, trial)
 
     def repeat(self, trial: Trial) -> None:
-        """Debit another attempt at a trial. Raises `OutOfBudget`."""
+        """Debits another attempt at a trial. Raises `OutOfBudget`."""
         if trial.fidelity > self.budget - self.total + ROUNDING:
-            raise OutOfBudget(f"repeating trial {trial.id} costs {trial.fidelity:.2f} runs: too much for what is left")
+            raise OutOfBudget(f"repeating trial {trial.id} costs {trial.fidelity:.2f} runs, more than is left")
         self.repeated += trial.fidelity
 
 
 def added_cost(reached: dict[str, float], trial: Trial) -> float:
-    """What a trial adds to the run it continues; `reached` is brought up to date."""
+    """Returns the cost that a trial adds to the run it continues, and updates `reached`."""
     run = canonical([trial.arm, dict(trial.setting), trial.seed, trial.phase])
     before = reached.get(run, 0.0)
     reached[run] = max(before, trial.fidelity)
@@ -100,7 +92,9 @@ def added_cost(reached: dict[str, float], trial: Trial) -> float:
 
 
 def seed_of(study: Study, phase: Phase, number: int) -> int:
-    """31 bits. Arms share the seeds of a phase: what is random in the tasks is then the same for both sides."""
+    """Derives a 31-bit seed from the study, so that a re-run uses the same seeds and phases share none. Arms share the
+    seeds of a phase, so that random tasks are the same on both sides.
+    """
     name = canonical([study.id, phase, number])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
 
@@ -109,161 +103,172 @@ STEERING_POLL_SECONDS = 1.0
 
 
 class SteeringFile:
-    """`steer.jsonl`, an action a line. `first` is the line a study begins to read at."""
+    """`steer.jsonl`, one action a line. `first` is the first line that this study reads."""
 
     def __init__(self, path: Path, first: int = 0) -> None:
         self.path = path
         self.first = first
 
     def append(self, request: Request) -> None:
-        """On disk when it returns. Several may append at the same time."""
+        """Appends a request and syncs it. Several processes may append at the same time."""
         with self.path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
-            torn = file.read() not in (b"", b"\n")  # by a crash: that line says nothing, and is refused
+            torn = file.read() not in (b"", b"\n")  # torn by a crash: the line is invalid and will be refused
             file.write(b"\n" * torn + request.model_dump_json().encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
     def after(self, taken: int) -> list[str]:
-        """The whole lines that follow so many that were taken."""
+        """Returns the complete lines after the first `taken` ones."""
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         return lines[self.first + taken : -1]
 
-    def unread(self, books: Sequence[StudyLog]) -> list[str]:
-        """The lines that neither a study nor its annexes took."""
-        return self.after(sum(amendment.origin == "human" for book in books for amendment in book.amendments))
+    def unread(self, logs: Sequence[StudyLog]) -> list[str]:
+        """Returns the lines that neither the study nor its annexes took."""
+        return self.after(sum(amendment.origin == "human" for log in logs for amendment in log.amendments))
 
     def wait(self, taken: int) -> None:
-        """Until there is a line that was not taken."""
+        """Blocks until there is a new line."""
         while not self.after(taken):
             time.sleep(STEERING_POLL_SECONDS)
 
 
-class SteeringReader(AmendmentLog):
-    """Passes the fixed points of a study, and takes there what was asked of it."""
+class SteeringReader:
+    """Takes the steering requests of a study before each batch of trials."""
 
-    def __init__(self, study: Study, book: StudyLog, ledger: Spending, steering: SteeringFile | None) -> None:
-        super().__init__(AmendedStudy(study, begun=True), book, lambda: ledger.left("confirm"))
-        self._ledger = ledger
-        self._steering = steering
+    def __init__(self, study: Study, log: StudyLog, spending: Spending, file: SteeringFile | None) -> None:
+        self._requests = AmendmentLog(AmendedStudy(study, begun=True), log, lambda: spending.left("confirm"))
+        self._log = log
+        self._spending = spending
+        self._file = file
 
-    def pass_point(self) -> None:
-        """Take what was asked. Returns when the study is not paused."""
-        self.point += 1
+    @property
+    def amended(self) -> AmendedStudy:
+        """The study with all granted requests."""
+        return self._requests.amended
+
+    def take_pending(self) -> None:
+        """Takes the pending requests. Blocks while the study is paused."""
+        self._requests.point += 1
         while True:
-            while self.recorded("human"):
+            while self._requests.recorded("human"):
                 self.take(None, "human")
-            if self.point < self._book.num_points:
+            if self._requests.point < self._log.num_points:
                 return
-            for line in self._steering.after(self.taken("human")) if self._steering else []:
+            for line in self._file.after(self._requests.taken("human")) if self._file else []:
                 self.take(line, "human")
-            if not self.course.paused:
-                self._book.append("point", {})
+            if not self.amended.paused:
+                self._log.append("point", {})
                 return
-            if self._steering is None:
-                raise ConfigError("the study is paused: resume it, and run it with its steer file")
-            self._steering.wait(self.taken("human"))
+            if self._file is None:
+                raise ConfigError("the study is paused: resume it, and run it with its steering file")
+            self._file.wait(self._requests.taken("human"))
 
-    def take(self, said: object, origin: Origin) -> Amendment:
-        amendment = super().take(said, origin)
-        if self.course.cap is not None:
-            self._ledger.cap(self.course.cap)
-        return amendment
+    def take(self, request: object, origin: Origin) -> None:
+        """Takes one request, and applies a cap to the spending."""
+        self._requests.take(request, origin)
+        if self.amended.cap is not None:
+            self._spending.cap(self.amended.cap)
 
-    def steering_after(self) -> SteeringFile | None:
-        """What a study that follows on this one reads."""
-        return self._steering and SteeringFile(self._steering.path, self._steering.first + self.taken("human"))
+    def file_for_annex(self) -> SteeringFile | None:
+        """Returns the steering file for the annex that follows."""
+        return self._file and SteeringFile(self._file.path, self._file.first + self._requests.taken("human"))
 
 
 MAX_ATTEMPTS = 3
-"""Launches of a trial that the infrastructure keeps losing."""
+"""Maximum launches of a trial that the infrastructure keeps losing."""
 
 
-class Runner(Protocol):
-    """What trains. It keeps what was launched under its key across restarts of the caller, and continues the shorter
-    run of the same arm, setting and seed where it has one."""
+class TrialRunner(Protocol):
+    """Runs trials. It keeps launches under their keys across restarts of the caller. It continues the shorter run of
+    the same arm, setting and seed, if there is one.
+    """
 
     def has(self, key: str) -> bool:
-        """Whether a launch under this key was accepted."""
+        """True if a launch under this key was accepted."""
         ...
 
     def launch(self, key: str, trial: Trial) -> None:
-        """Begin. Returns when it is sure that `has(key)` will be true."""
+        """Starts a trial. Returns once `has(key)` is durably true."""
         ...
 
     def collect(self, key: str) -> Outcome:
-        """Wait for the end of what was launched under the key."""
+        """Blocks until the launch under the key has ended."""
         ...
 
 
 class ArmVetoed(OutOfBudget):
-    """A person wants no further trial of an arm: nothing is left for it."""
+    """A person vetoed an arm, so no trial of it may be launched."""
 
 
 class TrialLauncher:
-    """Launches what a study asks for, within its budget, once."""
+    """Launches the trials of a study once each, within its budget."""
 
-    def __init__(self, study: Study, book: StudyLog, runner: Runner, steering: SteeringFile | None = None) -> None:
-        book.open_study(study)
+    def __init__(
+        self, study: Study, log: StudyLog, runner: TrialRunner, steering_file: SteeringFile | None = None
+    ) -> None:
+        log.open_study(study)
         self.study = study
-        self.book = book
-        self.ledger = Spending(study)
-        self.helm = SteeringReader(study, book, self.ledger, steering)
+        self.log = log
+        self.spending = Spending(study)
+        self.steering = SteeringReader(study, log, self.spending, steering_file)
         self.runner = runner
-        self.helm.pass_point()
+        self.steering.take_pending()
 
     @property
     def vetoed(self) -> frozenset[str]:
-        """Arms of which no trial is launched any more."""
-        return self.helm.course.vetoed
+        """Arms that may launch no further trials."""
+        return self.steering.amended.vetoed
 
     def run(self, trials: list[Trial]) -> list[Outcome]:
-        """Outcomes in the order given. Raises `OutOfBudget` before any is launched when not all can be paid."""
+        """Returns outcomes in the given order. Raises `OutOfBudget` before the first launch if the budget cannot pay
+        for all.
+        """
         for trial in trials:
             if trial.arm in self.vetoed:
                 raise ArmVetoed(f"arm {trial.arm!r} was vetoed")
-        self.ledger.reserve(trials)
+        self.spending.reserve(trials)
         for trial in trials:
             self._launch(trial, attempt=1)
         outcomes = [self._finish(trial) for trial in trials]
-        self.helm.pass_point()
+        self.steering.take_pending()
         return outcomes
 
     def _finish(self, trial: Trial) -> Outcome:
-        """The first outcome that is one, or the last infrastructure failure."""
+        """Returns the first result, or the last infrastructure failure."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             outcome = self._outcome(trial, attempt)
             if outcome.end != "infra_failed" or attempt == MAX_ATTEMPTS:
                 break
             try:
-                self.ledger.repeat(trial)
+                self.spending.repeat(trial)
             except OutOfBudget:
                 break
         return outcome
 
     def _outcome(self, trial: Trial, attempt: int) -> Outcome:
-        """What came of one launch: from the book, or waited for."""
-        known = self.book.outcomes.get(trial.id, [])
+        """Returns the outcome of one launch, from the log or from the runner."""
+        known = self.log.outcomes.get(trial.id, [])
         if len(known) < attempt:
             self._launch(trial, attempt)
             outcome = with_dead_environment(self.runner.collect(launch_key(trial, attempt)))
-            assert outcome.trial == trial.id, f"the runner answers {trial.id} with an outcome of {outcome.trial}"
-            self.book.append("outcome", outcome.to_json())
-        return self.book.outcomes[trial.id][attempt - 1]
+            assert outcome.trial == trial.id, f"the runner returned an outcome of {outcome.trial} for {trial.id}"
+            self.log.append("outcome", outcome.to_json())
+        return self.log.outcomes[trial.id][attempt - 1]
 
     def _launch(self, trial: Trial, attempt: int) -> None:
-        """Launched exactly once, whatever was interrupted."""
+        """Launches exactly once, also after a crash in between."""
         key = launch_key(trial, attempt)
-        if self.book.attempts.get(trial.id, 0) < attempt:
-            self.book.append("intent", {"key": key, "trial": trial.to_json()})
-        if key in self.book.unacknowledged:
+        if self.log.attempts.get(trial.id, 0) < attempt:
+            self.log.append("intent", {"key": key, "trial": trial.to_json()})
+        if key in self.log.unacknowledged:
             if not self.runner.has(key):
                 self.runner.launch(key, trial)
-            self.book.append("ack", {"key": key})
+            self.log.append("ack", {"key": key})
 
 
 def launch_key(trial: Trial, attempt: int) -> str:

@@ -1,16 +1,13 @@
-"""What a study is made of, as frozen dataclasses whose id is the hash of their content.
+"""The parts of a study as frozen dataclasses, and the actions that may be requested of it.
 
     Study ── Arm ── Knob          fixed before the first trial: what is compared, and how it will be judged
       │       └── Trial ── Outcome    one run of an arm with one seed, and how it ended
-      └── Hypothesis ── Finding       a claim, and what the outcomes say about it
+      └── Hypothesis ── Finding       a claim, and what the outcomes show about it
 
-Everything goes to JSON and comes back equal; nothing is pickled. Two objects with the same content have the same id,
-in every process, so a journal can be replayed against a plan and a trial can be launched under its own name.
+The id of a record is the hash of its content, so it is equal in every process. Records are stored as JSON, never
+pickled.
 
-What can be asked of a study, as schemas: anything else is refused before anybody thinks about it.
-
-No action names a score, an interval or a verdict, the smallest effect of interest, alpha, the looks or the evaluator:
-results cannot be told to the researcher, and the rules cannot be moved.
+An action cannot change scores, intervals, verdicts, the smallest effect of interest, alpha, the looks or the evaluator.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from agentjet.research.records import (
     Value,
     canonical,
     refuse,
-    sentence,
+    validation_message,
 )
 from agentjet.research.subject import Subject
 
@@ -77,7 +74,7 @@ EXPECTED: Mapping[Sign, str] = {
 
 @dataclass(frozen=True)
 class Knob(Record):
-    """A nuisance setting that every arm may tune for itself, over the same values."""
+    """A nuisance setting that each arm tunes for itself, over the same values."""
 
     name: str
     values: tuple[float, ...]
@@ -85,13 +82,13 @@ class Knob(Record):
 
 @dataclass(frozen=True)
 class Arm(Record):
-    """One side of a comparison: what it changes of the base, the code it runs, and what is tuned before."""
+    """One side of a comparison: changes to the base settings, the code it runs, and knobs to tune first."""
 
     name: str
     changes: Setting = field(default_factory=dict)
     nuisance: tuple[Knob, ...] = ()
     code: str = ""
-    """Hash of the agent's code, where arms differ in code."""
+    """Hash of the agent's code; empty if arms do not differ in code."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,11 @@ class Hypothesis(Record):
     confirmatory: bool = True
     origin: Origin = "prior"
     sign: Sign | None = None
-    """Of the difference that the plan expects, and `why`: they decide nothing. None where nobody said, as once."""
+    """Expected sign of the difference. `sign` and `why` decide nothing. None in older studies."""
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Without an expectation that there is none of: the ids of older studies stay what they were."""
+        """Omits an empty expectation, so that the ids of older studies do not change."""
         content = super().to_json()
         return {key: value for key, value in content.items() if key not in ("sign", "why") or value}
 
@@ -123,47 +120,45 @@ class Study(Record):
     topic: str
     metric: str
     sesoi: float
-    """The smallest effect of interest: less does not matter to whoever asks."""
+    """The smallest effect of interest. A smaller difference does not matter."""
     arms: tuple[Arm, ...]
     hypotheses: tuple[Hypothesis, ...]
     budget: float
     reserve: float = 0.4
-    """The share of the budget that exploring may not touch."""
+    """The share of the budget that tuning may not spend."""
     alpha: float = 0.05
-    """The chance, about, that any confirmatory claim is called where nothing that matters is, over all looks. It is
-    more where `sesoi` is less than a fifth of what seeds differ by, or arms spread unequally (`bench.error_rates`).
+    """Approximate chance of any wrong confirmatory verdict, over all looks. The chance is higher if `sesoi` is less
+    than a fifth of the spread between seeds, or if the arms spread unequally (`bench.error_rates`).
     """
     looks: tuple[int, ...] = (4, 8, 12)
-    """Seeds per arm at which the confirmation is looked at."""
+    """Seeds per arm at which the scores are tested."""
     rungs: tuple[float, ...] = (1 / 9, 1 / 3, 1.0)
-    """Fractions of a full run at which exploring drops the worse part."""
+    """Fractions of a full run at which tuning drops the worse candidates."""
     evaluator: str = ""
-    """Hash of what computes the metric."""
+    """Hash of the code that computes the metric."""
     seed: int = 0
     subject: Subject | None = None
-    """What is trained; None where that is the runner's own affair."""
+    """The trained subject; None if the runner decides."""
 
     def to_json(self) -> dict[str, Any]:
-        """Without a subject that there is none of: its seeds, which come from its id, stay what they were."""
+        """Omits a missing subject, so that ids and the seeds derived from them do not change."""
         content = {**super().to_json(), "hypotheses": tuple(claim.to_json() for claim in self.hypotheses)}
         del content["subject"]
         return content if self.subject is None else {**content, "subject": self.subject.to_json()}
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
-        refuse(len(set(names)) < len(names), f"arms = {names}: two arms have one name; rename one")
+        refuse(len(set(names)) < len(names), f"arms = {names}: two arms have the same name; rename one")
         for hypothesis in self.hypotheses:
             for name in (hypothesis.arm, hypothesis.against):
-                refuse(name not in names, f"hypotheses: {name!r} is no arm of the study; the arms are {names}")
+                refuse(name not in names, f"hypotheses: {name!r} is not an arm of the study; the arms are {names}")
             refuse(hypothesis.arm == hypothesis.against, f"hypotheses: {hypothesis.arm!r} is compared with itself")
-        refuse(
-            not 0 < self.sesoi < math.inf, f"sesoi = {self.sesoi}: give the smallest difference that matters, above 0"
-        )
+        refuse(not 0 < self.sesoi < math.inf, f"sesoi = {self.sesoi}: give the smallest relevant difference, above 0")
         refuse(not 0 < self.alpha < 0.5, f"alpha = {self.alpha}: choose one between 0 and 0.5, such as 0.05")
         refuse(not 0 <= self.reserve < 1, f"reserve = {self.reserve}: choose a share from 0 up to, not including, 1")
         refuse(not 0 < self.budget < math.inf, f"budget = {self.budget}: give a number of full runs above 0")
         rising = list(self.looks) == sorted(set(self.looks)) and bool(self.looks)
-        refuse(not rising or self.looks[0] < 4, f"looks = {self.looks}: seeds must rise, from 4 (fewer prove nothing)")
+        refuse(not rising or self.looks[0] < 4, f"looks = {self.looks}: seeds must rise and start at 4 or more")
         climbing = list(self.rungs) == sorted(set(self.rungs)) and bool(self.rungs) and self.rungs[0] > 0
         refuse(not climbing or self.rungs[-1] != 1.0, f"rungs = {self.rungs}: fractions must rise and end with 1.0")
         for knob in (knob for arm in self.arms for knob in arm.nuisance):
@@ -175,15 +170,15 @@ class Study(Record):
 
 @dataclass(frozen=True)
 class Trial(Record):
-    """A run of an arm with one seed, up to a fraction of its length. Its id is the key it is launched under.
+    """A run of an arm with one seed, up to a fraction of its length. Its id is its launch key.
 
-    Trials that differ in `fidelity` alone continue each other: the shorter one is a prefix of the longer.
+    Trials that differ only in `fidelity` continue each other: the shorter one is a prefix of the longer.
     """
 
     study: str
     arm: str
     setting: Setting
-    """The whole difference from the base: the arm's changes and the tuned knobs."""
+    """All differences from the base: the arm's changes and the tuned knobs."""
     seed: int
     phase: Phase
     fidelity: float = 1.0
@@ -191,18 +186,16 @@ class Trial(Record):
 
 @dataclass(frozen=True)
 class Outcome(Record):
-    """How a trial ended. A diverged run is a result and carries its score; an infrastructure failure has none."""
+    """The end of a trial. A diverged run is a result with a score; an infrastructure failure has no score."""
 
     trial: str
     end: End
     score: float | None = None
-    """The metric at the trial's last step, never its best one."""
+    """The metric at the trial's last step, not its best value."""
     curve: tuple[float, ...] = ()
-    """The metric on the way, for the plots."""
+    """The metric along the run, for the figures."""
     signals: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
-    """What training reported of itself, by the name of its metric, a value for each step: what diagnosis reads. None
-    where a step reported none, or what is no number.
-    """
+    """Training metrics by name, one value per step. None if a step reported no finite value."""
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -211,52 +204,52 @@ class Outcome(Record):
             f"outcome of trial {self.trial}: end = {self.end!r} with score = {self.score}: every run has a score, "
             "and only an infrastructure failure has none",
         )
-        refuse(self.score is not None and not math.isfinite(self.score), f"outcome: score = {self.score} is no number")
+        refuse(self.score is not None and not math.isfinite(self.score), f"outcome: score = {self.score} is not finite")
 
 
 @dataclass(frozen=True)
 class Diagnosis(Record):
-    """What is the matter with a trial: what was seen, what was tried to tell it from its likes, and what it meant."""
+    """The cause of a problem in a trial: what was seen, how other causes were ruled out, and what it means."""
 
     trial: str
     cause: str
-    """One of `agentjet.research.diagnosis`."""
+    """A cause from `agentjet.research.diagnosis` or `agentjet.research.run_signals`."""
     seen: str
     tried: str = ""
     meaning: str = ""
     step: int | None = None
-    """From which step on it showed."""
+    """The first step of the symptom."""
     evidence: Mapping[str, float] = field(default_factory=dict)
-    """The numbers that `seen` and `tried` speak of, by name."""
+    """The numbers in `seen` and `tried`, by name."""
 
 
 @dataclass(frozen=True)
 class Amendment(Record):
-    """What was asked of a study besides its plan, and whether it was granted."""
+    """A request to change a study after its plan, and whether it was granted."""
 
     point: int
-    """The fixed point it was taken at: so many batches of trials had ended."""
+    """Number of batches of trials that had ended when the request was taken."""
     origin: Origin
     asked: Mapping[str, Any]
-    """An action of `agentjet.research.models`, or what was no action, as `text`."""
+    """An action of this module, or an invalid request as `text`."""
     refused: str = ""
-    """Why not, as a sentence; empty where it was granted."""
+    """Reason for the refusal; empty if granted."""
 
 
 @dataclass(frozen=True)
 class Exchange(Record):
-    """A question to a language model or a coding agent, and what came back."""
+    """A question to a language model or a coding agent, with its answer."""
 
     moment: str
     question: str
     answer: str
     failed: str = ""
-    """Why no answer came."""
+    """Reason why no answer came."""
 
 
 @dataclass(frozen=True)
 class Finding(Record):
-    """What the outcomes say about a hypothesis. The interval is the one the verdict was read from."""
+    """The result of a hypothesis. The verdict was read from this interval."""
 
     hypothesis: str
     verdict: Verdict
@@ -267,15 +260,15 @@ class Finding(Record):
     high: float | None = None
     confidence: float | None = None
     """Nominal level of the interval at this look. Over all looks it is about 1 - 2 * (the claim's share of alpha),
-    since alpha is of one side.
+    because alpha is one-sided.
     """
     p_value: float | None = None
-    """Welch's, two-sided, to be held against 1 - `confidence` of the look, not against alpha."""
+    """Welch's two-sided p-value. Compare it with 1 - `confidence` of the look, not with alpha."""
     permutation_p: float | None = None
     seeds: int = 0
     """Per arm."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """By arm, the setting it was judged at."""
+    """By arm, the setting that was judged."""
     trials: tuple[str, ...] = ()
 
 
@@ -283,11 +276,11 @@ ArmName = Annotated[str, Field(pattern=ARM_NAME)]
 SettingName = Annotated[str, Field(pattern=SETTING_NAME, max_length=60)]
 Why = Annotated[str, Field(max_length=300)]
 LONGEST_TEXT = 2_000
-"""Characters that are kept of what was said."""
+"""Maximum characters that are stored of a request."""
 
 
 class Refused(AgentJetError):
-    """A request that is not granted. The message is a sentence for whoever asked."""
+    """A request was refused. The message states the reason for the requester."""
 
 
 class Action(BaseModel):
@@ -295,20 +288,20 @@ class Action(BaseModel):
 
 
 class AddArm(Action):
-    """Another arm, and the exploratory hypothesis that it scores higher than `against`."""
+    """Adds an arm, with the exploratory hypothesis that it scores higher than `against`."""
 
     kind: Literal["add_arm"] = "add_arm"
     arm: ArmName
     against: ArmName
     changes: Annotated[Mapping[SettingName, Value], Field(max_length=8)] = {}
-    """What it changes of the base, not of `against`."""
+    """Changes to the base, not to `against`."""
     code: Annotated[str, Field(pattern=HEXADECIMAL, max_length=64)] = ""
-    """Hash of code that was taken into the study's keeping."""
+    """Hash of code that is stored in the study's folder."""
     why: Why = ""
 
 
 class AddHypothesis(Action):
-    """`arm` scores higher than `against`, both of which are there."""
+    """Adds the claim that `arm` scores higher than `against`; both arms exist."""
 
     kind: Literal["add_hypothesis"] = "add_hypothesis"
     arm: ArmName
@@ -318,7 +311,7 @@ class AddHypothesis(Action):
 
 
 class AddSeeds(Action):
-    """The last look at so many seeds an arm: of the plan before the data, of what is added after it."""
+    """Sets the seeds per arm at the last look. Before the data this changes the plan, afterwards the annex."""
 
     kind: Literal["add_seeds"] = "add_seeds"
     seeds: Annotated[int, Field(ge=4, le=10_000)]
@@ -326,7 +319,7 @@ class AddSeeds(Action):
 
 
 class Promote(Action):
-    """An exploratory hypothesis becomes a confirmatory one."""
+    """Makes an exploratory hypothesis confirmatory."""
 
     kind: Literal["promote"] = "promote"
     arm: ArmName
@@ -335,7 +328,7 @@ class Promote(Action):
 
 
 class RequestProbe(Action):
-    """One run of an arm with something changed, to understand it. It is evidence for no hypothesis."""
+    """Runs an arm once with changed settings, to understand it. The run is not evidence for a hypothesis."""
 
     kind: Literal["request_probe"] = "request_probe"
     arm: ArmName
@@ -344,14 +337,14 @@ class RequestProbe(Action):
 
 
 class Stop(Action):
-    """Nothing more is proposed."""
+    """Ends the proposals of a language model."""
 
     kind: Literal["stop"] = "stop"
     why: Why = ""
 
 
 class Pause(Action):
-    """No further batch of trials until `resume`."""
+    """Starts no further batch of trials until `resume`."""
 
     kind: Literal["pause"] = "pause"
 
@@ -361,23 +354,23 @@ class Resume(Action):
 
 
 class Cap(Action):
-    """No more than so many full runs, in all."""
+    """Limits the total spending, in full runs."""
 
     kind: Literal["cap"] = "cap"
     runs: Annotated[float, Field(gt=0)]
 
 
 class Veto(Action):
-    """No further trial of an arm. What is claimed of it ends as inconclusive."""
+    """Starts no further trial of an arm. Its claims end as inconclusive."""
 
     kind: Literal["veto"] = "veto"
     arm: ArmName
 
 
 Proposal = AddArm | AddHypothesis | AddSeeds | Promote | RequestProbe | Stop
-"""What a language model may ask."""
+"""Actions that a language model may propose."""
 Request = AddArm | AddHypothesis | Pause | Resume | Cap | Veto
-"""What a person may ask of a running study."""
+"""Actions that a person may request of a running study."""
 PROPOSAL: TypeAdapter[Proposal] = TypeAdapter(Annotated[Proposal, Field(discriminator="kind")])
 REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 
@@ -386,30 +379,30 @@ A = TypeVar("A")
 
 
 def parse(schema: TypeAdapter[A], fields: object) -> A:
-    """An action, or `Refused` with the first thing that is wrong about it."""
+    """Validates an action. Raises `Refused` with the first error."""
     try:
         return schema.validate_python(fields)
     except RecursionError:
-        raise Refused("this is nested too deeply for an action") from None
+        raise Refused("an action must not be nested so deeply") from None
     except ValidationError as error:
-        said = sentence(error)
-        raise Refused(f"{said}; actions have no other fields and kinds than their schema") from None
+        message = validation_message(error)
+        raise Refused(f"{message}; use only the fields and kinds of the action schema") from None
 
 
 def loads(text: str | bytes) -> object:
-    """JSON without not-a-number and infinities. Raises `Refused`."""
+    """Parses JSON without NaN and infinity. Raises `Refused`."""
 
     def refuse(name: str) -> object:
-        raise Refused(f"{name} is no number")
+        raise Refused(f"{name} is not a number")
 
     try:
         return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"this is no JSON: {error}") from None
+        raise Refused(f"invalid JSON: {error}") from None
 
 
 def as_text(content: object, limit: int = LONGEST_TEXT) -> str:
-    """What was said, as far as it is kept: valid Unicode, of a bounded length."""
+    """Text of a request for the journal: valid Unicode of limited length."""
     try:
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
     except RecursionError:

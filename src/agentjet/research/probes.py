@@ -1,14 +1,15 @@
-"""Probes: what a runner can be asked about a run that has ended, and trials that are run to find out.
+"""Probes: questions to a runner about an ended run, and trials that are run to rule out causes.
 
-An answer is in the book before anybody acts on it, so a study that is gone on with asks nothing twice. Trials are paid
-from what the budget has left when everything else is decided: no verdict ever depends on a probe.
+An answer is in the journal before it is used, so a resumed study asks nothing twice. Probe trials are paid from the
+budget that is left at the end: no verdict depends on a probe.
 
-`Case`: a trial with what it reported and what can be tried. `Rule`: a cause, how it shows, how it is told apart.
+A `Case` is a trial with its signals and probes. A `Rule` is a cause with its symptom and probe. `duplicate_runs` finds
+runs that are equal in every number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
@@ -16,52 +17,52 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 
 from agentjet.research.launcher import OutOfBudget, TrialLauncher, launch_key
-from agentjet.research.models import Outcome, Trial, Value, canonical
+from agentjet.research.models import Diagnosis, Outcome, Trial, Value, canonical
 from agentjet.research.run_signals import Change, Floats, Observation, Signals, change, opening
 
 Question = Literal["settings", "tasks", "weights", "held_out", "regrade"]
-"""What can be asked, and the names in the answer.
+"""Questions to a runner, and the names in the answers.
 
-* `settings`: those that the server had in effect during the run, by the names that studies give them.
-* `tasks`: how many there are in `train` and in `held_out`, and how many of these are also among those, `shared`.
-* `weights`: over how many `steps`, the last third of the run, hashes of the weights were compared, before the step with
-  after it, and in how many they differed where they learn, `learner`, and where they sample, `sampler`.
+* `settings`: the settings in effect on the server during the run, by their names in studies.
+* `tasks`: number of tasks in `train` and in `held_out`, and of those in both, `shared`.
+* `weights`: weights were hashed before and after each of the last `steps` steps (a third of the run). `learner` and
+  `sampler` count the steps in which the hashes changed there.
 * `held_out`: the metric of the untrained policy, `before`, of the trained one, `after`, and the standard error of their
-  difference, `error`; where the evaluation has several tries at a task, also pass@k, `pass_before` and `pass_after`.
-* `regrade`: mean rewards of the same samples, those of the first steps and those of the last ones, as training paid
-  them, `paid_first` and `paid_last`; of the first ones by the training grader of today, `again_first`; of both by the
-  held-out evaluator, `held_first` and `held_last`; the standard error of such a mean, `error`; and over the last ones
-  the correlation of length with what was paid beyond the held-out grade, `length_last`, 0 where nothing was.
+  difference, `error`. With several tries per task also pass@k: `pass_before` and `pass_after`.
+* `regrade`: mean rewards of stored samples from the first and the last steps. Paid in training: `paid_first`,
+  `paid_last`. First samples graded again by the present training grader: `again_first`. By the held-out evaluator:
+  `held_first`, `held_last`. Standard error of such a mean: `error`. Over the last samples, the correlation of length
+  with the reward beyond the held-out grade: `length_last`, 0 without any.
 """
 Need = tuple[Question, str]
-"""A question, and the name in its answer that counts; "" where any does."""
+"""A question, and the name that its answer must contain; "" means any name."""
 NEEDS: dict[Need, str] = {
-    ("settings", ""): "which settings the server had in effect",
-    ("tasks", "shared"): "whether held-out tasks are trained on",
-    ("weights", "sampler"): "whether learner and sampler took the steps up",
-    ("regrade", "again_first"): "what the grader of today says of the first samples",
-    ("regrade", "held_last"): "what the held-out evaluator says of the samples that were paid",
-    ("held_out", "after"): "what it scored before and after",
-    ("held_out", "pass_after"): "what several tries at a task found before and after",
+    ("settings", ""): "the settings in effect on the server",
+    ("tasks", "shared"): "if held-out tasks are trained on",
+    ("weights", "sampler"): "if the steps changed the weights of learner and sampler",
+    ("regrade", "again_first"): "the present grader's rewards of the first samples",
+    ("regrade", "held_last"): "the held-out evaluator's rewards of the training samples",
+    ("held_out", "after"): "the scores before and after training",
+    ("held_out", "pass_after"): "pass@k before and after training",
 }
-"""For people."""
+"""Descriptions for messages."""
 Answer = Mapping[str, Value]
 SLOWER = 1 / 8
-"""Of the learning rate, in the trial that tells a step too large from everything else."""
+"""Factor of the learning rate in the trial that tests whether the steps were too large."""
 RATE = "job.optimizer.lr"
 
 
 @runtime_checkable
 class Prober(Protocol):
-    """A runner that can be asked. One that cannot is not, and whatever needs its answer is not said."""
+    """A runner that answers questions. Causes that need an answer are not reported for other runners."""
 
     def ask(self, key: str, question: Question) -> Answer | None:
-        """About the run launched under the key, which has ended. None where it cannot be told. Values are finite."""
+        """Answers a question about the ended run under the key. None if the answer is unknown. Values are finite."""
         ...
 
 
 def missing(decision: str, answer: object) -> list[Need]:
-    """What a decision of the book, if it is the answer to a question, does not tell."""
+    """Returns the needs that an answer leaves open. `decision` is the name under which the answer is recorded."""
     known = answer if isinstance(answer, dict) else {}
     return [need for need in asked_by(decision) if need[1] not in known and (need[1] or not known)]
 
@@ -71,23 +72,25 @@ def asked_by(decision: str) -> list[Need]:
 
 
 class Probes:
-    """What is asked about the trials of a study."""
+    """Asks questions about the trials of a study, each once."""
 
-    def __init__(self, desk: TrialLauncher) -> None:
-        self._desk = desk
+    def __init__(self, launcher: TrialLauncher) -> None:
+        self._launcher = launcher
         self._slower: dict[str, tuple[Trial, Outcome] | str] = {}
 
     def ask(self, trial: Trial, question: Question) -> Answer | None:
-        book, runner, name = self._desk.book, self._desk.runner, f"{question} of {trial.id}"
-        if name not in book.decisions:
-            key = launch_key(trial, len(book.outcomes[trial.id]))
-            book.decide(name, runner.ask(key, question) if isinstance(runner, Prober) else None)
-        answer = book.decisions[name]
+        log, runner, name = self._launcher.log, self._launcher.runner, f"{question} of {trial.id}"
+        if name not in log.decisions:
+            key = launch_key(trial, len(log.outcomes[trial.id]))
+            log.decide(name, runner.ask(key, question) if isinstance(runner, Prober) else None)
+        answer = log.decisions[name]
         assert answer is None or isinstance(answer, dict)
         return answer
 
     def slower(self, trial: Trial, rate: float) -> tuple[Trial, Outcome] | str:
-        """The same at an eighth of the learning rate, `rate`, or why there is none. One such trial serves all seeds."""
+        """Reruns the trial at an eighth of the learning rate `rate`, or returns the reason why not. One rerun serves
+        all seeds.
+        """
         run = canonical([trial.arm, dict(trial.setting), trial.fidelity])
         if run not in self._slower:
             self._slower[run] = self._rerun(trial, rate)
@@ -96,7 +99,7 @@ class Probes:
     def _rerun(self, trial: Trial, rate: float) -> tuple[Trial, Outcome] | str:
         again = replace(trial, setting={**trial.setting, RATE: rate * SLOWER}, phase="probe")
         try:
-            [outcome] = self._desk.run([again])
+            [outcome] = self._launcher.run([again])
         except OutOfBudget as refusal:
             return str(refusal)
         if outcome.end == "infra_failed":
@@ -121,18 +124,18 @@ class Case:
         return opening(self.signals[name])
 
     def ask(self, question: Question) -> dict[str, float] | None:
-        """The numbers of an answer; None where the runner cannot tell."""
+        """Returns the numbers of an answer; None if it is unknown."""
         answer = self.probes.ask(self.trial, question)
         return None if answer is None else {name: float(value) for name, value in answer.items()}
 
     @property
     def settings(self) -> Answer | None:
-        """What the server had in effect."""
+        """Settings in effect on the server."""
         return self.probes.ask(self.trial, "settings")
 
     @property
     def slower(self) -> Case | str:
-        """The same run at an eighth of the learning rate, or why there is none."""
+        """The same run at an eighth of the learning rate, or the reason why there is none."""
         rates = self.signals["optim/lr"]
         if not np.isfinite(rates).any():
             return "the run did not report its learning rate"
@@ -142,12 +145,55 @@ class Case:
 
 @dataclass(frozen=True)
 class Rule:
-    """Holds where `sign` is seen and `probe` does not explain it otherwise."""
+    """Holds if `symptom` is seen and `probe` rules out other causes."""
 
     cause: str
-    sign: Callable[[Case], Observation | None]
+    symptom: Callable[[Case], Observation | None]
     probe: Callable[[Case, Observation], Observation | None]
     meaning: str
-    """What it says about the study, and what to do."""
+    """Consequence for the study, and the remedy."""
     asks: Need | None = None
-    """What the cause is never said without."""
+    """The answer without which the cause is never reported."""
+
+
+TIMED = ("time/", "perf/")
+"""Signals that differ between equal runs."""
+TELLING = 8
+"""Distinct numbers that two runs must share to count as equal."""
+
+
+def duplicate_runs(runs: Iterable[tuple[Trial, Outcome]]) -> list[Diagnosis]:
+    """Returns a diagnosis for each run whose numbers all equal those of an earlier one."""
+    seen: dict[str, Trial] = {}
+    found = []
+    for trial, outcome in runs:
+        reported = {name: values for name, values in outcome.signals.items() if not name.startswith(TIMED)}
+        if len({value for values in reported.values() for value in values}) < TELLING:
+            continue
+        other = seen.setdefault(canonical([reported, trial.fidelity]), trial)
+        if other is not trial:
+            found.append(duplicated_seed(trial, other) if trial.seed != other.seed else no_op(trial, other))
+    return found
+
+
+def duplicated_seed(trial: Trial, other: Trial) -> Diagnosis:
+    return Diagnosis(
+        trial.id,
+        "duplicated_seed",
+        f"every number of the run is that of trial {other.id}, of seed {other.seed}, and this one has {trial.seed}",
+        tried="all signals of both runs were compared, step by step",
+        meaning="two seeds gave the same run, so the verdict is too certain. Check how seeds are set",
+    )
+
+
+def no_op(trial: Trial, other: Trial) -> Diagnosis:
+    differ = sorted(
+        name for name in {*trial.setting, *other.setting} if trial.setting.get(name) != other.setting.get(name)
+    )
+    return Diagnosis(
+        trial.id,
+        "no_op",
+        f"every number of the run is that of trial {other.id} of {other.arm!r}; they differ in {differ or 'nothing'}",
+        tried="all signals of both runs were compared, step by step",
+        meaning="the two arms are equal: the setting in which they differ is not used, and was not tested",
+    )

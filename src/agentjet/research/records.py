@@ -1,9 +1,4 @@
-"""What a study's parts have in common: JSON and back, and an id that is the hash of the content.
-
-What does not fit a schema, in our words: where it is, what stands there, and what would be right.
-
-What is kept and told of a failure: it begins with what happened, and its cause is the last line of a log.
-"""
+"""Records: JSON and back, an id that is the hash of the content, and messages about content that does not fit."""
 
 from __future__ import annotations
 
@@ -27,15 +22,13 @@ ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
 def adapter(kind: type) -> TypeAdapter[Any]:
-    """Built once for a class: that takes a millisecond."""
+    """Cached per class, because building an adapter takes a millisecond."""
     if kind not in ADAPTERS:
         ADAPTERS[kind] = TypeAdapter(kind)
     return ADAPTERS[kind]
 
 
 class Record:
-    """To and from JSON, and the id."""
-
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @cached_property
@@ -48,16 +41,16 @@ class Record:
 
     @classmethod
     def from_json(cls, content: object) -> Self:
-        """Raises `ConfigError` naming the first field that does not fit."""
+        """Raises `ConfigError` naming the first invalid field."""
         try:
             checked: Self = adapter(cls).validate_json(canonical(content), strict=True)
         except ValidationError as error:
-            raise ConfigError(f"{cls.__name__}: {sentence(error)}") from None
+            raise ConfigError(f"{cls.__name__}: {validation_message(error)}") from None
         return checked
 
 
 def canonical(content: object) -> str:
-    """JSON with one spelling per content. Not-a-number and infinities are refused."""
+    """JSON with one spelling per content. Raises `ValueError` for NaN and infinity."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -67,12 +60,12 @@ def refuse(wrong: bool, message: str) -> None:
 
 
 LONGEST = 60
-"""Characters of a wrong value."""
+"""Maximum characters shown of an invalid value."""
 ARM_NAME = r"^[\w.+-][\w .+-]{0,39}$"
 SETTING_NAME = r"^[a-z_0-9]+(\.[a-z_0-9]+)*$"
 HEXADECIMAL = r"^[0-9a-f]*$"
 PATTERNS = {
-    ARM_NAME: "a name of up to 40 letters, digits, blanks, dots and any of + - _, the first no blank",
+    ARM_NAME: "a name of up to 40 letters, digits, blanks, dots and any of + - _, without a leading blank",
     SETTING_NAME: "the name of a setting, such as job.optimizer.lr",
     HEXADECIMAL: "a hash in hexadecimal",
 }
@@ -88,32 +81,32 @@ KINDS = {
     "string": "text",
     "tuple": "a list",
 }
-"""By the first word of pydantic's type of an error."""
+"""Keyed by the first word of pydantic's error type."""
 
 
-def sentence(error: ValidationError) -> str:
-    """The first thing that does not fit. Of an unknown key the caller knows which there are."""
+def validation_message(error: ValidationError) -> str:
+    """Describes the first error of a validation: the key, the value and what is expected."""
     detail: Any = error.errors(include_url=False)[0]
     *outer, last = detail["loc"] or ("",)
     kind, value = detail["type"], shown(detail["input"])
     if last == "[key]":
-        return f"{dotted(outer[:-1])}: {value} must be {wanted(detail)}"
-    if last == "bool" and kind.startswith("bool"):  # the first of what a setting's value may be: it is none of these
+        return f"{dotted(outer[:-1])}: {value} must be {expectation(detail)}"
+    if last == "bool" and kind.startswith("bool"):  # the first type of a setting's value; no type fits
         return f"{dotted(outer)} = {value}: it must be text, a number, true or false"
     key = dotted([*outer, last])
     match kind:
         case "missing":
-            return f"{key}: it is not there, and has no default"
+            return f"{key}: is required"
         case "value_error":
             return f"{key}: {detail['ctx']['error']}"
         case "extra_forbidden" | "unexpected_keyword_argument":
-            return f"{key}: there is no such key"
+            return f"{key}: unknown key"
         case _:
-            return f"{key and f'{key} = '}{value}: it must be {wanted(detail)}"
+            return f"{key and f'{key} = '}{value}: it must be {expectation(detail)}"
 
 
-def wanted(detail: Mapping[str, Any]) -> str:
-    """What would fit, as the end of a sentence."""
+def expectation(detail: Mapping[str, Any]) -> str:
+    """Completes the sentence "it must be ..."."""
     bounds: Mapping[str, Any] = detail.get("ctx", {})
     match detail["type"]:
         case "greater_than":
@@ -127,9 +120,9 @@ def wanted(detail: Mapping[str, Any]) -> str:
         case "string_too_long":
             return f"text of at most {bounds['max_length']} characters"
         case "too_short":
-            return f"{bounds['min_length']} of them or more, and there are {bounds['actual_length']}"
+            return f"{bounds['min_length']} items or more, not {bounds['actual_length']}"
         case "too_long":
-            return f"{bounds['max_length']} of them or fewer"
+            return f"{bounds['max_length']} items or fewer"
         case "string_pattern_mismatch":
             return PATTERNS.get(bounds["pattern"], f"of the form {bounds['pattern']}")
         case "union_tag_invalid" | "union_tag_not_found":
@@ -150,11 +143,11 @@ def shown(value: object) -> str:
 
 LONGEST_NOTE = 2000
 LONGEST_LINE = 400
-"""Characters that are told on a terminal."""
+"""Maximum characters of a line on the terminal."""
 
 
 def shortened(text: str, limit: int = LONGEST_NOTE) -> str:
-    """A text that fits; of a longer one, its first sentences and its end."""
+    """Shortens a long text to its first sentences and its end. The cause of a failure is usually its last line."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -162,13 +155,13 @@ def shortened(text: str, limit: int = LONGEST_NOTE) -> str:
 
 
 def in_a_line(note: str) -> str:
-    """A note for a terminal: its first line, and the last of the log that it goes on with."""
+    """Formats a note for the terminal: its first line and the last line of the attached log."""
     first, *log = [line.strip() for line in note.splitlines() if line.strip()] or [""]
     return " ".join([whole_sentences(first, LONGEST_LINE), *(whole_sentences(line, LONGEST_LINE) for line in log[-1:])])
 
 
 def whole_sentences(text: str, limit: int) -> str:
-    """As many of the first ones as fit; of a first one that is too long, as many words."""
+    """Keeps as many leading sentences as fit, or as many words if the first sentence is too long."""
     if len(text) <= limit:
         return text
     ends = [match.end() for match in re.finditer(r"[.;!?](?=\s)", text[: limit + 1])]

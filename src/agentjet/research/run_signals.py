@@ -1,11 +1,9 @@
-"""Signals of a run as arrays, and whether they changed by more than their noise. Pure functions.
+"""Training metrics of a run as arrays, tests for change, and the detection of lost environments. Pure functions.
 
-Names are those of a server's metrics. A step that reported none is not-a-number here. T steps.
+Names are those of a server's metrics; T is the number of steps. A step that reported no value is NaN.
 
-Runs that are no results: the environment or the server died. Read from the outcome alone, when it arrives.
-
-Held-out plays that failed: each is played again, so that a score is of plays that did not fail. An outcome has their
-number among its signals, at the steps that were scored; those of before they were counted have none.
+A failed held-out episode is repeated, and both are counted in the signals `held_out/plays` and `held_out/failed` of the
+evaluated steps. Older outcomes lack these signals.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from agentjet.research.models import Diagnosis, Outcome
 
 Floats = NDArray[np.float64]
 FEWEST = 3
-"""Steps on either side without which nothing is compared."""
+"""Minimum steps on either side of a comparison."""
 CLEAR = 4.0
-"""Standard errors from which on a change is one. There are dozens of signs in a run: two would often be noise."""
+"""Standard errors that make a change significant. With dozens of signals per run, two would often be noise."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen, or what a probe answered: in words, in numbers, and from which step on."""
+    """An observation or the answer of a probe: as text, as numbers, and with the first step of the symptom."""
 
     words: str
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -36,7 +34,7 @@ class Observation:
 
 
 class Signals(Mapping[str, Floats]):
-    """By name, (T,). A signal that was never reported is empty."""
+    """Arrays (T,) by name. A signal that was never reported is empty."""
 
     def __init__(self, reported: Mapping[str, Sequence[float | None]]) -> None:
         self._arrays = {
@@ -56,7 +54,7 @@ class Signals(Mapping[str, Floats]):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From the mean of the first steps to that of the last ones."""
+    """Difference between the mean of the first steps and that of the last ones."""
 
     early: float
     late: float
@@ -85,7 +83,7 @@ def first(values: Floats) -> Floats:
 
 
 def opening(values: Floats) -> Floats:
-    """What was reported in the first third of the run."""
+    """Finite values in the first third of the run."""
     values = values[: len(values) // 3]
     return values[np.isfinite(values)]
 
@@ -96,7 +94,7 @@ def last(values: Floats) -> Floats:
 
 
 def change(values: Floats) -> Change | None:
-    """None where too few steps reported any."""
+    """Returns None if too few steps reported a value."""
     early, late = (part[np.isfinite(part)] for part in (first(values), last(values)))
     if len(values) < 2 * FEWEST or min(len(early), len(late)) < FEWEST:
         return None
@@ -105,32 +103,32 @@ def change(values: Floats) -> Change | None:
 
 
 def holds_since(holds: NDArray[np.bool_]) -> int | None:
-    """The first step from which on it holds to the end, where that is long enough to be more than an incident."""
+    """First step from which the condition holds to the end. None if that is shorter than a ninth of the run."""
     broken = np.flatnonzero(~holds)
     begin = int(broken[-1]) + 1 if len(broken) else 0
     return begin if len(holds) - begin >= max(FEWEST, len(holds) // 9) else None
 
 
 LOST_SHARE = 0.5
-"""Of the episodes, from which on an environment is dead: a flaky one loses a few."""
+"""Share of lost episodes that marks a dead environment; a flaky one loses a few."""
 JUMP = 5.0
-"""Standard errors of a step's mean reward that it falls by at once."""
+"""Standard errors by which a step's mean reward falls at once."""
 UNEVEN = 0.5
-"""Of the mean length: a policy whose answers differ by more from step to step has changed."""
+"""Share of the mean length. If lengths of answers vary by more between steps, the policy has changed."""
 DEAD = "dead_environment"
 SERVER = "server_lost"
 
 
 def with_dead_environment(outcome: Outcome) -> Outcome:
-    """The outcome as it came, or `infra_failed` where its environment died on the way."""
+    """Returns the outcome, as `infra_failed` if its environment died during the run."""
     dead = dead_environment(Signals(outcome.signals))
     if dead is None or outcome.end == "infra_failed":
         return outcome
     return replace(outcome, end="infra_failed", score=None, curve=(), note=f"{DEAD}: {dead.words}")
 
 
-def lost(outcome: Outcome) -> Diagnosis | None:
-    """Why the infrastructure lost a run."""
+def lost_run_diagnosis(outcome: Outcome) -> Diagnosis | None:
+    """Diagnosis of a run that the infrastructure lost."""
     if outcome.end != "infra_failed":
         return None
     dead = dead_environment(Signals(outcome.signals))
@@ -140,7 +138,7 @@ def lost(outcome: Outcome) -> Diagnosis | None:
             DEAD,
             dead.words,
             tried="the run was repeated with the same seed",
-            meaning="its rewards say nothing about the policy: the run is no result. Look at the agents' logs",
+            meaning="its rewards do not measure the policy: the run is not a result. Check the agents' logs",
             step=dead.step,
             evidence=dead.numbers,
         )
@@ -150,7 +148,7 @@ def lost(outcome: Outcome) -> Diagnosis | None:
         SERVER,
         f"the run ended after {steps} steps: {outcome.note or 'no reason was given'}",
         tried="the run was repeated with the same seed",
-        meaning="nothing about the setting: the run is no result. Look at the server's log",
+        meaning="the run is not a result about its setting. Check the server's log",
         step=steps,
     )
 
@@ -160,7 +158,7 @@ def dead_environment(signals: Signals) -> Observation | None:
 
 
 def vanished(signals: Signals) -> Observation | None:
-    """Episodes that were begun and did not come back, to the end."""
+    """Symptom: many started episodes never end, up to the end of the run."""
     came, gone = signals["batch/episodes"], signals["episodes/expired"] + signals["episodes/aborted"]
     if not len(came) or len(came) != len(gone):
         return None
@@ -173,9 +171,10 @@ def vanished(signals: Signals) -> Observation | None:
 
 
 def mute(signals: Signals) -> Observation | None:
-    """Every episode earns the same from one step to the next, while the policy writes as it did before.
+    """Symptom: every episode earns the same from one step to the next, while the policy's answers stay as long as
+    before.
 
-    A policy that was ruined also earns nothing; but it writes differently.
+    A ruined policy also earns nothing, but its answers change.
     """
     rewards, spread, length = (signals[name] for name in ("reward/mean", "reward/std", "completion/tokens"))
     episodes = signals["batch/episodes"]
@@ -200,11 +199,11 @@ def mute(signals: Signals) -> Observation | None:
 PLAYS = "held_out/plays"
 FAILED = "held_out/failed"
 MANY_FAILED = 0.1
-"""A larger share of failed plays is said beside the verdict: what is scored may be a choice among plays."""
+"""Above this share of failed episodes the verdict carries a note, because the score may come from a selection."""
 
 
 class HeldOutCounts(NamedTuple):
-    """So many, of which so many failed."""
+    """Number of held-out episodes, and of those that failed."""
 
     num: int = 0
     failed: int = 0
@@ -215,7 +214,7 @@ class HeldOutCounts(NamedTuple):
 
 
 def held_out_counts(outcomes: Iterable[Outcome]) -> HeldOutCounts:
-    """Of the scorings at the last steps, which the scores are."""
+    """Counts of the last evaluations, which are the scores."""
     ended = list(outcomes)
     num, failed = (
         sum(int((outcome.signals.get(name) or (0,))[-1] or 0) for outcome in ended) for name in (PLAYS, FAILED)

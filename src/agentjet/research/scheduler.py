@@ -1,24 +1,15 @@
-"""Which settings of an arm are tried, where its knobs have too many combinations to try them all.
+"""The schedule of a study: tune each arm, freeze its setting, confirm, diagnose; and the cost of that in advance.
 
-Optuna proposes and forgets: each time its sampler is made anew from the scores that came back and a seed of the event,
-so there is no second record beside the journal, and a study that is resumed is proposed the same. It knows the knobs
-as positions on their ladders of values, so that a range and a list are the same to it.
+Each arm is tuned before arms are compared, because an ablation at one fixed learning rate measures the learning rate.
+Tuning is successive halving (Karnin et al. 2013) that continues the survivors, then more seeds for the finalists.
+Halving drops slow starters. So the first arm is run in full with one seed, and rungs that would have lost a setting
+that matters are skipped for all arms. Scores from tuning choose settings and nothing else.
 
-Exploring: each arm's nuisance knobs are tuned over the same values, by the same procedure, before arms are compared.
+If the knobs have too many combinations, Optuna proposes candidates. Its sampler is rebuilt each time from the scores
+and a derived seed, so that a resumed study gets the same proposals. Optuna sees each knob as a position in its values.
 
-An ablation at one fixed learning rate measures the learning rate. So every arm is given its best setting: successive
-halving (Karnin et al. 2013) that continues the survivors, then a few more seeds for the finalists. Halving drops what
-starts badly, which is wrong where an early lead is lost later; the first arm is therefore run in full with one seed,
-and rungs that would have lost something that matters there are skipped for all arms. Where the knobs have too many
-combinations, candidates are proposed. Scores from here choose settings and nothing else.
-
-`conduct`: a study from plan to findings: explore, freeze, confirm, diagnose. `conduct_with_annexes`: that and what
-was added.
-
-Functions of the study and of the outcomes: run again over the same book they make the same decisions, launch nothing
-twice, and go on where they were interrupted.
-
-What a study would cost, found out by conducting it on made-up scores: the procedure itself says what it takes.
+All functions depend only on the study and its outcomes. Run again over the same log, they decide the same, launch
+nothing twice, and continue where they were interrupted.
 """
 
 from __future__ import annotations
@@ -37,27 +28,28 @@ from agentjet.research.amendments import NOT_ADDED, annex, not_added
 from agentjet.research.confirmation import confirm
 from agentjet.research.diagnosis import diagnose
 from agentjet.research.journal import StudyLog
-from agentjet.research.launcher import OutOfBudget, Runner, SteeringFile, TrialLauncher, seed_of
+from agentjet.research.launcher import OutOfBudget, SteeringFile, TrialLauncher, TrialRunner, seed_of
 from agentjet.research.models import Arm, Finding, Outcome, Setting, Study, Trial, canonical
 
 WHOLE = 16
-"""Up to so many combinations, all of them are candidates."""
+"""Maximum combinations that are all tried."""
 FIRST = 8
-"""Candidates that are drawn before anything is known."""
+"""Random candidates before the first scores."""
 ROUNDS, EACH = 4, 4
-"""Times that more are proposed from the scores so far, and how many: on a smooth hill of three knobs the best of these
-24 is half as far from the top as the best of 24 drawn at random."""
+"""Rounds of proposals, and proposals per round. On a smooth surface of three knobs, the best of these 24 is half as far
+from the optimum as the best of 24 random ones.
+"""
 
 
 def is_searched(arm: Arm) -> bool:
-    """Whether the arm's knobs have more combinations than are tried."""
+    """True if the arm's knobs have more combinations than are tried."""
     return prod(len(knob.values) for knob in arm.nuisance) > WHOLE
 
 
 def proposed(study: Study, arm: Arm, known: Sequence[tuple[Setting, float]]) -> list[Setting]:
-    """The next candidates, all different and none of them known. The same arguments give the same ones.
+    """Returns the next candidates, all different and new. The same arguments give the same candidates.
 
-    `known` are the candidates so far with their scores, higher is better; minus infinity is that of a lost run.
+    `known` are the candidates so far with their scores; minus infinity is the score of a lost run.
     """
     import optuna
 
@@ -74,7 +66,7 @@ def proposed(study: Study, arm: Arm, known: Sequence[tuple[Setting, float]]) -> 
     seen = {canonical(dict(setting)) for setting, _ in known}
     found: list[Setting] = []
     wanted = EACH if known else FIRST
-    for _ in range(20 * wanted):  # a sampler may say the same again
+    for _ in range(20 * wanted):  # the sampler may repeat a candidate
         positions = search.ask(distributions).params
         setting = {**arm.changes, **{knob.name: knob.values[positions[knob.name]] for knob in arm.nuisance}}
         if canonical(setting) not in seen:
@@ -86,23 +78,23 @@ def proposed(study: Study, arm: Arm, known: Sequence[tuple[Setting, float]]) -> 
 
 
 def proposal_seed(study: Study, arm: Arm, num_known: int) -> int:
-    """32 bits. Arms that tune the same knobs begin with the same candidates."""
+    """A 32-bit seed. Arms that tune the same knobs start with the same candidates."""
     knobs = [knob.to_json() for knob in arm.nuisance]
     name = canonical([study.id, "asking", knobs, num_known])
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
 
 
 ETA = 3
-"""One in so many survives a rung, and never fewer than so many."""
+"""One in this many survives a rung; also the minimum number of survivors."""
 FINALISTS = 2
 FINAL_SEEDS = 2
-"""Seeds of a finalist, the first one included."""
+"""Seeds of a finalist, including the first."""
 TOLERATED_LOSS = 0.5
-"""Of the smallest effect of interest: a rung that would have cost the first arm more at the end is skipped."""
+"""In smallest effects of interest. A rung that would have cost the first arm more than this is skipped."""
 
 
-def tune(study: Study, desk: TrialLauncher) -> dict[str, Setting]:
-    """By arm, the setting it is judged at. An arm that the budget did not suffice for is missing."""
+def tune(study: Study, launcher: TrialLauncher) -> dict[str, Setting]:
+    """Returns the setting to judge, by arm. An arm is missing if the budget was too small to tune it."""
     chosen: dict[str, Setting] = {}
     rungs: tuple[float, ...] | None = None
     for arm in study.arms:
@@ -111,11 +103,11 @@ def tune(study: Study, desk: TrialLauncher) -> dict[str, Setting]:
         if len(candidates) == 1:
             chosen[arm.name] = candidates[0]
             continue
-        search = Search(study, arm, desk)
+        search = Search(study, arm, launcher)
         try:
             if rungs is None:
                 rungs = reliable_rungs(study, search, candidates)
-                desk.book.decide("rungs", list(rungs))
+                launcher.log.decide("rungs", list(rungs))
             for _ in range(ROUNDS if searched else 0):
                 scores = search.run(candidates, rungs[0], seed=0)
                 candidates += proposed(study, arm, list(zip(candidates, scores, strict=True)))
@@ -124,7 +116,7 @@ def tune(study: Study, desk: TrialLauncher) -> dict[str, Setting]:
             pass
         best = search.best()
         if best is not None:
-            desk.book.decide(f"setting of {arm.name}", dict(best))
+            launcher.log.decide(f"setting of {arm.name}", dict(best))
             chosen[arm.name] = best
     return chosen
 
@@ -139,19 +131,21 @@ def settings(arm: Arm) -> list[Setting]:
 
 
 def reliable_rungs(study: Study, search: Search, candidates: Sequence[Setting]) -> tuple[float, ...]:
-    """The rungs that would have lost this arm nothing that matters, by one seed of everything; the last one always."""
+    """Returns the rungs that would have lost this arm nothing that matters, judged by one seed. The last rung is always
+    kept.
+    """
     scores = {rung: search.run(candidates, rung, seed=0) for rung in study.rungs}
     last = scores[study.rungs[-1]]
     return tuple(
         rung
         for rung in study.rungs
-        if rung == study.rungs[-1] or lost(scores[rung], last) <= TOLERATED_LOSS * study.sesoi
+        if rung == study.rungs[-1] or rank_loss(scores[rung], last) <= TOLERATED_LOSS * study.sesoi
     )
 
 
-def lost(early: Sequence[float], late: Sequence[float]) -> float:
-    """By how much the best at the end is better than the best of those that survive early on; infinite where the early
-    scores tell nothing apart, or any is missing.
+def rank_loss(early: Sequence[float], late: Sequence[float]) -> float:
+    """Returns how much better the best final score is than the best among early survivors. Infinite if early scores are
+    all equal or any is missing.
     """
     if not np.isfinite([*early, *late]).all() or np.ptp(early) == 0:
         return float("inf")
@@ -168,17 +162,17 @@ def best_first(scores: Sequence[float]) -> list[int]:
 
 
 class Search:
-    """One arm's search: what was run, and what was best so far."""
+    """The tuning of one arm: its trials and the best setting so far."""
 
-    def __init__(self, study: Study, arm: Arm, desk: TrialLauncher) -> None:
+    def __init__(self, study: Study, arm: Arm, launcher: TrialLauncher) -> None:
         self._study = study
         self._arm = arm
-        self._desk = desk
+        self._launcher = launcher
         self._scores: dict[str, dict[float, dict[int, float]]] = {}
         self._settings: dict[str, Setting] = {}
 
     def halve(self, candidates: Sequence[Setting], rungs: Sequence[float]) -> None:
-        """Successive halving with one seed, then the finalists with the others. Raises `OutOfBudget` on the way."""
+        """Successive halving with one seed, then the finalists with the others. Raises `OutOfBudget`."""
         alive = list(candidates)
         for rung in rungs:
             scores = self.run(alive, rung, seed=0)
@@ -187,13 +181,13 @@ class Search:
             self.run(alive, rungs[-1], seed=seed)
 
     def run(self, candidates: Sequence[Setting], fidelity: float, *, seed: int) -> list[float]:
-        """Scores in order; a setting that the infrastructure lost for good scores below all others."""
+        """Returns scores in order. A lost run scores minus infinity."""
         trials = [
             Trial(self._study.id, self._arm.name, setting, seed_of(self._study, "explore", seed), "explore", fidelity)
             for setting in candidates
         ]
         scores = []
-        for setting, outcome in zip(candidates, self._desk.run(trials), strict=True):
+        for setting, outcome in zip(candidates, self._launcher.run(trials), strict=True):
             if outcome.score is not None:
                 name = canonical(dict(setting))
                 self._settings[name] = setting
@@ -202,7 +196,7 @@ class Search:
         return scores
 
     def best(self) -> Setting | None:
-        """Of the settings that came furthest with most seeds, the one with the best mean."""
+        """Returns the setting with the best mean among those with the longest runs and the most seeds."""
 
         def merit(name: str) -> tuple[float, int, float]:
             fidelity, by_seed = max(self._scores[name].items())
@@ -212,101 +206,108 @@ class Search:
 
 
 MAX_ADVICE = 3
-"""Times an adviser is heard after the data began."""
+"""Maximum number of times an adviser is asked after the data began."""
 
 
 class Adviser(Protocol):
-    """What may propose something when a study has its findings: see `agentjet.research.planner.proposals`."""
+    """Proposes additions to a study that has its findings: see `agentjet.research.planner.proposals`."""
 
-    def advise(self, desk: TrialLauncher, findings: list[Finding]) -> None: ...
+    def advise(self, launcher: TrialLauncher, findings: list[Finding]) -> None: ...
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """A study that was conducted: the first, or an annex."""
+    """A conducted study: the first one, or an annex."""
 
     study: Study
-    book: StudyLog
+    log: StudyLog
     findings: list[Finding]
-    desk: TrialLauncher
+    launcher: TrialLauncher
 
 
 def conduct(
-    study: Study, book: StudyLog, runner: Runner, steering: SteeringFile | None = None
+    study: Study, log: StudyLog, runner: TrialRunner, steering_file: SteeringFile | None = None
 ) -> tuple[list[Finding], TrialLauncher]:
-    """The findings, in the order of the hypotheses, and the desk with its ledger."""
-    desk = TrialLauncher(study, book, runner, steering)
-    findings = confirm(study, tune(study, desk), desk)
-    diagnose(desk)
-    return findings, desk
+    """Returns the findings in the order of the hypotheses, and the launcher with its spending."""
+    launcher = TrialLauncher(study, log, runner, steering_file)
+    findings = confirm(study, tune(study, launcher), launcher)
+    diagnose(launcher)
+    return findings, launcher
 
 
 def conduct_with_annexes(
-    study: Study, book: StudyLog, runner: Runner, steering: SteeringFile | None = None, adviser: Adviser | None = None
+    study: Study,
+    log: StudyLog,
+    runner: TrialRunner,
+    steering_file: SteeringFile | None = None,
+    adviser: Adviser | None = None,
 ) -> list[StudyRun]:
-    """The study, then annex after annex as long as something was added to the one before and can be paid."""
-    chapters: list[StudyRun] = []
-    with ExitStack() as books:
+    """Conducts the study, then one annex after another, while something was added and can be paid."""
+    study_runs: list[StudyRun] = []
+    with ExitStack() as logs:
         following: Study | None = study
-        current = book
+        current = log
         while following is not None:
-            findings, desk = conduct(following, current, runner, steering)
-            chapters.append(StudyRun(following, current, findings, desk))
-            stopped = any(chapter.desk.helm.course.stopped for chapter in chapters)
-            if adviser and not stopped and len(chapters) <= MAX_ADVICE:
-                adviser.advise(desk, findings)
-            probe(desk)
-            left = desk.ledger.left("confirm")
-            if dropped := not_added(desk.helm.course, left):
+            findings, launcher = conduct(following, current, runner, steering_file)
+            study_runs.append(StudyRun(following, current, findings, launcher))
+            stopped = any(study_run.launcher.steering.amended.stopped for study_run in study_runs)
+            if adviser and not stopped and len(study_runs) <= MAX_ADVICE:
+                adviser.advise(launcher, findings)
+            probe(launcher)
+            left = launcher.spending.left("confirm")
+            if dropped := not_added(launcher.steering.amended, left):
                 current.decide(NOT_ADDED, dropped)
-            following = annex(desk.helm.course, frozen(current), left)
+            following = annex(launcher.steering.amended, frozen(current), left)
             if following:
-                steering = desk.helm.steering_after()
-                current = books.enter_context(book.annex(len(chapters)))
-    return chapters
+                steering_file = launcher.steering.file_for_annex()
+                current = logs.enter_context(log.annex(len(study_runs)))
+    return study_runs
 
 
-def probe(desk: TrialLauncher) -> None:
-    """The runs that were asked for to understand an arm. They decide nothing."""
-    for number, (arm, setting) in enumerate(desk.helm.course.probes, 1):
-        seed = seed_of(desk.study, "probe", number)
+def probe(launcher: TrialLauncher) -> None:
+    """Runs the probes that were requested. They decide nothing."""
+    for number, (arm, setting) in enumerate(launcher.steering.amended.probes, 1):
+        seed = seed_of(launcher.study, "probe", number)
         try:
-            desk.run([Trial(desk.study.id, arm, setting, seed, "probe")])
-        except OutOfBudget as refusal:  # capped or vetoed since it was granted
-            desk.book.decide(f"probe {number}", str(refusal))
+            launcher.run([Trial(launcher.study.id, arm, setting, seed, "probe")])
+        except OutOfBudget as refusal:  # capped or vetoed after the request was granted
+            launcher.log.decide(f"probe {number}", str(refusal))
 
 
-def frozen(book: StudyLog) -> Mapping[str, Setting]:
-    """By arm, the setting it was judged at."""
-    settings = book.decisions.get("frozen", {})
+def frozen(log: StudyLog) -> Mapping[str, Setting]:
+    """By arm, the setting that was judged."""
+    settings = log.decisions.get("frozen", {})
     assert isinstance(settings, dict)
     return settings
 
 
 PLENTY = 1e6
-"""A budget that no study exhausts, in full runs."""
+"""A budget in full runs that no study exhausts."""
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostEstimate:
     """In full runs."""
 
     least: float
-    """Where every claim is plain at the first look, and early ranks are those of the end."""
+    """If every claim is clear at the first look and early ranks are final."""
     most: float
-    """Where nothing is decided before the last look, and early ranks mislead."""
+    """If nothing is decided before the last look and early ranks mislead."""
 
 
-def estimate_cost(study: Study) -> Cost:
+def estimate_cost(study: Study) -> CostEstimate:
     plenty = replace(study, budget=PLENTY)
-    return Cost(
-        *(conduct(plenty, StudyLog(), SyntheticRunner(plenty, plain=plain))[1].ledger.total for plain in (True, False)),
+    return CostEstimate(
+        *(
+            conduct(plenty, StudyLog(), SyntheticRunner(plenty, plain=plain))[1].spending.total
+            for plain in (True, False)
+        ),
     )
 
 
 class SyntheticRunner:
-    """A runner without runs: arms far apart and ranked alike throughout, or ranked the other way round early on, and in
-    the end so alike that only the last look can say so.
+    """Returns made-up scores. Plain: arms are far apart and ranked alike throughout. Otherwise: early ranks are
+    reversed, and final scores are so close that only the last look can decide.
     """
 
     def __init__(self, study: Study, *, plain: bool) -> None:

@@ -1,6 +1,6 @@
-"""Where trials run: a `ServerSlot` has room for one run at a time, and serves it from where that run stands.
+"""Servers on which trials run. A `ServerSlot` serves one run at a time and continues it where it stands.
 
-`LeasedServerSlot`: a server that somebody else started, had for the study alone.
+`LeasedServerSlot` uses a server that someone else started, leased for the study.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from agentjet.research.models import Study
 from agentjet.research.records import Record, Setting
 
 MODEL = ("model", "model.name", "model.path")
-"""What nobody sets: it is named with the study."""
+"""Settings that arms cannot set: the model belongs to the study."""
 OPERATION = ("server.", "model.threads")
-"""Settings that nothing trained depends on."""
+"""Settings that do not affect training."""
 
 
 class ServerUnavailable(ConfigError):
-    """A place that no trial can be had from."""
+    """No trial can run on this server."""
 
 
 @dataclass(frozen=True)
 class Address(Record):
-    """A server, as a client reaches it. `token` is the client's or the admin's, `lease` the epoch it works under."""
+    """URL and token of a server. `token` is the client token or the admin token; `lease` is the epoch of the lease."""
 
     url: str
     token: str
@@ -42,23 +42,23 @@ class Address(Record):
 
 
 def check_model(settings: Setting) -> None:
-    """Raises `ConfigError` for a model among the settings: the study has one."""
+    """Raises `ConfigError` if the settings name a model."""
     for name in MODEL:
         if name in settings:
             raise ConfigError(
-                f"{name} = {settings[name]!r}: --model is what all arms run; another model is another study, in "
-                "another folder"
+                f"{name} = {settings[name]!r}: all arms run the study's --model; plan another study for another "
+                "model, in another folder"
             )
 
 
 def check_changes(changes: Setting) -> None:
-    """Raises `ConfigError` for what arms cannot differ in: they would be trained alike."""
+    """Raises `ConfigError` for settings in which arms cannot differ, because training would be the same."""
     check_model(changes)
     for name, value in changes.items():
         if name.startswith(OPERATION):
             raise ConfigError(
-                f"{name} = {value!r} belongs to the server, and nothing that is trained depends on it: set it for all "
-                "arms (--set), or leave it out"
+                f"{name} = {value!r} belongs to the server and does not affect training: set it for all "
+                "arms (--set), or omit it"
             )
 
 
@@ -69,50 +69,50 @@ class RunningServer(Protocol):
     def address(self) -> Address: ...
 
     def check(self) -> None:
-        """Asked again and again meanwhile. Raises `AgentJetError` when the run is served no more."""
+        """Called repeatedly during the trial. Raises `AgentJetError` if the run is not served any more."""
         ...
 
 
 class ServerSlot(Protocol):
-    """Room for one run of a policy. Used by one thread."""
+    """A slot for one run of a policy. Used by one thread."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for messages."""
         ...
 
-    def serving(self, run: Path, settings: Setting, stopping: Event) -> AbstractContextManager[RunningServer]:
-        """A server of the run that has the folder `run`: it stands at the base model, or where the run was when it was
-        last served. Nobody else trains there meanwhile.
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> AbstractContextManager[RunningServer]:
+        """Serves the run with the folder `run`, from the base model or from where the run stopped. Nothing else trains
+        there.
 
-        Raises `AgentJetError` when there is none to be had, or the study is `stopping` before there is.
+        Raises `AgentJetError` if no server is available, or if the study is `stopping`.
         """
         ...
 
     def check(self) -> None:
-        """Ask for the place once. Raises `ServerUnavailable` where no trial could be had from it; that somebody
-        else has it is no reason.
+        """Contacts the server once. Raises `ServerUnavailable` if no trial could run there. A lease of another holder
+        is not an error.
         """
         ...
 
-    def over(self, run: Path) -> None:
-        """Nobody will take the run further: what it takes to do so may go."""
+    def run_finished(self, run: Path) -> None:
+        """Called when no trial continues this run; files that only a continuation needs may be deleted."""
         ...
 
     def close(self) -> None:
-        """The study needs the place no more."""
+        """Called when the study needs the slot no more."""
         ...
 
 
 LEASE_SECONDS = 60.0
-"""Of a lease: how long a researcher may be silent before others may have the server."""
+"""Duration of a lease without renewal."""
 POLL_SECONDS = 0.5
 SERVER_SETTINGS = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
-"""Settings that are the server's own affair: how fast it is, not what is trained."""
+"""Settings of the server that affect speed, not training."""
 
 
 WEIGHTS = "weights"
-"""Beside the runs: the fingerprint of the model they begin with."""
+"""File beside the runs with the fingerprint of their base model."""
 
 
 class ServerLost(AgentJetError):
@@ -121,7 +121,7 @@ class ServerLost(AgentJetError):
 
 @dataclass
 class LeasedServer:
-    """A run on a leased server. The lease is renewed as long as somebody asks."""
+    """A run on a leased server. `check` renews the lease."""
 
     swarm: Swarm
     holder: str
@@ -134,7 +134,7 @@ class LeasedServer:
         self._renewed = self.monotonic()
 
     def check(self) -> None:
-        """Raises `AgentJetError` when the lease is another's, or the server serves something else."""
+        """Raises `AgentJetError` if another holder has the lease, or if the server serves another run."""
         if self.monotonic() - self._renewed < LEASE_SECONDS / 4:
             return
         lease = self.swarm.take_lease(self.holder, LEASE_SECONDS, epoch=self.address.lease)
@@ -145,15 +145,15 @@ class LeasedServer:
 
 @dataclass
 class LeasedServerSlot:
-    """A server at `url`, with its admin token. It is kept from one trial to the next, and given back when the study
-    ends or is idle for the time of a lease: several studies may name it.
+    """A server at `url` with its admin token. It is kept between trials. It is returned when the study ends or is idle
+    for the duration of a lease, so several studies may name it.
     """
 
     url: str
     token: str
     holder: str
-    tell: Callable[[str], None]
-    """Hears for whom the study waits."""
+    notify: Callable[[str], None]
+    """Called with a message while the study waits for another holder."""
     _epoch: int | None = None
 
     @property
@@ -161,7 +161,7 @@ class LeasedServerSlot:
         return self.url
 
     def check(self) -> None:
-        """Once a server is had, this renews its lease."""
+        """Takes the lease, or renews it if it is held."""
         try:
             with Swarm(self.url, self.token) as swarm:
                 self._epoch = swarm.take_lease(self.holder, LEASE_SECONDS, epoch=self._epoch).epoch
@@ -174,30 +174,30 @@ class LeasedServerSlot:
             ) from None
 
     @contextmanager
-    def serving(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LeasedServer]:
-        """Waits while somebody else has the server."""
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LeasedServer]:
+        """Waits while another holder has the server."""
         job = job_of(settings)
         with Swarm(self.url, self.token) as swarm:
             self._epoch = self._taken(swarm, stopping)
         with Swarm(self.url, self.token, lease=self._epoch) as holder:
             self._check_model(holder, settings)
-            name = name_there(run)
+            name = server_run_name(run)
             holder.enter_run(name, job)
-            served = LeasedServer(holder, self.holder, name, Address(self.url, self.token, self._epoch))
+            server = LeasedServer(holder, self.holder, name, Address(self.url, self.token, self._epoch))
             while (status := holder.status()).state in ("loading", "offline"):
-                served.check()
+                server.check()
                 stopping.wait(POLL_SECONDS)
-                give_up(stopping)
+                check_not_stopping(stopping)
             if status.state == "failed":
                 raise ServerLost(f"{self.url} could not load the model: {status.waiting_for}")
             check_weights(run.parent / WEIGHTS, self.url, status.model_weights)
-            yield served
+            yield server
 
-    def over(self, run: Path) -> None:
-        """The server keeps what it has."""
+    def run_finished(self, run: Path) -> None:
+        """Does nothing: the server keeps its files."""
 
     def close(self) -> None:
-        """Give the server back, where it is still held."""
+        """Ends the lease if it is still held."""
         if self._epoch is not None:
             with Swarm(self.url, self.token) as swarm, suppress(AgentJetError):
                 swarm.take_lease(self.holder, LEASE_SECONDS, epoch=self._epoch)
@@ -205,53 +205,53 @@ class LeasedServerSlot:
             self._epoch = None
 
     def _taken(self, swarm: Swarm, stopping: Event) -> int:
-        """The epoch of the lease that is held from now on."""
-        told = False
+        """Waits for the lease and returns its epoch."""
+        notified = False
         while True:
-            give_up(stopping)
+            check_not_stopping(stopping)
             try:
                 return swarm.take_lease(self.holder, LEASE_SECONDS, epoch=self._epoch).epoch
             except Conflict as conflict:
                 if conflict.code not in ("leased", "lease_over"):
                     raise
                 if self._epoch is None:
-                    if not told:
-                        self.tell(f"waiting for {self.url}: {conflict}")
-                    told = True
+                    if not notified:
+                        self.notify(f"waiting for {self.url}: {conflict}")
+                    notified = True
                     stopping.wait(POLL_SECONDS)
                 self._epoch = None
 
     def _check_model(self, swarm: Swarm, settings: Setting) -> None:
-        """Raises `ConfigError` when the server serves another model than the study's."""
+        """Raises `ConfigError` if the server serves another model than the study's."""
         wanted, found = Path(str(settings["model.name"])).name, swarm.status().model
         if Path(found).name != wanted:
             raise ConfigError(f"{self.url} serves {found!r}, and the study trains {wanted!r}: name another server")
 
 
-def give_up(stopping: Event) -> None:
+def check_not_stopping(stopping: Event) -> None:
     if stopping.is_set():
-        raise ServerLost("the study ended while it waited for the server")
+        raise ServerLost("the study ended while waiting for the server")
 
 
 def check_weights(file: Path, url: str, found: str) -> None:
-    """Raises `ConfigError` when a server's model has other weights than that of the study's first server, which `file`
-    notes. What is called alike need not be alike.
+    """Raises `ConfigError` if the server's weights differ from those of the study's first server, recorded in `file`.
+    Models with equal names can differ.
     """
     with file.open("a+", encoding="utf-8") as noted:
-        fcntl.flock(noted, fcntl.LOCK_EX)  # against the other places of the study
+        fcntl.flock(noted, fcntl.LOCK_EX)  # other slots of the study write it too
         noted.seek(0)
         first = noted.read()
         if not first:
             noted.write(found)
     if first and found and first != found:
         raise ConfigError(
-            f"{url} serves other weights by the model's name: its model_weights are {found!r}, and the study began "
-            f"with {first!r}: serve the same model there, or leave that server out"
+            f"{url} serves other weights under the model's name: its model_weights are {found!r}, but the study "
+            f"started with {first!r}: serve the same model there, or remove that server"
         )
 
 
-def name_there(run: Path) -> str:
-    """What a run is called on servers: one that begins anew, after it was lost, is another there."""
+def server_run_name(run: Path) -> str:
+    """Returns the run's name on servers. A run that restarts after a loss gets a new name."""
     file = run / "name"
     if not file.exists():
         write_whole(file, f"{run.name}-{uuid.uuid4().hex[:6]}")
@@ -259,23 +259,23 @@ def name_there(run: Path) -> str:
 
 
 def check_arms(study: Study) -> None:
-    """Raises `ConfigError` for an arm that sets or tunes what such a server keeps: nothing would come of it."""
+    """Raises `ConfigError` for an arm that sets or tunes a setting which a running server cannot change."""
     for arm in study.arms:
         for name in (*arm.changes, *(knob.name for knob in arm.nuisance)):
             if not name.startswith("job."):
                 raise ConfigError(
-                    f"arm {arm.name!r}: {name} is kept by a server that is running: leave --server out, and the study "
-                    "starts its own"
+                    f"arm {arm.name!r}: {name} cannot be changed on a running server: omit --server, and the study "
+                    "starts its servers"
                 )
 
 
 def job_of(settings: Setting) -> dict[str, object]:
-    """The whole of the job settings. Raises `ConfigError` for settings that only whoever starts a server can make."""
+    """Returns the complete job settings. Raises `ConfigError` for settings that need a new server."""
     for name in settings:
         if not name.startswith(("job.", "model.name", *SERVER_SETTINGS)):
             raise ConfigError(
-                f"{name} = {settings[name]!r} cannot be set on a server that is running: leave --server out, and the "
-                "study starts its own"
+                f"{name} = {settings[name]!r} cannot be set on a running server: omit --server, and the study "
+                "starts its servers"
             )
     job = {name: value for name, value in settings.items() if name.startswith("job.")}
     return parse_config(job).job.model_dump(mode="json")

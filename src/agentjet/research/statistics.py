@@ -1,9 +1,8 @@
-"""From scores of seeds to a verdict: Welch's test at pre-declared looks, equivalence by two one-sided tests, Holm.
+"""Verdicts from scores: Welch's test at declared looks, equivalence by two one-sided tests, Holm's correction.
 
-Pure functions on numbers; what is run, and when, is the scheduler's. Verdicts come from Welch's t because a percentile
-bootstrap of three to five seeds finds differences in noise 12 to 21 times in a hundred. Looks are priced: testing at
-every look at the full alpha would find three times too many. A verdict and its interval never disagree, since the
-verdict is read off the interval.
+Pure functions on numbers. Verdicts use Welch's t, because a percentile bootstrap of three to five seeds finds
+differences in noise in 12 to 21 %. Each look is tested at a stricter level: the full alpha at every look
+would find three times too many. A verdict never contradicts its interval, because it is read from the interval.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from scipy import integrate, optimize, special, stats
 from agentjet.research.models import Verdict
 
 EXACT_ARRANGEMENTS = 20_000
-"""A permutation test of more arrangements than these is sampled."""
+"""Above this number of arrangements the permutation test is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +35,19 @@ class Difference:
     degrees: float
 
     def p_value(self) -> float:
-        """Two-sided, of no difference."""
+        """Two-sided p-value of no difference."""
         if self.error == 0:
             return 1.0 if self.estimate == 0 else 0.0
         return float(2 * special.stdtr(self.degrees, -abs(self.estimate) / self.error))
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Two-sided, missed with probability `level`."""
+        """Two-sided interval that misses the true difference with probability `level`."""
         half = float(special.stdtrit(self.degrees, 1 - level / 2)) * self.error if self.error else 0.0
         return self.estimate - half, self.estimate + half
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """`a` minus `b`, of two or more scores each."""
+    """Difference `a` minus `b`, of at least two scores each."""
     if min(len(a), len(b)) < 2:
         raise ValueError(f"a spread needs two scores each, not {len(a)} and {len(b)}")
     parts = [variance(x) / len(x) for x in (a, b)]
@@ -61,12 +60,12 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Difference:
 
 
 def variance(scores: Sequence[float]) -> float:
-    """Unbiased; exactly 0 for scores that are all the same, whose mean may be rounded to another number."""
+    """Unbiased variance. Exactly 0 for equal scores, whose mean may be rounded to another number."""
     return 0.0 if min(scores) == max(scores) else float(np.var(scores, ddof=1))
 
 
 def permutation_p(a: Sequence[float], b: Sequence[float], *, seed: int = 0, draws: int = 9_999) -> float:
-    """Two-sided p-value of the difference of means when labels are exchangeable: exact where few arrangements exist."""
+    """Two-sided p-value of the difference of means for exchangeable labels. Exact if there are few arrangements."""
     pooled = np.asarray([*a, *b], dtype=np.float64)
     observed = abs(float(np.mean(a) - np.mean(b)))
     if math.comb(len(pooled), len(a)) <= EXACT_ARRANGEMENTS:
@@ -86,7 +85,7 @@ def permutation_p(a: Sequence[float], b: Sequence[float], *, seed: int = 0, draw
 
 @lru_cache(maxsize=256)
 def nominal_level(looks: tuple[int, ...], alpha: float) -> float:
-    """The two-sided level each look is tested at, the same for all, so that all of them together err at `alpha`.
+    """Two-sided level of each look, such that all looks together err at `alpha`.
 
     Pocock's boundary (Biometrika 64, 1977) for looks at any numbers of seeds, found by the recursive integration of
     Armitage, McPherson and Rowe (1969). For 4, 8, 12 seeds and .05 it is Pocock's .0221.
@@ -97,7 +96,7 @@ def nominal_level(looks: tuple[int, ...], alpha: float) -> float:
 
 
 def any_crossing(looks: tuple[int, ...], level: float) -> float:
-    """The chance that a normal mean without a difference crosses the two-sided `level` at one of the looks."""
+    """Chance that a normal mean without a difference crosses the two-sided `level` at one of the looks."""
     bound = float(stats.norm.ppf(1 - level / 2))
     points, weights = np.polynomial.legendre.leggauss(96)
     grid = bound * math.sqrt(looks[0]) * points  # of the sum of the scores so far
@@ -117,7 +116,7 @@ def any_crossing(looks: tuple[int, ...], level: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LookResult:
-    """A look at two arms. `low` and `high` are the interval the verdict was read from, at 1 - `level`."""
+    """A look at two arms. The verdict was read from the interval `low` to `high` at 1 - `level`."""
 
     verdict: Verdict
     estimate: float
@@ -130,14 +129,16 @@ class LookResult:
 def read(
     a: Sequence[float], b: Sequence[float], *, sesoi: float, difference_level: float, equivalence_level: float | None
 ) -> LookResult:
-    """What a look says of "a scores higher than b".
+    """Reads the claim "a scores higher than b" from the scores of one look.
 
-    Supported or refuted: the interval lies beyond the smallest effect of interest on that side (the minimum-effect test
-    of Murphy and Myors 1999). Practically equivalent: it lies inside ±sesoi (two one-sided tests, Schuirmann 1987), at
-    `equivalence_level` a side; None leaves that for a later look. Anything else is inconclusive so far. Scores without
-    any spread in both arms are too: identical runs are no evidence. `difference_level` is of both sides together. Where
-    `sesoi` is large beside the error only one of them can err, and half of it is the chance to call an effect that does
-    not matter; the smaller `sesoi`, the nearer the chance is to all of it.
+    * Supported or refuted: the interval lies beyond `sesoi` on that side (minimum-effect test, Murphy and Myors 1999).
+    * Practically equivalent: the interval lies inside ±`sesoi` (two one-sided tests, Schuirmann 1987), at
+      `equivalence_level` per side. None postpones this test to a later look.
+    * Inconclusive: anything else. Scores without any spread are inconclusive too, because identical runs are not
+      evidence.
+
+    `difference_level` covers both sides. If `sesoi` is large relative to the error, only one side can err, with half of
+    that chance. With a smaller `sesoi` the chance approaches all of it.
     """
     found = welch(a, b)
     low, high = found.interval(difference_level)
@@ -163,10 +164,10 @@ def predictive_power(
     difference_level: float,
     equivalence_level: float,
 ) -> float:
-    """The chance that the look at `last` seeds will decide (see `read`), as `seeds` foretell it.
+    """Chance that the look at `last` seeds will decide (see `read`), given the scores of `seeds` seeds.
 
-    Predictive power (Spiegelhalter, Freedman and Blackburn 1986): given these scores, the final estimate is Student's t
-    around the present one, and the final error this one, shrunk. Scores without spread foretell nothing: 1.
+    Predictive power (Spiegelhalter, Freedman and Blackburn 1986): the final estimate follows Student's t around the
+    present one, and the final error is the present one, scaled. Returns 1 if the scores have no spread.
     """
     if found.error == 0:
         return 1.0
@@ -178,7 +179,7 @@ def predictive_power(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values (Holm 1979), in the order given: reject those at or below alpha."""
+    """Adjusted p-values (Holm 1979), in the given order. Reject those at or below alpha."""
     adjusted, worst = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[i]))
@@ -187,14 +188,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def largest_unseen_rate(seeds: int, alpha: float = 0.05) -> float:
-    """The rate of failing seeds that this many healthy ones cannot exclude: 1 - alpha^(1/n), about 3/n."""
+    """Highest rate of failing seeds that so many healthy seeds cannot exclude: 1 - alpha^(1/n), about 3/n."""
     return float(1 - alpha ** (1 / seeds))
 
 
 def power(effect: float, deviations: tuple[float, float], seeds: int, *, sesoi: float, level: float) -> float:
-    """The chance that one look of `seeds` per arm reads rightly (see `read`), for normal scores; `effect` is true.
+    """Chance that one look of `seeds` per arm gives the right verdict (see `read`), for normal scores and the true
+    `effect`.
 
-    An effect of at least `sesoi` must be called by its sign, a smaller one equivalent.
+    An effect of at least `sesoi` must get the verdict of its sign, a smaller one must be called equivalent.
     """
     variances = [deviation**2 / seeds for deviation in deviations]
     error = math.sqrt(sum(variances))

@@ -1,7 +1,7 @@
-"""`Subject`: what every trial of a study trains, and how it is scored. What its arms change of that is theirs.
+"""`Subject`: the model, agent and tasks of every trial of a study. Arms may override parts of it.
 
-Code and tasks are named, not held: `FILE.py:FUNCTION`, relative to the folder the study is run in, or
-`package.module:function`. Tasks may also be a file of JSON lines.
+Code and tasks are stored by name: `FILE.py:FUNCTION`, relative to the working directory, or `package.module:function`.
+Tasks may also be a file of JSON lines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agentjet.research.records import Record, Setting, refuse
 from agentjet.types import Task
 
 NOT_IMPORTED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
-OF_OTHERS = ("study.json", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
-"""What a folder holds that is no part of the code beside it: a study, a server's data dir, an environment."""
+FOREIGN_MARKERS = ("study.json", "journal.jsonl", "journal.sqlite", "pyvenv.cfg")
+"""Files that mark a folder as not part of the code beside it: a study, a data dir or an environment."""
 
 
 @dataclass(frozen=True)
@@ -31,45 +31,43 @@ class Subject(Record):
     """A model, the agent it is trained in, and the tasks it is scored on."""
 
     model: str
-    """A Hugging Face id, a local folder, or `smollm2-135m`: where every run begins."""
+    """Base model of every run: a Hugging Face id, a local folder, or `smollm2-135m`."""
     agent: str
-    """Plays the training tasks, `agent(task, episode) -> reward`."""
+    """Plays the training tasks: `agent(task, episode) -> reward`."""
     tasks: str
-    """What is trained on: a function that returns tasks, or a file of them (`FILE.jsonl`)."""
+    """Training tasks: a function that returns tasks, or a file of them (`FILE.jsonl`)."""
     held_out: str
-    """What is scored, named likewise, and never trained on."""
+    """Held-out tasks for scoring, named in the same way. They are never trained on."""
     evaluator: str = ""
-    """Plays the held-out tasks: its mean reward is the score. Empty: the agent does."""
+    """Plays the held-out tasks; its mean reward is the score. Empty: the agent plays them."""
     agents: Mapping[str, str] = field(default_factory=dict)
-    """By arm, the agent of arms that differ in code or in reward."""
+    """By arm, the agents of arms that differ in code or in reward."""
     settings: Setting = field(default_factory=dict)
-    """Of the server, where they are not the defaults; arms and knobs change them further."""
+    """Server settings that are not defaults. Arms and knobs override them."""
     steps: int = 40
     """Batches of a full run."""
     evaluations: int = 4
-    """Times a full run is scored, evenly spaced, the last one at its end; and once before it."""
+    """Evenly spaced evaluations of a full run, the last one at its end; one more comes before the first step."""
     repeats: int = 1
-    """Episodes of each held-out task in a scoring."""
+    """Episodes per held-out task in an evaluation."""
     concurrency: int = 32
     """Episodes at the same time."""
     floor: float = 0.0
-    """The score of a policy that can no longer answer, of a run that diverged; less where one of the run's held-out
-    episodes earned less.
-    """
+    """Score of a diverged run whose policy cannot answer; lower if one of the run's held-out episodes earned less."""
     patience: float = 1800.0
-    """Seconds that the training between two scorings, or a scoring, may take before the run is given up as lost."""
+    """Maximum seconds of an evaluation, or of the training between two, before the run counts as lost."""
     code: str = ""
-    """Hash of the code and the tasks that are named here: what changed since is refused."""
+    """Hash of the named code and tasks. A study whose files changed is refused."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """By file, the hash of what `code` is made of: tells which of them changed. Older studies have none."""
+    """By file, the hashes behind `code`, used to name the changed files. Empty in older studies."""
     weights: Mapping[str, str] = field(default_factory=dict)
-    """By file, the hash of what is in the model's folder. None where it is not a local one, or the study is older."""
+    """By file, the hashes of a local model folder. Empty for other models and in older studies."""
 
     def __post_init__(self) -> None:
         refuse(self.steps < 1, f"subject.steps = {self.steps}: a run learns at least 1 batch")
         most = f"give 1 to subject.steps = {self.steps}"
         refuse(not 1 <= self.evaluations <= self.steps, f"subject.evaluations = {self.evaluations}: {most} of them")
-        refuse(self.repeats < 1, f"subject.repeats = {self.repeats}: each held-out task is played at least once")
+        refuse(self.repeats < 1, f"subject.repeats = {self.repeats}: give 1 or more")
         refuse(self.concurrency < 1, f"subject.concurrency = {self.concurrency}: give 1 or more")
         refuse(
             not math.isfinite(self.floor), f"subject.floor = {self.floor}: give the lowest score that a run may have"
@@ -77,60 +75,57 @@ class Subject(Record):
         refuse(not self.patience > 0, f"subject.patience = {self.patience}: give seconds above 0")
 
     def agent_of(self, arm: str) -> str:
-        """Where the agent of an arm is."""
         return self.agents.get(arm, self.agent)
 
     def steps_at(self, fidelity: float) -> int:
-        """The batches of a run of that fraction of the full length."""
+        """Number of batches of a run of that fraction of the full length."""
         return max(1, round(self.steps * fidelity))
 
-    def marks(self, fidelity: float) -> list[int]:
-        """The steps at which such a run is scored: before the first, then those of a full run that it reaches, and its
-        own end.
-        """
+    def evaluation_steps(self, fidelity: float) -> list[int]:
+        """Steps at which such a run is evaluated: 0, those of a full run that it reaches, and its last step."""
         end = self.steps_at(fidelity)
         spaced = {round(self.steps * number / self.evaluations) for number in range(self.evaluations + 1)}
         return sorted({mark for mark in spaced if mark < end} | {end})
 
     def to_json(self) -> dict[str, Any]:
-        """Without files that were not noted: the ids of older studies, and so their seeds, stay what they were."""
+        """Omits missing hashes, so that ids and seeds of older studies do not change."""
         content = super().to_json()
         for noted in ("files", "weights"):
             if not content[noted]:
                 del content[noted]
         return content
 
-    def hashed(self) -> Subject:
-        """With the hashes of code, tasks and model as the files are. Raises `ConfigError` for what is not there."""
+    def with_hashes(self) -> Subject:
+        """Returns the subject with hashes of its code, tasks and model. Raises `ConfigError` for a missing file."""
         named = {self.agent, self.tasks, self.held_out, self.evaluator or self.agent, *self.agents.values()}
         sources = sources_of(named)
         contents = {str(found.folder / file): found.files[file] for found in sources.values() for file in found.files}
         hashes = {file: hash_of({Path(file).name: content}) for file, content in sorted(contents.items())}
         return replace(self, code=digest_of(sources), files=hashes, weights=hashes_in(Path(self.model)))
 
-    def evaluator_now(self) -> str:
-        """The same of what computes the score alone."""
+    def evaluator_hash(self) -> str:
+        """Returns the hash of the evaluator and the held-out tasks."""
         return digest_of(sources_of({self.evaluator or self.agent, self.held_out}))
 
     def check_code(self) -> None:
-        """Raises `ConfigError` when code, tasks or model are not what they were when the study was fixed."""
+        """Raises `ConfigError` if code, tasks or model changed since the study was fixed."""
         if not self.code:
             return
-        now = self.hashed()
+        now = self.with_hashes()
         if now.code != self.code:
             wrong = f"code = {self.code!r}, and the files are {now.code!r} now: {changes(self.files, now.files)}"
         elif self.weights and now.weights != self.weights:
             wrong = f"model = {self.model!r} is another model now: {changes(self.weights, now.weights)}"
         else:
             return
-        raise ConfigError(f"subject.{wrong}. A study is fixed before its data: restore its files, or begin a new study")
+        raise ConfigError(f"subject.{wrong}. A study is fixed before its data: restore its files, or plan a new study")
 
-    def player(self, arm: str) -> Agent:
-        """The agent that an arm trains. Raises `ConfigError`."""
+    def load_arm_agent(self, arm: str) -> Agent:
+        """Loads the agent that an arm trains. Raises `ConfigError`."""
         return load_agent(self.agent_of(arm), option="subject.agent")
 
-    def judge(self) -> Agent:
-        """What plays the held-out tasks. Raises `ConfigError`."""
+    def load_evaluator(self) -> Agent:
+        """Loads the agent that plays the held-out tasks. Raises `ConfigError`."""
         return load_agent(self.evaluator or self.agent, option="subject.evaluator")
 
     def training_tasks(self) -> list[Task]:
@@ -143,7 +138,7 @@ class Subject(Record):
 
 
 def load_agent(named: str, *, option: str) -> Agent:
-    """Raises `ConfigError` for what is not there, or cannot be called as an agent is."""
+    """Raises `ConfigError` if the agent is missing or has the wrong signature."""
     agent = load_function(named, option=option)
     try:
         check_signature(agent, f"{option} {named}")
@@ -153,7 +148,7 @@ def load_agent(named: str, *, option: str) -> Agent:
 
 
 def load_tasks(named: str, *, option: str) -> list[Task]:
-    """The tasks of a file of JSON lines, or what a function returns. Raises `ConfigError`."""
+    """Loads tasks from a JSON lines file or a function. Raises `ConfigError`."""
     if named.endswith(".jsonl"):
         return read_tasks(Path(named))
     function = load_function(named, option=option)
@@ -171,16 +166,16 @@ def load_tasks(named: str, *, option: str) -> list[Task]:
 
 @dataclass(frozen=True)
 class Source:
-    """What a name stands for."""
+    """The files behind a name."""
 
     folder: Path
-    """What it is called: as it is named; of a package, the package, wherever that is installed."""
+    """The named folder; for an installed package, the package name as a path."""
     files: Mapping[str, bytes]
-    """By path in the folder."""
+    """Contents by path within the folder."""
 
 
 def sources_of(named: set[str]) -> dict[str, Source]:
-    """By name, its file and, of Python, all that lie beside and below it: any of them may be imported."""
+    """Returns the file behind each name. For Python, also all Python files beside and below it: it may import them."""
     sources: dict[str, Source] = {}
     for name in named:
         file = Path(name) if name.endswith(".jsonl") else source_of(name, option="subject")
@@ -194,21 +189,21 @@ def sources_of(named: set[str]) -> dict[str, Source]:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files of a folder and of those in it, but for what is hidden or of others."""
+    """Yields the files below a folder, without hidden files and folders of other projects."""
     for place, folders, names in os.walk(folder):
         here = Path(place)
-        folders[:] = [] if here.name in NOT_IMPORTED else [name for name in folders if is_own(here / name)]
+        folders[:] = [] if here.name in NOT_IMPORTED else [name for name in folders if is_part_of_project(here / name)]
         yield from (here / name for name in names if not name.startswith("."))
 
 
-def is_own(folder: Path) -> bool:
+def is_part_of_project(folder: Path) -> bool:
     if folder.name.startswith(".") or folder.name in NOT_IMPORTED:
         return False
-    return not any((folder / file).exists() for file in OF_OTHERS)
+    return not any((folder / file).exists() for file in FOREIGN_MARKERS)
 
 
 def hashes_in(model: Path) -> dict[str, str]:
-    """By file, of a model in a local folder. Read piece by piece: weights are large. Raises `ConfigError`."""
+    """Hashes the files of a local model folder in pieces, because weights are large. Raises `ConfigError`."""
     hashes = {}
     for file in sorted(files_below(model)):
         try:
@@ -228,14 +223,14 @@ def folder_of(name: str, file: Path) -> Path:
 
 
 def digest_of(sources: Mapping[str, Source]) -> str:
-    """Of what `sources_of` found, wherever it lies."""
+    """Hash of the files, independent of their location."""
     return hash_of({name: hash_of(found.files).encode() for name, found in sources.items()})
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Which files differ, by their hashes."""
+    """Lists the files whose hashes differ."""
     if not before:
-        return f"which of them changed was not noted when the study was planned; they are {', '.join(now)}"
+        return f"the plan did not record which files it used; they are now {', '.join(now)}"
     return ", ".join(
         f"{file} {'is new' if file not in before else 'is gone' if file not in now else 'changed'}"
         for file in sorted({*before, *now})

@@ -1,13 +1,12 @@
-"""`SwarmRunner`: trials on swarm servers, as many at a time as there are places.
+"""`SwarmRunner` runs trials on swarm servers, one per slot at a time.
 
-Under the study's folder a launch is `launches/KEY/` (`trial.json`, then `outcome.json`, `work.log`), a line of weights
-`runs/RUN/` (its record, and what its place keeps of it). Trials that differ in fidelity alone share a run: the longer
-one goes on from where the shorter one ended. All of it is on disk, so that a runner that takes up the folder of another
-goes on with what that one was killed in: the processes of a runner end with it, and a run carries on from its newest
-step.
+In the study's folder, a launch is `launches/KEY/` (`trial.json`, then `outcome.json`, `work.log`). A run is `runs/RUN/`
+(its record and the files of its slot). Trials that differ only in fidelity share a run: the longer one continues the
+shorter one. All state is on disk. A new runner of the folder continues what a killed one left, from each run's newest
+step; the processes of a runner end with it.
 
-A loss counts at a place that can still be had, and nowhere else. A place that cannot is left out: its trial waits for
-the others, and where there are none it ends the study's work, to be gone on with.
+A lost trial counts only if its slot is still available. An unavailable slot is dropped and its trial goes to another
+slot. Without slots the study stops and can be resumed.
 """
 
 from __future__ import annotations
@@ -36,76 +35,76 @@ from agentjet.research.subject import Subject
 from agentjet.research.trial_process import ANSWERS, WRONG_STUDY, TrialOrder
 
 LOOK_SECONDS = 0.5
-"""Between two looks of who waits: signals are seen in between."""
+"""Interval at which waiting threads wake up, so that signals are handled."""
 ENDING_SECONDS = 30.0
-"""How long a process is given to abort its episodes."""
+"""Time for a process to abort its episodes."""
 MAX_SERVINGS = 3
-"""Servers that a trial may lose."""
+"""Maximum servers that one trial may lose."""
 NUM_LOG_LINES = 20
 
 
 class SwarmRunner:
-    """A `Runner`. Use it as a context: leaving it ends what runs, which the next runner of the folder takes up."""
+    """A `TrialRunner` and context manager. Leaving it ends all processes; the next runner of the folder continues."""
 
     def __init__(
-        self, subject: Subject, folder: Path, places: Sequence[ServerSlot], tell: Callable[[str], None] = print
+        self, subject: Subject, folder: Path, slots: Sequence[ServerSlot], notify: Callable[[str], None] = print
     ) -> None:
-        """Takes up at once what an earlier runner of the folder had launched and not ended, in that order. `tell` hears
-        of a place that is left out.
+        """Continues the unfinished launches of an earlier runner, in their order. `notify` is called when a slot is
+        dropped.
         """
-        self._subject, self._folder, self._tell = subject, folder, tell
+        self._subject, self._folder, self._notify = subject, folder, notify
         self._launches, self._runs = folder / "launches", folder / "runs"
         for made in (self._launches, self._runs):
-            made.mkdir(parents=True, exist_ok=True)  # Here alone: a folder that is moved meanwhile is not made anew.
+            made.mkdir(parents=True, exist_ok=True)  # only here: a folder that was moved must not be created again
         self._waiting: queue.Queue[str | None] = queue.Queue()
         self._stopping = threading.Event()
         self._ended = threading.Condition()
-        self._wrong: Exception | None = None
-        """What ended the study's work."""
+        self._error: Exception | None = None
+        """The error that ended the study's work."""
         for trial in sorted(self._launches.glob("*/trial.json"), key=lambda path: path.stat().st_mtime_ns):
-            if not self._answer(trial.parent.name).exists():
+            if not self._outcome_path(trial.parent.name).exists():
                 self._waiting.put(trial.parent.name)
-        self._num_places = len(places)
-        """That were not left out."""
-        self._threads = [threading.Thread(target=self._work, args=(place,), name=place.name) for place in places]
+        self._num_slots = len(slots)
+        """Slots that were not dropped."""
+        self._threads = [threading.Thread(target=self._work, args=(slot,), name=slot.name) for slot in slots]
         for thread in self._threads:
             thread.start()
 
-    # ---- what a desk asks ------------------------------------------------------------------------------------------
+    # ---- the methods of a `TrialRunner` -----------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         return (self._launches / key / "trial.json").exists()
 
     def launch(self, key: str, trial: Trial) -> None:
-        """In a line for the next free place. Raises `ConfigError` for a setting that would be ignored."""
+        """Queues a trial for the next free slot. Raises `ConfigError` for a setting that would have no effect."""
         check_changes(trial.setting)
         (self._launches / key).mkdir(exist_ok=True)
         write_whole(self._launches / key / "trial.json", canonical(trial.to_json()))
         self._waiting.put(key)
 
     def collect(self, key: str) -> Outcome:
-        """Raises `ConfigError` for what is wrong with the whole study."""
+        """Raises `ConfigError` for an error that affects the whole study."""
         with self._ended:
-            while not self._answer(key).exists():
-                if self._wrong is not None:
-                    raise self._wrong
+            while not self._outcome_path(key).exists():
+                if self._error is not None:
+                    raise self._error
                 self._ended.wait(LOOK_SECONDS)
-        return Outcome.from_json(read(self._answer(key)))
+        return Outcome.from_json(read_json(self._outcome_path(key)))
 
     def ask(self, key: str, question: str) -> Mapping[str, Value] | None:
-        """What is known of a launch that ended: its settings, as the server had them; how many held-out tasks are
-        trained on, too; the score before and after; in how many of the last steps the weights changed.
+        """Returns facts about an ended launch, or None: see `agentjet.research.probes`. The settings are those of the
+        server.
         """
         path = self._launches / key / ANSWERS
-        answers: dict[str, Mapping[str, Value]] = read(path) if path.exists() else {}
+        answers: dict[str, Mapping[str, Value]] = read_json(path) if path.exists() else {}
         answer = answers.get(question)
         if answer is None or question != "settings":
             return answer
-        trial = Trial.from_json(read(self._launches / key / "trial.json"))
-        return {**self._setting(trial), **answer}  # What is no job setting, the server was started with.
+        trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
+        return {**self._setting(trial), **answer}  # settings outside the job are those that the server was started with
 
     def close(self) -> None:
-        """End what runs; idempotent."""
+        """Ends all processes. Idempotent."""
         self._stopping.set()
         for _ in self._threads:
             self._waiting.put(None)
@@ -118,53 +117,52 @@ class SwarmRunner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # ---- the thread of a place -------------------------------------------------------------------------------------
+    # ---- the thread of a slot --------------------------------------------------------------------------------------
 
-    def _work(self, place: ServerSlot) -> None:
+    def _work(self, slot: ServerSlot) -> None:
         while (key := self._waiting.get()) is not None and not self._stopping.is_set():
             try:
-                self._carry_out(key, place)
+                self._run_trial(key, slot)
             except ServerUnavailable as gone:
-                self._leave_out(key, gone)
+                self._drop_slot(key, gone)
                 break
-            except Exception as error:  # the boundary of the thread: raised again where the study waits
-                self._wrong = error
+            except Exception as error:  # thread boundary: `collect` raises it again
+                self._error = error
                 self._stopping.set()
             with self._ended:
                 self._ended.notify_all()
-        place.close()
+        slot.close()
 
-    def _leave_out(self, key: str, gone: ServerUnavailable) -> None:
-        """Its trial is for the others, or for the next runner of the folder."""
+    def _drop_slot(self, key: str, gone: ServerUnavailable) -> None:
+        """Drops a slot. Its trial goes to another slot, or to the next runner of the folder."""
         with self._ended:
-            self._num_places -= 1
-            if self._num_places:
+            self._num_slots -= 1
+            if self._num_slots:
                 self._waiting.put(key)
-                self._tell(f"left out from now on: {gone}")
+                self._notify(f"left out from now on: {gone}")
                 return
-            self._wrong = ConfigError(
-                f"{gone}. No trial was counted for it; go on from here with: agentjet research run "
-                f"{shlex.quote(str(self._folder))}"
+            self._error = ConfigError(
+                f"{gone}. No trial was lost. Continue with: agentjet research run {shlex.quote(str(self._folder))}"
             )
             self._stopping.set()
             self._ended.notify_all()
 
-    def _carry_out(self, key: str, place: ServerSlot) -> None:
-        """One trial at one place; a server that dies is had again, and the run goes on. Raises `ConfigError`,
-        and `ServerUnavailable` for a place that is gone.
+    def _run_trial(self, key: str, slot: ServerSlot) -> None:
+        """Runs one trial in one slot; if the server dies, continues on a new one. Raises `ConfigError`, and
+        `ServerUnavailable` for a slot that is gone.
         """
-        trial = Trial.from_json(read(self._launches / key / "trial.json"))
-        run = self._runs / name_of_run(trial)
+        trial = Trial.from_json(read_json(self._launches / key / "trial.json"))
+        run = self._runs / run_name(trial)
         run.mkdir(exist_ok=True)
-        draft = self._draft(key)
+        draft = self._draft_path(key)
         note, servings = "", 0
         while not draft.exists() and servings < MAX_SERVINGS:
             servings += 1
-            self._subject.check_code()  # Before a server loads the model: what it began with would be saved.
+            self._subject.check_code()  # before the server loads the model, because it saves its first weights
             try:
-                with place.serving(run, self._setting(trial), self._stopping) as served:
-                    order = TrialOrder(trial, self._subject, served.address, str(run), str(draft))
-                    note = self._ordered(order, served, self._launches / key / "work.log")
+                with slot.serve(run, self._setting(trial), self._stopping) as server:
+                    order = TrialOrder(trial, self._subject, server.address, str(run), str(draft))
+                    note = self._run_process(order, server, self._launches / key / "work.log")
             except ConfigError:
                 raise
             except AgentJetError as error:
@@ -172,34 +170,34 @@ class SwarmRunner:
             if self._stopping.is_set():
                 return
         if draft.exists():
-            outcome = with_dead_environment(Outcome.from_json(read(draft)))
+            outcome = with_dead_environment(Outcome.from_json(read_json(draft)))
         else:
-            outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{place.name}: {note}"))
+            outcome = Outcome(trial.id, "infra_failed", note=shortened(f"{slot.name}: {note}"))
         if outcome.end == "infra_failed":
-            draft.unlink(missing_ok=True)  # Where nothing can be had it is no outcome.
-            place.check()
+            draft.unlink(missing_ok=True)  # if the slot is gone, `check` raises and nothing counts
+            slot.check()
         write_whole(draft, canonical(outcome.to_json()))
-        self._refuse_to_begin_lost(key, outcome, run)
+        self._check_first_trial(key, outcome, run)
         lost_run = self._launches / key / "run"
         if outcome.end == "infra_failed" and not lost_run.exists():
-            run.rename(lost_run)  # A repeat begins anew.
+            run.rename(lost_run)  # a repeat starts from the base model
         elif trial.fidelity >= 1.0:
-            place.over(run)
-        draft.rename(self._answer(key))  # Nobody has the run any more: the next trial of it may begin.
+            slot.run_finished(run)
+        draft.rename(self._outcome_path(key))  # the run is free: its next trial may start
 
-    def _refuse_to_begin_lost(self, key: str, lost: Outcome, run: Path) -> None:
-        """Raises `ConfigError` for a lost trial where none was ever completed: whatever is wrong is wrong with all."""
+    def _check_first_trial(self, key: str, lost: Outcome, run: Path) -> None:
+        """Raises `ConfigError` for a lost trial if none was ever completed: the error then affects all trials."""
         if lost.end != "infra_failed" or any(is_result(path) for path in self._launches.glob("*/outcome.json")):
             return
-        self._draft(key).unlink()
+        self._draft_path(key).unlink()
         run.rename(self._launches / key / f"lost-{uuid.uuid4().hex[:6]}")
         raise ConfigError(
-            "The first trial was lost, and nothing was counted: mend it and run the same command again; with other "
-            f"code it is another study, planned in another folder. {lost.note}"
+            "The first trial was lost and does not count. Fix the error and run the same command again. If you change "
+            f"the code, plan another study in another folder. {lost.note}"
         )
 
     def _setting(self, trial: Trial) -> Setting:
-        """The whole of it, for the server."""
+        """Returns the complete settings for the server."""
         return {
             "job.optimizer.total_steps": self._subject.steps,
             **self._subject.settings,
@@ -209,10 +207,8 @@ class SwarmRunner:
             "job.max_steps": self._subject.steps_at(trial.fidelity),
         }
 
-    def _ordered(self, order: TrialOrder, served: RunningServer, log: Path) -> str:
-        """Have a process carry out an order; why it did not, where it did not. Raises `ConfigError`, and what the
-        server is lost with.
-        """
+    def _run_process(self, order: TrialOrder, server: RunningServer, log: Path) -> str:
+        """Runs a trial process. Returns the reason if it failed. Raises `ConfigError`, and errors of a lost server."""
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "agentjet.research.trial_process"],
@@ -224,32 +220,32 @@ class SwarmRunner:
             )
         assert process.stdin is not None
         try:
-            with process.stdin as orders, suppress(BrokenPipeError):  # While it is open the process goes on.
+            with process.stdin as orders, suppress(BrokenPipeError):  # the process ends when this closes
                 orders.write(canonical(order.to_json()).encode() + b"\n")
                 while process.poll() is None and not self._stopping.wait(LOOK_SECONDS):
-                    served.check()
+                    server.check()
         finally:
-            code = ended(process)
+            code = wait_for_exit(process)
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:])
         if code == WRONG_STUDY:
             raise ConfigError(tail)
         return f"the trial's process ended with exit code {code}:\n{tail}" if code else ""
 
-    def _draft(self, key: str) -> Path:
-        """The outcome, while its run is being put away."""
+    def _draft_path(self, key: str) -> Path:
+        """The outcome, before its run is moved or finished."""
         return self._launches / key / "draft.json"
 
-    def _answer(self, key: str) -> Path:
+    def _outcome_path(self, key: str) -> Path:
         return self._launches / key / "outcome.json"
 
 
 def is_result(answer: Path) -> bool:
-    """Whether a trial came to an end that says something of its arm."""
-    return Outcome.from_json(read(answer)).end != "infra_failed"
+    """True if a trial ended with a result about its arm."""
+    return Outcome.from_json(read_json(answer)).end != "infra_failed"
 
 
-def ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a process that was asked to end."""
+def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
+    """Waits for a process that was asked to end, and returns its exit code."""
     try:
         return process.wait(ENDING_SECONDS)
     except subprocess.TimeoutExpired:
@@ -257,11 +253,11 @@ def ended(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def name_of_run(trial: Trial) -> str:
-    """Of the line of weights that a trial takes further."""
+def run_name(trial: Trial) -> str:
+    """Name of the run that a trial continues."""
     content = canonical([trial.study, trial.arm, dict(trial.setting), trial.seed, trial.phase])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def read(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))

@@ -1,11 +1,10 @@
-"""`RunRecord`: what a run measured so far, on disk after every piece, so that a run that is taken up again measures
-nothing twice.
+"""One trial in a separate process: `python -m agentjet.research.trial_process`, with a `TrialOrder` on standard input.
 
-One trial, in a process of its own: `python -m agentjet.research.trial_process`, an order on standard input.
+The process is an ordinary client. It trains the arm's agent on a swarm server up to the trial's last step, plays the
+held-out tasks on the way and at the end, and writes the outcome to a file. It is separate because arms may bring code
+with equal names, and because an agent may hang or crash. It ends when its standard input closes.
 
-It is an ordinary client: it trains the arm's agent on a swarm server up to the trial's last step, plays the held-out
-tasks in eval mode on the way and at the end, and writes the outcome into a file. A process of its own, because arms may
-bring code of the same name, and an agent may hang or crash. It ends when standard input does: with whoever ordered it.
+`RunRecord` stores each measurement on disk at once, so that a resumed run measures nothing twice.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ from agentjet.research.subject import Subject
 
 
 class HeldOutScore(NamedTuple):
-    """The mean over the held-out tasks, its standard error, and the least that an episode earned; how many were played,
-    those counted that failed and were played again.
+    """Mean over the held-out tasks, its standard error and the lowest reward of an episode; and the number of episodes,
+    those that failed and were repeated included.
     """
 
     mean: float
     error: float
     least: float = math.inf
-    """Older records have none, and no numbers of plays."""
+    """Older records lack this and the following fields."""
     plays: int = 0
     failed: int = 0
 
 
 @dataclass
 class RunRecord:
-    """Scorings and metrics by step (the policy version), in the file `path`."""
+    """Held-out scores and metrics by step (the policy version), in the file `path`."""
 
     path: Path
     scorings: dict[int, HeldOutScore] = field(default_factory=dict)
@@ -60,41 +59,41 @@ class RunRecord:
 
     @classmethod
     def open(cls, path: Path) -> RunRecord:
-        """What the file holds; an empty record where there is none."""
+        """Reads the file. Returns an empty record if there is none."""
         if not path.exists():
             return cls(path)
         content = json.loads(path.read_text(encoding="utf-8"))
         scorings = {int(step): HeldOutScore(*scoring) for step, scoring in content["scorings"].items()}
         return cls(path, scorings, {int(step): metrics for step, metrics in content["metrics"].items()})
 
-    def begin_anew(self) -> None:
-        """The run stands at the base model, where no server has it any more: what was measured is of other weights."""
+    def reset(self) -> None:
+        """Clears the record if the run restarts at the base model, because its measurements are of other weights."""
         if self.metrics:
             self.scorings, self.metrics = {}, {}
             self._write()
 
-    def scored(self, step: int, scoring: HeldOutScore) -> None:
+    def add_score(self, step: int, scoring: HeldOutScore) -> None:
         self.scorings[step] = scoring
         self._write()
 
-    def learned(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
-        """The metrics of some steps, whether known before or not."""
+    def add_metrics(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
+        """Stores the metrics of some steps and replaces known ones."""
         self.metrics |= {step: dict(of_step) for step, of_step in metrics.items()}
         self._write()
 
     def curve(self, end: int) -> tuple[float, ...]:
-        """The scores up to a step, in order."""
+        """Held-out scores up to the step `end`, in order."""
         return tuple(scoring.mean for step, scoring in sorted(self.scorings.items()) if step <= end)
 
     def floor(self, declared: float) -> float:
-        """What the run scores once its policy answers no more: the least it was seen to earn, and at most `declared`.
+        """Score of a run whose policy cannot answer any more: the lowest reward it earned, and at most `declared`.
 
-        A rule of before the data that rewards below 0 cannot make a prize for diverging.
+        This rule is fixed before the data, so that rewards below 0 cannot make divergence pay.
         """
         return min([declared, *(scoring.least for scoring in self.scorings.values())])
 
     def signals(self, end: int) -> dict[str, tuple[float | None, ...]]:
-        """By metric, its value at each step from the first to `end`; None where there is no number."""
+        """By metric, its value at each step from 1 to `end`; None without a finite number."""
         steps = [self.metrics.get(step, {}) | played(self.scorings.get(step)) for step in range(1, end + 1)]
         names = sorted({name for of_step in steps for name in of_step})
         return {name: tuple(number(of_step.get(name)) for of_step in steps) for name in names}
@@ -104,7 +103,7 @@ class RunRecord:
 
 
 def played(scoring: HeldOutScore | None) -> dict[str, float]:
-    """As metrics of the step that was scored."""
+    """Episode counts of an evaluation, as metrics of its step."""
     return {PLAYS: scoring.plays, FAILED: scoring.failed} if scoring and scoring.plays else {}
 
 
@@ -113,11 +112,11 @@ def number(value: float | None) -> float | None:
 
 
 WRONG_STUDY = 3
-"""Exit code: what is wrong would be wrong with every trial, so that the study ends here until it is mended."""
+"""Exit code for an error that would affect every trial. The study stops until it is fixed."""
 ANSWERS = "answers.json"
-"""Beside the outcome."""
-MANY = 1000
-"""Episodes looked through for those that an earlier process left live."""
+"""File beside the outcome."""
+MAX_LISTED_EPISODES = 1000
+"""Maximum listed episodes when looking for those that an earlier process left live."""
 
 
 class NotScorable(AgentJetError):
@@ -126,7 +125,7 @@ class NotScorable(AgentJetError):
 
 @dataclass(frozen=True)
 class TrialOrder(Record):
-    """What is to be done: `run` is the folder of the run to be taken further, `answer` the file of the outcome."""
+    """The task of a trial process. `run` is the folder of the run, `answer` the file for the outcome."""
 
     trial: Trial
     subject: Subject
@@ -136,37 +135,38 @@ class TrialOrder(Record):
 
 
 class TrialProcess:
-    """An order being carried out."""
+    """Executes a trial."""
 
     def __init__(self, order: TrialOrder, swarm: AsyncSwarm) -> None:
-        """Raises `ConfigError` for code that changed, or cannot be loaded."""
+        """Raises `ConfigError` for code that changed or cannot be loaded."""
         self._trial, self._subject, self._swarm = order.trial, order.subject, swarm
         order.subject.check_code()
-        self._agent = order.subject.player(order.trial.arm)
-        self._judge = order.subject.judge()
+        self._agent = order.subject.load_arm_agent(order.trial.arm)
+        self._evaluator = order.subject.load_evaluator()
         self._tasks = order.subject.training_tasks()
         self._held_out = order.subject.held_out_tasks()
         self._record = RunRecord.open(Path(order.run) / "record.json")
 
-    async def done(self) -> Outcome:
-        """The trial's outcome, from where the run stands. What the policy is to blame for is a result."""
-        marks = self._subject.marks(self._trial.fidelity)
+    async def run(self) -> Outcome:
+        """Returns the outcome, continuing the run from its present step. A failure of the policy is a result."""
+        evaluation_steps = self._subject.evaluation_steps(self._trial.fidelity)
         try:
-            await self._clear()
+            await self._abort_leftovers()
             if not (await self._swarm.status()).policy_version:
-                self._record.begin_anew()
-            for mark in marks:
+                self._record.reset()
+            for mark in evaluation_steps:
                 await self._train(mark)
                 await self._score(mark)
         except (AgentJetError, TimeoutError) as error:
             why = str(error) or f"no end within subject.patience = {self._subject.patience:g} s"
-            with suppress(AgentJetError):  # a policy that diverged in the middle fails its calls
+            with suppress(AgentJetError):  # a diverged policy fails its calls
                 await self._catch_up()
             if is_broken(self._record.metrics):
                 return self._outcome("diverged", self._record.floor(self._subject.floor), shortened(why))
             return self._outcome("infra_failed", None, shortened(why))
         return self._outcome(
-            "diverged" if is_broken(self._record.metrics) else "completed", self._record.scorings[marks[-1]].mean
+            "diverged" if is_broken(self._record.metrics) else "completed",
+            self._record.scorings[evaluation_steps[-1]].mean,
         )
 
     def _outcome(self, end: End, score: float | None, note: str = "") -> Outcome:
@@ -174,16 +174,16 @@ class TrialProcess:
         curve, signals = self._record.curve(last), self._record.signals(last)
         return Outcome(self._trial.id, end, score=score, curve=curve, signals=signals, note=note)
 
-    async def _clear(self) -> None:
-        """Abort what an earlier process of this run left live: nobody plays it any more."""
-        for episode in (await self._swarm.episodes(MANY)).episodes:
+    async def _abort_leftovers(self) -> None:
+        """Aborts episodes that an earlier process of this run left live."""
+        for episode in (await self._swarm.episodes(MAX_LISTED_EPISODES)).episodes:
             if episode.status == "live":
                 await self._swarm.abort(
                     episode.episode_id, "not needed: its client ended; the trial goes on in another process"
                 )
 
     async def _train(self, mark: int) -> None:
-        """On to a step, unless the run stands there."""
+        """Trains up to a step, unless the run has reached it."""
         version = (await self._swarm.status()).policy_version
         if version < mark:
             async with asyncio.timeout(self._subject.patience):
@@ -195,11 +195,11 @@ class TrialProcess:
                     seed=self._trial.seed + version,
                     progress=False,
                 )
-            self._record.learned({step.policy_version: step.metrics for step in report.steps})
+            self._record.add_metrics({step.policy_version: step.metrics for step in report.steps})
         await self._catch_up()
 
     async def _catch_up(self) -> None:
-        """Take in the metrics of steps that an earlier process trained."""
+        """Fetches the metrics of steps that an earlier process trained."""
         status = await self._swarm.status()
         missing = set(range(1, status.policy_version + 1)) - self._record.metrics.keys()
         if not missing:
@@ -211,17 +211,17 @@ class TrialProcess:
                     found[event.body["policy_version"]] = event.body["metrics"]
                 if event.seq >= status.last_event:
                     break
-        self._record.learned(found)
+        self._record.add_metrics(found)
 
     async def _score(self, mark: int) -> None:
-        """Play the held-out tasks at a step. A play that fails is tried anew, up to twice, and counted: the score is of
-        plays that did not fail. Raises `NotScorable` when all tries of one did: a score has no gaps.
+        """Plays the held-out tasks at a step. A failed episode is repeated up to twice and counted. Raises
+        `NotScorable` if all tries of one fail, because a score needs every task.
         """
         if mark in self._record.scorings:
             return
         async with asyncio.timeout(self._subject.patience):
             report = await self._swarm.evaluate(
-                self._judge,
+                self._evaluator,
                 self._held_out,
                 repeats=self._subject.repeats,
                 concurrency=self._subject.concurrency,
@@ -231,13 +231,13 @@ class TrialProcess:
         missing = len(report.results) - len(report.finished)
         if missing:
             reason = report.errors.most_common(1)[0][0]
-            raise NotScorable(f"{missing} of {len(report.results)} held-out episodes could not be played: {reason}")
+            raise NotScorable(f"{missing} of {len(report.results)} held-out episodes failed: {reason}")
         found = scoring(list(report.by_task.values()))
         plays = len(report.results) + report.num_repeated
-        self._record.scored(mark, found._replace(plays=plays, failed=report.num_repeated))
+        self._record.add_score(mark, found._replace(plays=plays, failed=report.num_repeated))
 
     async def answers(self) -> dict[str, dict[str, Value]]:
-        """What a diagnosis may ask about the trial, by question: see `agentjet.research.probes`."""
+        """Answers to questions of the diagnosis: see `agentjet.research.probes`."""
         known, last = self._record.scorings, self._subject.steps_at(self._trial.fidelity)
         train, held_out = ({(task.task_set, task.id) for task in tasks} for tasks in (self._tasks, self._held_out))
         found: dict[str, dict[str, Value]] = {
@@ -253,14 +253,14 @@ class TrialProcess:
 
 
 def is_broken(metrics: Mapping[int, Mapping[str, float]]) -> bool:
-    """Whether the newest step left weights that are no numbers, or changed nothing because its gradients were none."""
+    """True if the newest step left weights that are not finite, or was skipped because its gradients were not."""
     newest = metrics[max(metrics)] if metrics else {}
     return newest.get("weights/finite") == 0 or newest.get("optim/skipped_steps", 0.0) > 0
 
 
 def weights_changed(signals: run_signals.Signals) -> dict[str, Value]:
-    """In how many of the last steps each side's weights changed, as the server's worker saw it; empty where it did not
-    look.
+    """Counts in how many of the last steps the learner's and the sampler's weights changed. Empty if the worker did not
+    check.
     """
     sides = np.array([run_signals.last(signals["weights/learner"]), run_signals.last(signals["weights/sampler"])])
     seen = sides[:, np.isfinite(sides).all(0)]
@@ -270,14 +270,13 @@ def weights_changed(signals: run_signals.Signals) -> dict[str, Value]:
 
 
 def scoring(rewards_by_task: Sequence[Sequence[float]]) -> HeldOutScore:
-    """Every task has been played."""
     means = [statistics.fmean(rewards) for rewards in rewards_by_task]
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
     return HeldOutScore(statistics.fmean(means), error, min(map(min, rewards_by_task)))
 
 
 def flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
-    """Settings by their whole names."""
+    """Yields settings with their full dotted names."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from flat(f"{prefix}.{name}", value)
@@ -286,18 +285,18 @@ def flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Value]
 
 
 async def carry_out(order: TrialOrder) -> None:
-    """The outcome and the answers, into files. Raises `ConfigError`."""
+    """Writes the outcome and the answers to files. Raises `ConfigError`."""
     async with AsyncSwarm(order.address.url, order.address.token, lease=order.address.lease) as swarm:
         work = TrialProcess(order, swarm)
-        outcome = await work.done()
+        outcome = await work.run()
         if outcome.end != "infra_failed":
             write_whole(Path(order.answer).with_name(ANSWERS), canonical(await work.answers()))
     write_whole(Path(order.answer), canonical(outcome.to_json()))
 
 
 @contextmanager
-def alone(run: Path) -> Iterator[None]:
-    """One process works on a run: one that is just ending is waited for."""
+def run_lock(run: Path) -> Iterator[None]:
+    """Allows one process per run; waits for one that is just ending."""
     with (run / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -305,9 +304,9 @@ def alone(run: Path) -> Iterator[None]:
 
 def main() -> None:
     order = TrialOrder.from_json(json.loads(sys.stdin.buffer.readline()))
-    exit_with_parent(signal.SIGINT)  # Live episodes are aborted on the way out.
+    exit_with_parent(signal.SIGINT)  # live episodes are aborted on exit
     try:
-        with alone(Path(order.run)):
+        with run_lock(Path(order.run)):
             asyncio.run(carry_out(order))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -1,20 +1,33 @@
-"""`agentjet research demo`: a whole study on this machine, whose answers are known.
+"""`agentjet research`: the commands, and the study of `agentjet research demo`, whose answers are known.
 
-`agentjet research`: a question planned, run on swarm servers, steered and reported. A module for each command.
+The functions of the commands import what they need, so that `agentjet --help` is fast.
 """
 
 from __future__ import annotations
 
 import shlex
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentjet.cli import example
-from agentjet.cli.research.run import Local, run
-from agentjet.cli.research.study import new, report, status, steer
+from agentjet.cli.research.study import (
+    Folder,
+    Llm,
+    LlmKeyFile,
+    LlmModel,
+    Local,
+    fixed,
+    llm_endpoint,
+    new,
+    report,
+    status,
+    steer,
+)
+from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentjet.research.journal import StudyFolder
@@ -22,24 +35,54 @@ if TYPE_CHECKING:
     from agentjet.research.subject import Subject
 
 
+def run(
+    folder: Folder,
+    local: Local = 2,
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", metavar="URL", help="Lease this server instead of starting any; can be repeated."),
+    ] = None,
+    admin_token_file: Annotated[
+        list[Path] | None,
+        typer.Option("--admin-token-file", help="`admin-token` in that server's data dir; one for each --server."),
+    ] = None,
+    llm: Llm = None,
+    llm_model: LlmModel = "",
+    llm_key_file: LlmKeyFile = None,
+) -> None:
+    """Run a study, or continue one that was interrupted or killed. Ctrl-C stops it; the same command continues.
+
+    Servers are started on this machine, one per trial, or leased. At the end the report is in the folder.
+    """
+    from agentjet.cli.research.execution import carry_out, leased_slots, local_slots
+
+    leased = leased_slots(server or [], admin_token_file or [], folder)
+    endpoint = llm_endpoint(llm, llm_model, llm_key_file)
+    with ExitStack() as leases:
+        for slot in leased:
+            leases.callback(slot.close)
+            slot.check()
+        carry_out(folder, leased or local_slots(local), endpoint)
+
+
 DEFAULT_OUT = Path("research-demo")
 TOPIC = "Can a model of random weights learn to answer in digits, and does a wider clip help it?"
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the study; one that was interrupted is gone on with.")] = (
-        DEFAULT_OUT
-    ),
-    seed: Annotated[int | None, typer.Option(help="Where all seeds of the study come from; default 0.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the study; an interrupted one is continued.")] = (DEFAULT_OUT),
+    seed: Annotated[
+        int | None, typer.Option(help="Seed from which all seeds of the study are derived; default 0.")
+    ] = None,
     local: Local = 2,
 ) -> None:
-    """Do a whole study through real servers: two claims about training a tiny model, one true and one that is nothing.
+    """Run a whole study through real servers: two claims about training a tiny model, one true and one without effect.
 
-    A model of random weights is rewarded for digits. That a learning rate of 1e-2 beats one of 1e-5 is plain. That a
-    wider clip helps cannot be: on-policy, with one optimiser step a batch, no ratio ever reaches the clip: that
-    ends as practically equivalent, or, where the scores happen to spread widely, as inconclusive.
+    A model of random weights is rewarded for digits. A learning rate of 1e-2 clearly beats one of 1e-5. A wider clip
+    cannot help: on-policy, with one optimiser step per batch, no ratio reaches the clip. So that claim ends as
+    practically equivalent, or as inconclusive if the scores spread widely.
     """
-    from agentjet.cli.research.run import carry_out, local_places
+    from agentjet.cli.research.execution import carry_out, local_slots
     from agentjet.research.journal import StudyFolder
 
     began = time.monotonic()
@@ -54,42 +97,38 @@ def demo(
         make_random_model(out / "model")
         plan = demo_plan(out / "model", seed or 0)
         files.write(plan.study, plan.to_markdown())
-    carry_out(out, local_places(local))
+    carry_out(out, local_slots(local))
     typer.echo(f"{time.monotonic() - began:.0f} s in all")
 
 
 def check_same(files: StudyFolder, seed: int | None) -> None:
-    """Raises `ConfigError` where the study in the folder is not the one that was asked for."""
-    from agentjet.errors import ConfigError
-
+    """Raises `ConfigError` if the folder holds another study."""
     study = files.study()
     if study.topic != TOPIC or study.subject is None or not study.subject.agent.startswith(digits_agent()):
         raise ConfigError(
-            f"--out {files.path} holds another study ({study.topic!r}), not the demo: give another folder, or go on "
-            f"with that one: agentjet research run {shlex.quote(str(files.path))}"
+            f"--out {files.path} holds another study ({study.topic!r}), not the demo: choose another folder, or "
+            f"continue that study: agentjet research run {shlex.quote(str(files.path))}"
         )
     if seed not in (None, study.seed):
         raise ConfigError(
-            f"--seed {seed}: --out {files.path} holds the demo with seed {study.seed}: give another folder, or leave "
-            "--seed out to go on with it"
+            f"--seed {seed}: --out {files.path} holds the demo with seed {study.seed}: choose another folder, or omit "
+            "--seed to continue it"
         )
 
 
 def check_empty(files: StudyFolder) -> None:
-    """Raises `ConfigError` where the demo would write over something."""
-    from agentjet.errors import ConfigError
-
+    """Raises `ConfigError` if the demo would overwrite something."""
     files.check_new()
     for name in ("model", "plan.md"):
         if (files.path / name).exists():
             raise ConfigError(
-                f"--out {files.path} has a {name} already, and the demo would write over it: give another folder, or "
-                "delete that"
+                f"--out {files.path} already has a {name}, which the demo would overwrite: choose another folder, or "
+                "delete it"
             )
 
 
 def demo_plan(model: Path, seed: int) -> Plan:
-    """Two claims, and what is expected of them."""
+    """Plans the two claims with their expectations."""
     from agentjet.research.models import Arm, Study
     from agentjet.research.planner.plan import Plan, hypothesis
     from agentjet.research.planner.templates import Claim
@@ -125,7 +164,6 @@ def digits_agent() -> str:
 
 
 def digits(model: Path) -> Subject:
-    from agentjet.cli.research.study import fixed
     from agentjet.research.models import Subject
 
     return fixed(
@@ -152,12 +190,14 @@ def digits(model: Path) -> Subject:
 
 
 app = typer.Typer(
-    help="Plan a study of how a policy is best trained, run it on swarm servers, and report what can be concluded.",
+    help="Plan a study that compares ways to train a policy, run it on swarm servers, and report its conclusions.",
     no_args_is_help=True,
 )
 app.command()(new)
 app.command()(run)
 app.command()(status)
-app.command(context_settings={"ignore_unknown_options": True})(steer)  # `cap -1` is a value, and a wrong one
+app.command(context_settings={"ignore_unknown_options": True})(
+    steer
+)  # so that `cap -1` is refused as a value, not as an option
 app.command()(report)
 app.command()(demo)

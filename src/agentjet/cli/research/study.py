@@ -1,15 +1,11 @@
-"""`agentjet research new`: from a topic to a plan that a person can read, before anything is run.
-
-`agentjet research status` and `report`: what a study's journal holds, also while it is being written.
-
-`agentjet research steer`: what a person asks of a running study.
-"""
+"""`agentjet research new`, `status`, `report` and `steer`: plan, inspect and amend a study."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,18 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from agentjet.cli import Json
-from agentjet.cli.research.run import (
-    AgentCli,
-    Folder,
-    Llm,
-    LlmKeyFile,
-    LlmModel,
-    advised,
-    plain,
-    requested,
-    voice_of,
-    workshop_of,
-)
 from agentjet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,24 +20,40 @@ if TYPE_CHECKING:
     from agentjet.research.journal import StudyLog
     from agentjet.research.launcher import SteeringFile
     from agentjet.research.models import Request, Study
+    from agentjet.research.planner.proposals import LLM, CodingAgentSandbox
     from agentjet.research.subject import Subject
+
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the study.")]
+Local = Annotated[int, typer.Option("--local", min=1, help="Servers to start on this machine, side by side.")]
+
+Llm = Annotated[
+    str | None,
+    typer.Option("--llm", metavar="URL", help="An OpenAI-compatible endpoint (http://.../v1) that may propose arms."),
+]
+LlmModel = Annotated[str, typer.Option("--llm-model", metavar="NAME", help="Name of the model at that endpoint.")]
+LlmKeyFile = Annotated[Path | None, typer.Option("--llm-key-file", help="File with the API key of that endpoint.")]
+AgentCli = Annotated[
+    str | None,
+    typer.Option("--agent-cli", metavar="COMMAND", help="A coding agent that may write another version of the agent."),
+]
 
 
 def new(
     topic: Annotated[str, typer.Argument(help='The question, such as "does a kl penalty help?".')],
     agent: Annotated[str, typer.Option(help="FILE.py:FUNCTION or package.module:function, called with task, episode.")],
-    tasks: Annotated[str, typer.Option(help="FILE.jsonl, or a function that returns tasks: what is trained on.")],
-    held_out: Annotated[str, typer.Option("--held-out", help="The same: what is scored, and never trained on.")],
+    tasks: Annotated[str, typer.Option(help="Training tasks: FILE.jsonl, or a function that returns them.")],
+    held_out: Annotated[str, typer.Option("--held-out", help="Held-out tasks for scoring, in the same form.")],
     out: Annotated[Path, typer.Option(help="Folder of the study.")],
     budget: Annotated[str, typer.Option(help='Full runs ("60"), or time ("4h", with --run-minutes).')],
     run_minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="What a full run takes, for a budget in time.")
+        float | None, typer.Option(min=0.01, help="Minutes of a full run, for a budget in time.")
     ] = None,
-    servers: Annotated[int, typer.Option(min=1, help="How many run at the same time, for a budget in time.")] = 2,
+    servers: Annotated[int, typer.Option(min=1, help="Servers at the same time, for a budget in time.")] = 2,
     model: Annotated[str, typer.Option(help="Hugging Face id, local folder, or smollm2-135m.")] = "smollm2-135m",
-    evaluator: Annotated[str, typer.Option(help="What plays the held-out tasks; default: the agent.")] = "",
+    evaluator: Annotated[str, typer.Option(help="Agent that plays the held-out tasks; default: the agent.")] = "",
     steps: Annotated[int, typer.Option(min=1, max=1_000_000, help="Batches of a full run.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Episodes of each held-out task in a scoring.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Episodes per held-out task in an evaluation.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Episodes at the same time.")] = 32,
     base: Annotated[
         list[str] | None,
@@ -63,10 +63,8 @@ def new(
     sesoi: Annotated[
         float | None, typer.Option(help="Smallest difference of scores that matters, above 0; default 0.02.")
     ] = None,
-    floor: Annotated[
-        float, typer.Option(help="Lowest score there is: what a run that diverged gets once it answers no more.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Where all seeds of the study come from.")] = 0,
+    floor: Annotated[float, typer.Option(help="Score of a diverged run whose policy cannot answer.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed from which all seeds of the study are derived.")] = 0,
     llm: Llm = None,
     llm_model: LlmModel = "",
     llm_key_file: LlmKeyFile = None,
@@ -74,14 +72,19 @@ def new(
 ) -> None:
     """Plan a study: question, arms, claims, what each arm tunes, seeds, looks and budget. Nothing is run.
 
-    Read plan.md in the folder; `agentjet research run FOLDER` does what it says. No language model is needed; what one
-    proposes is held against the plan's rules, and the journal has every word of it.
+    Read plan.md in the folder, then run it with `agentjet research run FOLDER`. No language model is needed. Proposals
+    of a model are checked against the plan's rules, and the journal records them in full.
     """
+    from agentjet.cli.research.execution import with_proposals
     from agentjet.research.journal import StudyFolder
     from agentjet.research.planner.plan import plan, read_space
     from agentjet.research.subject import Subject
 
-    files, voice, workshop = StudyFolder(out), voice_of(llm, llm_model, llm_key_file), workshop_of(agent_cli)
+    files, endpoint, sandbox = (
+        StudyFolder(out),
+        llm_endpoint(llm, llm_model, llm_key_file),
+        coding_agent_sandbox(agent_cli),
+    )
     files.check_new()
     subject = fixed(
         Subject(
@@ -90,7 +93,7 @@ def new(
             tasks=tasks,
             held_out=held_out,
             evaluator=evaluator,
-            settings=settings(base or []),
+            settings=overrides_of(base or []),
             steps=steps,
             evaluations=min(4, steps),
             repeats=repeats,
@@ -110,28 +113,28 @@ def new(
         seed=seed,
     )
     files.make()
-    made = advised(made, out, voice, workshop)
+    made = with_proposals(made, out, endpoint, sandbox)
     files.write(made.study, made.to_markdown())
     typer.echo(made.to_markdown())
     typer.echo(f"The plan is {out / 'plan.md'}. Run it with: agentjet research run {shlex.quote(str(out))}")
 
 
 def fixed(subject: Subject) -> Subject:
-    """With the hash of its code. Raises `ConfigError` for what every trial would fail with."""
+    """Returns the subject with the hash of its code. Raises `ConfigError` for an error that every trial would have."""
     check_model(subject.model)
     shared = {task.id for task in subject.training_tasks()} & {task.id for task in subject.held_out_tasks()}
     if shared:
         raise ConfigError(
-            f"{len(shared)} held-out tasks are trained on, too, such as {min(shared)!r}: a score on them says nothing; "
-            "take them out of one of the two"
+            f"{len(shared)} held-out tasks are also training tasks, such as {min(shared)!r}: a score on them is "
+            "meaningless; remove them from one of the two"
         )
-    subject.player("")
-    subject.judge()
-    return subject.hashed()
+    subject.load_arm_agent("")
+    subject.load_evaluator()
+    return subject.with_hashes()
 
 
 def check_model(name: str) -> None:
-    """Raises `ConfigError` for what no server could load. Whether the hub has an id is not asked."""
+    """Raises `ConfigError` for a model that no server could load. Does not ask the hub."""
     from agentjet.config.schema import ModelConfig
 
     bundled = ModelConfig().name
@@ -142,8 +145,8 @@ def check_model(name: str) -> None:
     )
 
 
-def settings(overrides: list[str]) -> dict[str, Any]:
-    """`section.setting=value`, checked as far as that goes without the other settings. Raises `ConfigError`."""
+def overrides_of(overrides: list[str]) -> dict[str, Any]:
+    """Parses `section.setting=value` without checks against other settings. Raises `ConfigError`."""
     from agentjet.config.loader import parse_value
 
     found = {}
@@ -155,33 +158,80 @@ def settings(overrides: list[str]) -> dict[str, Any]:
     return found
 
 
+def llm_endpoint(url: str | None, model: str, key_file: Path | None) -> LLM | None:
+    """Returns the model that the options name. Raises `ConfigError`."""
+    from agentjet.research.planner.proposals import ChatEndpoint
+
+    if url is None:
+        if model or key_file is not None:
+            raise ConfigError("--llm-model and --llm-key-file need --llm")
+        return None
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--llm {url!r} is not a URL: give one such as http://127.0.0.1:8000/v1")
+    if not model:
+        raise ConfigError(f"--llm {url}: also give the model's name (--llm-model)")
+    return ChatEndpoint(url, model, key_of(key_file) if key_file else "")
+
+
+def key_of(file: Path) -> str:
+    """Reads the key without surrounding white space. Raises `ConfigError`, which never contains the key."""
+    try:
+        key = file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--llm-key-file {file}: {error.strerror}") from None
+    if not re.fullmatch(rb"[!-~]+", key):
+        raise ConfigError(
+            f"--llm-key-file {file}: the file must hold only the key, on one line: it is empty, or has a blank, a line "
+            "break or another character that is invalid in a header"
+        )
+    return key.decode("ascii")
+
+
+def coding_agent_sandbox(command: str | None) -> CodingAgentSandbox | None:
+    """Returns the sandbox of the coding agent that the option names. Raises `ConfigError`."""
+    from agentjet.research.planner.proposals import CodingAgentSandbox
+
+    if command is None:
+        return None
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--agent-cli {command!r}: {error}; quote it as a shell would") from None
+    if not words:
+        raise ConfigError(f"--agent-cli {command!r} is not a command: give one, or omit the option")
+    return CodingAgentSandbox(tuple(words))
+
+
+# ---- status and report ----------------------------------------------------------------------------------------------
+
+
 def status(folder: Folder, as_json: Json = False) -> None:
-    """Show how far a study is, what it has spent, and what it found so far."""
+    """Show the progress of a study, its spending and its findings so far."""
     from agentjet.research.journal import StudyFolder
     from agentjet.research.launcher import SteeringFile
 
     files = StudyFolder(folder)
-    study, books = files.study(), files.books()
-    found = summary(books[0], seconds_at_work(folder))
+    study, logs = files.study(), files.logs()
+    found = summary(logs[0], seconds_at_work(folder))
     unread, when = (
-        SteeringFile(files.steering).unread(books),
+        SteeringFile(files.steering_file).unread(logs),
         "never read" if found["stage"] == "finished" else "not read yet",
     )
     if unread:
         found[when] = unread if as_json else "; ".join(map(requested, unread))
-    annexes = {f"annex-{n}": summary(book) for n, book in enumerate(books[1:], 1) if book.study}
+    annexes = {f"annex-{n}": summary(log) for n, log in enumerate(logs[1:], 1) if log.study}
     if as_json:
         found |= {"annexes": annexes} if annexes else {}
         typer.echo(json.dumps({"study": study.id, "topic": study.topic, **found}, indent=2))
         return
     typer.echo(f"{study.topic}  (study {study.id})")
-    tell(found)
+    print_summary(found)
     for name, annex in annexes.items():
         typer.echo(f"\n{folder / name}, added after the data")
-        tell(annex)
+        print_summary(annex)
 
 
-def tell(found: dict[str, Any]) -> None:
+def print_summary(found: dict[str, Any]) -> None:
     for name, value in found.items():
         if name != "findings":
             typer.echo(f"{name:12} {plain(value)}")
@@ -189,8 +239,34 @@ def tell(found: dict[str, Any]) -> None:
         typer.echo(f"{finding['verdict'].replace('_', ' '):24} {finding['claim']}: {finding['reason']}")
 
 
+def plain(content: object) -> str:
+    """Formats journal content as text. Nested mappings are listed with their names."""
+    if isinstance(content, Mapping):
+        known = {name: value for name, value in content.items() if value not in ("", {})}
+        return "; ".join(
+            f"{name}: {', '.join(f'{key} = {plain(inner)}' for key, inner in value.items())}"
+            if isinstance(value, Mapping)
+            else f"{name} = {plain(value)}"
+            for name, value in known.items()
+        )
+    if isinstance(content, list | tuple):
+        return ", ".join(map(plain, content))
+    return f"{content:.4g}" if isinstance(content, float) else str(content)
+
+
+def requested(line: str) -> str:
+    """Formats a line of a steering file: the action, or the raw text if it is not an action."""
+    from agentjet.research.report.caveats import action_text
+
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return line
+    return action_text(content) if isinstance(content, dict) and "kind" in content else line
+
+
 def seconds_at_work(folder: Path) -> float:
-    """From the first launch of a study to its newest outcome, by the times of the runner's files; 0 without any."""
+    """Seconds from the first launch to the newest outcome, from the times of the runner's files; 0 without any."""
     launches = folder / "launches"
     begun = [path.stat().st_mtime for path in launches.glob("*/trial.json")]
     ended = [path.stat().st_mtime for path in launches.glob("*/outcome.json")]
@@ -198,36 +274,36 @@ def seconds_at_work(folder: Path) -> float:
 
 
 def time_left(seconds: float, spent: float, left: float) -> str:
-    """The time that `left` full runs take at the pace of the `spent` ones; empty where there is no pace yet."""
+    """Time for `left` full runs at the pace of the `spent` ones; empty before the first outcome."""
     if not (seconds and spent):
         return ""
     minutes = round(left * seconds / spent / 60)
     return f"at most {minutes // 60} h {minutes % 60} min, at the pace so far"
 
 
-def summary(book: StudyLog, seconds: float = 0.0) -> dict[str, Any]:
-    """As `status --json` prints it. `seconds` is the time that the study has been at work."""
+def summary(log: StudyLog, seconds: float = 0.0) -> dict[str, Any]:
+    """Summary for `status --json`. `seconds` is the time that the study has run."""
     from agentjet.research.amendments import NOT_ADDED
     from agentjet.research.report.facts import StudyView
 
-    if book.study is None:
+    if log.study is None:
         return {"stage": "planned"}
-    done = StudyView(book)
+    view = StudyView(log)
     ends: dict[str, int] = {}
-    for launched in done.launched:
+    for launched in view.launched:
         ends[launched.end] = ends.get(launched.end, 0) + 1
-    over = done.stage == "finished"
-    left = "" if over else time_left(seconds, done.spent, book.study.budget - done.spent)
+    finished = view.stage == "finished"
+    left = "" if finished else time_left(seconds, view.spent, log.study.budget - view.spent)
     return {
-        "stage": done.stage,
+        "stage": view.stage,
         "trials": ends,
-        "spent": round(done.spent, 2),
-        "running": round(done.ledger.total - done.spent, 2),
-        "budget": book.study.budget,
+        "spent": round(view.spent, 2),
+        "running": round(view.spending.total - view.spent, 2),
+        "budget": log.study.budget,
         **({"time left": left} if left else {}),
-        **({NOT_ADDED: done.not_added} if done.not_added else {}),
+        **({NOT_ADDED: view.not_added} if view.not_added else {}),
         "findings": [
-            {"claim": h.claim, **done.findings[h.id].to_json()} for h in book.study.hypotheses if h.id in done.findings
+            {"claim": h.claim, **view.findings[h.id].to_json()} for h in log.study.hypotheses if h.id in view.findings
         ],
     }
 
@@ -235,100 +311,103 @@ def summary(book: StudyLog, seconds: float = 0.0) -> dict[str, Any]:
 def report(
     folder: Folder,
     check: Annotated[
-        Path | None, typer.Option(help="Instead of writing one: whether this report says what the journal does.")
+        Path | None, typer.Option(help="Check this report against the journal instead of writing one.")
     ] = None,
 ) -> None:
     """Write report.html and report.md from a study's journal, finished or not, and those of its annexes."""
     from agentjet.research.journal import StudyFolder
-    from agentjet.research.report import book_of, build_all
+    from agentjet.research.report import build_all, log_of
     from agentjet.research.report import check as compared
 
-    books = StudyFolder(folder).books()
+    logs = StudyFolder(folder).logs()
     if check is None:
-        for written in build_all(books, folder):
+        for written in build_all(logs, folder):
             typer.echo(written)
         return
-    problems = compared(check, book_of(check, books))
+    problems = compared(check, log_of(check, logs))
     if problems:
-        raise ConfigError("\n".join([f"{check} is not what the journal says:", *problems]))
-    typer.echo(f"{check} says what the journal does")
+        raise ConfigError("\n".join([f"{check} differs from the journal:", *problems]))
+    typer.echo(f"{check} agrees with the journal")
 
+
+# ---- steering -------------------------------------------------------------------------------------------------------
 
 Action = Literal["pause", "resume", "cap", "veto", "add-arm", "add-hypothesis"]
 
 
 def steer(
     folder: Folder,
-    action: Annotated[Action, typer.Argument(help="What is asked.")],
-    value: Annotated[str, typer.Argument(metavar="[RUNS|ARM]", help="Of cap: full runs in all. Else: the arm.")] = "",
-    against: Annotated[str, typer.Option(help="With add-arm and add-hypothesis: the arm it is compared with.")] = "",
+    action: Annotated[Action, typer.Argument(help="The request.")],
+    value: Annotated[
+        str, typer.Argument(metavar="[RUNS|ARM]", help="For cap: full runs in total. Otherwise: the arm.")
+    ] = "",
+    against: Annotated[str, typer.Option(help="With add-arm and add-hypothesis: the arm to compare with.")] = "",
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="With add-arm: what it changes; can be repeated."),
+        typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="With add-arm: a change; can be repeated."),
     ] = None,
     why: Annotated[str, typer.Option(help="For the report.")] = "",
 ) -> None:
     """Pause or resume a study, cap its budget, veto an arm, or add an arm or a claim.
 
-    A running study takes it before its next batch of trials, and says in its journal and its report what it took. What
-    is added after the data began is exploratory; the rules of the verdicts cannot be changed.
+    A running study takes the request before its next batch of trials and records it in its journal and its report.
+    Additions after the data began are exploratory. The rules of the verdicts cannot be changed.
     """
     from agentjet.research.journal import StudyFolder
     from agentjet.research.launcher import SteeringFile
 
     files = StudyFolder(folder)
     asked = request(action, value, against, change or [], why)
-    steering = SteeringFile(files.steering)
-    check(asked, files.study(), files.books(), steering)
-    steering.append(asked)
-    typer.echo(f"asked: {action} {value}".rstrip())
+    steering_file = SteeringFile(files.steering_file)
+    check(asked, files.study(), files.logs(), steering_file)
+    steering_file.append(asked)
+    typer.echo(f"requested: {action} {value}".rstrip())
 
 
-def check(asked: Request, study: Study, books: list[StudyLog], steering: SteeringFile) -> None:
-    """Raises `ConfigError` for what the study would refuse, as far as that is known now."""
+def check(asked: Request, study: Study, logs: list[StudyLog], steering_file: SteeringFile) -> None:
+    """Raises `ConfigError` for a request that the study would refuse, as far as that is known now."""
     from agentjet.research.amendments import EVERYTHING, grant
     from agentjet.research.models import Cap, Refused, Resume
     from agentjet.research.report.facts import StudyView
 
-    kind, book = asked.kind.replace("_", "-"), books[-1]
-    if book.study is not None:
-        done = StudyView(book)
-        if done.stage == "finished":
-            raise ConfigError(f"{kind}: the study has its findings; plan another with `agentjet research new`")
-        spent = done.ledger.total
+    kind, log = asked.kind.replace("_", "-"), logs[-1]
+    if log.study is not None:
+        view = StudyView(log)
+        if view.stage == "finished":
+            raise ConfigError(f"{kind}: the study is finished; plan another with `agentjet research new`")
+        spent = view.spending.total
         if isinstance(asked, Cap) and asked.runs < spent:
-            raise ConfigError(f"cap {asked.runs:g}: {spent:.1f} full runs are spent or under way; give more than that")
-    course = course_of(book.study or study, book, steering.unread(books))
-    if isinstance(asked, Resume) and not course.paused:
+            raise ConfigError(f"cap {asked.runs:g}: {spent:.1f} full runs are spent or running; give a larger number")
+    amended = amended_study(log.study or study, log, steering_file.unread(logs))
+    if isinstance(asked, Resume) and not amended.paused:
         raise ConfigError("resume: the study is not paused")
     try:
-        grant(course, asked, "human", EVERYTHING)
+        grant(amended, asked, "human", EVERYTHING)
     except Refused as refusal:
         raise ConfigError(f"{kind}: {refusal}") from None
 
 
-def course_of(study: Study, book: StudyLog, waiting: list[str]) -> AmendedStudy:
-    """What a study becomes by all that was granted, and by what it has still to read."""
-    from agentjet.research.amendments import EVERYTHING, AmendedStudy, grant, parsed
+def amended_study(study: Study, log: StudyLog, waiting: list[str]) -> AmendedStudy:
+    """Applies all granted requests and those that the study has not read yet."""
+    from agentjet.research.amendments import EVERYTHING, AmendedStudy, grant, parse_action
     from agentjet.research.models import Refused, loads
 
-    course = AmendedStudy(study, begun=True)
-    for amendment in book.amendments:
+    amended = AmendedStudy(study, begun=True)
+    for amendment in log.amendments:
         if not amendment.refused and amendment.point >= 0:
-            course = grant(course, parsed(amendment.origin, amendment.asked), amendment.origin, EVERYTHING)
+            amended = grant(amended, parse_action(amendment.origin, amendment.asked), amendment.origin, EVERYTHING)
     for line in waiting:
         with suppress(Refused):
-            course = grant(course, parsed("human", loads(line)), "human", EVERYTHING)
-    return course
+            amended = grant(amended, parse_action("human", loads(line)), "human", EVERYTHING)
+    return amended
 
 
 def request(action: Action, value: str, against: str, changes: list[str], why: str) -> Request:
-    """Raises `ConfigError` for what is no request."""
-    # moved import
+    """Raises `ConfigError` for an invalid request."""
     from agentjet.research.models import REQUEST, Refused, parse
 
     if value.startswith("--"):
-        raise ConfigError(f"{value}: there is no such option; those are --against, --set and --why")
+        raise ConfigError(f"{value}: unknown option; the options are --against, --set and --why")
     if not value and action in ("veto", "add-arm", "add-hypothesis"):
         raise ConfigError(f"{action}: name the arm, as in: agentjet research steer FOLDER {action} ARM")
     fields: dict[str, object] = {"kind": action.replace("-", "_")}
@@ -345,7 +424,7 @@ def request(action: Action, value: str, against: str, changes: list[str], why: s
     if action in ("add-arm", "add-hypothesis"):
         fields |= {"against": against, "why": why}
     if action == "add-arm":
-        fields["changes"] = settings(changes)
+        fields["changes"] = overrides_of(changes)
     try:
         return parse(REQUEST, fields)
     except Refused as refusal:

@@ -1,4 +1,5 @@
-"""The planner: from a topic to a study, by packaged knowledge of the settings; a language model may add to it.
+"""The planner makes a study from a topic or a file, with packaged knowledge of the settings. A language model may add
+to it.
 
-Whatever is proposed, by a person or by a model, passes through `actions` and `course`: a schema, then the rules.
+Each proposal is checked against the schema of actions, then against the rules in `agentjet.research.amendments`.
 """

@@ -1,9 +1,9 @@
-"""Runs a command that can write to one folder only, and read that, the system's programs, and nothing else.
+"""Runs a command that can write to one folder only, and read that folder and the system's programs only.
 
-    python fence.py FOLDER READABLE... -- COMMAND...
+    python landlock.py FOLDER READABLE... -- COMMAND...
 
-Landlock (Linux 5.13 and later): the kernel refuses the rest, for the command and all it starts. Whoever is fenced in
-needs no privilege and gets none. This file is run by its path, and imports nothing but the standard library.
+Landlock (Linux 5.13 and later): the kernel enforces the limits for the command and its children, without privileges.
+This file is run by its path, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 SET_NO_NEW_PRIVS = 38
 PATH_BENEATH = 1
 RIGHTS_BY_VERSION = (13, 14, 15, 15, 16)
-"""How many rights over files the kernel's versions 1, 2, ... know: so many bits from the lowest."""
+"""Number of file rights in Landlock versions 1, 2, ...: so many lowest bits are set."""
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 SIGNALS = 2
-"""To processes outside: refused where the kernel can."""
+"""Blocks signals to processes outside, on kernels that support it."""
 LONGEST_FILE = 64 << 20
 SYSTEM = ("/bin", "/sbin", "/lib", "/lib64", "/usr", "/etc", "/opt", "/proc", "/sys", sys.base_prefix)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/tty")
 
 
 class Ruleset(ctypes.Structure):
-    """`struct landlock_ruleset_attr`; kernels before version 6 know its first field only."""
+    """`struct landlock_ruleset_attr`; kernels before version 6 support its first field only."""
 
     _fields_ = (("files", ctypes.c_uint64), ("ports", ctypes.c_uint64), ("scopes", ctypes.c_uint64))
 
@@ -42,12 +42,12 @@ class Beneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Of the kernel's Landlock; 0 where there is none."""
+    """Landlock version of the kernel; 0 if it has none."""
     return max(0, int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1)))
 
 
-def fence_in(folder: Path, readable: list[Path]) -> None:
-    """This process and its children, for good. Raises `OSError`."""
+def restrict(folder: Path, readable: list[Path]) -> None:
+    """Restricts this process and its children for good. Raises `OSError`."""
     kernel = ctypes.CDLL(None, use_errno=True)
     known = version()
     if not known:
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
     folder, *rest = arguments
     split = rest.index("--")
     resource.setrlimit(resource.RLIMIT_FSIZE, (LONGEST_FILE, LONGEST_FILE))
-    fence_in(Path(folder), [Path(path) for path in rest[:split]])
+    restrict(Path(folder), [Path(path) for path in rest[:split]])
     command = rest[split + 1 :]
     os.execvp(command[0], command)
 

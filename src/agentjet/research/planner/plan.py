@@ -1,19 +1,17 @@
-"""`space.toml`: what a person wants compared, where no topic says it. Arms, what every arm tunes, claims, how to judge.
+"""From a topic or a file to a `Plan`: the study, its cost, and the page that a person reads before it runs.
 
-sesoi = 0.02                         # the smallest difference that matters, in units of the score
+`space.toml` names arms, knobs and claims in place of a topic:
 
-[arms.base]                          # the first arm is what the others are held against, unless claims say more
-[arms.short]
-agent = "short.py:agent"             # another agent, or another reward in training: the agent returns it
-changes = { "job.max_tokens" = 64 }  # settings, where they differ from the subject's
+    sesoi = 0.02                         # the smallest difference that matters, in units of the score
 
-[knobs."job.optimizer.lr"]           # tuned for every arm that does not set it
-low = 1e-6
-high = 1e-3
+    [arms.base]                          # the first arm is compared with the others, unless claims are given
+    [arms.short]
+    agent = "short.py:agent"             # another agent, or another reward in training: the agent returns it
+    changes = { "job.max_tokens" = 64 }  # settings that differ from the subject's
 
-`Plan`: a study, how its question was understood and what it costs, and the page a person reads before it runs.
-
-`plan`: a topic or a file in, a study out, without a language model.
+    [knobs."job.optimizer.lr"]           # tuned for every arm that does not set it
+    low = 1e-6
+    high = 1e-3
 """
 
 from __future__ import annotations
@@ -37,15 +35,15 @@ from agentjet.research.models import EXPECTED, Arm, ArmName, Hypothesis, Knob, S
 from agentjet.research.planner.priors import base_of, check_job, equal_arm, rounded, whole_settings
 from agentjet.research.planner.templates import Claim, PlanDraft, draft_plan
 from agentjet.research.planner.topics import MEANINGS, ParsedTopic, TopicKind, parse_topic
-from agentjet.research.records import sentence
-from agentjet.research.scheduler import Cost, estimate_cost
+from agentjet.research.records import validation_message
+from agentjet.research.scheduler import CostEstimate, estimate_cost
 from agentjet.research.servers import check_changes
 
 MOST_SEEDS = 1000
-"""Of an arm, at the last look."""
+"""Maximum seeds per arm at the last look."""
 MOST_LOOKS = 20
 RANGE_VALUES = 25
-"""Values that a range has, both ends among them: finer than the noise of any run can tell apart."""
+"""Values of a range, including both ends: finer than any run can distinguish."""
 
 
 class Part(BaseModel):
@@ -69,15 +67,15 @@ class SpaceKnob(Part):
     def _one_of_both(self) -> Self:
         ranged = self.low is not None and self.high is not None
         if bool(self.values) == ranged or ranged != (self.low is not None or self.high is not None):
-            raise ValueError("give either values, or low and high")
+            raise ValueError("give either values or both low and high")
         if ranged and not self._low() < self._high():
             raise ValueError(f"low = {self.low} is not below high = {self.high}")
         if ranged and self.scale == "log" and self._low() <= 0:
-            raise ValueError(f"low = {self.low} has no logarithm; give scale = 'linear', or a low above 0")
+            raise ValueError(f"low = {self.low} has no logarithm; set scale = 'linear', or a low above 0")
         return self
 
     def ladder(self, *, whole: bool) -> tuple[float, ...]:
-        """The values; or the ends of the range and what it is cut into, to whole numbers or to three digits."""
+        """Returns the values, or those that divide the range, rounded to whole numbers or three digits."""
         if self.values:
             return tuple(sorted(set(self.values)))
         low, high = self._low(), self._high()
@@ -107,7 +105,7 @@ class SpaceClaim(Part):
 
 
 class Space(Part):
-    """The whole file. `folder` is where its agents are looked for."""
+    """The whole file."""
 
     arms: Annotated[dict[ArmName, SpaceArm], Field(min_length=2)]
     knobs: dict[str, SpaceKnob] = {}
@@ -130,7 +128,7 @@ class Space(Part):
         return self
 
     def draft_plan(self, folder: Path) -> PlanDraft:
-        """Raises `ConfigError` for an agent that is not there."""
+        """Raises `ConfigError` for a missing agent. Agents are relative to `folder`."""
         knobs = [Knob(name, tried.ladder(whole=name in whole_settings())) for name, tried in self.knobs.items()]
         arms = [
             Arm(
@@ -150,7 +148,7 @@ class Space(Part):
 
 
 def read_space(path: Path) -> Space:
-    """Raises `ConfigError` naming the file, the key and the way out."""
+    """Raises `ConfigError` with the file, the key and the remedy."""
     try:
         return Space.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -162,18 +160,18 @@ def read_space(path: Path) -> Space:
 
 
 def misfit(error: ValidationError) -> str:
-    """The first thing that is wrong."""
+    """Describes the first error."""
     first = error.errors(include_url=False)[0]
-    said = sentence(error)
+    message = validation_message(error)
     if first["type"] != "extra_forbidden":
-        return said
+        return message
     known = sorted({name for part in (Space, SpaceArm, SpaceKnob, SpaceClaim) for name in part.model_fields})
     near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
-    return f"{said}; " + (f"did you mean {near[0]}?" if near else f"those are {', '.join(known)}")
+    return f"{message}; " + (f"did you mean {near[0]}?" if near else f"those are {', '.join(known)}")
 
 
 def code_hash(folder: Path, agent: str) -> str:
-    """Of the file of `FILE.py:FUNCTION`, and of which function it is."""
+    """Hash of the file of `FILE.py:FUNCTION` and of the function's name."""
     name, _, function = agent.partition(":")
     path = folder / name
     if not path.is_file() or not function:
@@ -188,17 +186,17 @@ ARMS = ("arm", "changes", "code", "tunes before it is judged")
 class Plan:
     study: Study
     kind: TopicKind | None
-    """None where the question came as a file."""
+    """None if the question came as a file."""
     understood: tuple[tuple[str, str], ...]
-    """Words of the topic, and the settings they were taken for."""
+    """Words of the topic with the settings they mean."""
     ignored: tuple[str, ...]
-    cost: Cost
+    cost: CostEstimate
     notes: tuple[str, ...] = ()
     run_seconds: float | None = None
     servers: int = 1
 
     def with_study(self, study: Study) -> Plan:
-        """The same plan with more in its study."""
+        """Returns the same plan for a changed study."""
         return replace(self, study=study, cost=estimate_cost(study))
 
     def to_markdown(self) -> str:
@@ -214,7 +212,7 @@ class Plan:
             self._rules(),
             "## Cost",
             self._cost(),
-            f"Study `{study.id}`. It is fixed with its first journal entry; what is added later is exploratory.",
+            f"Study `{study.id}`. It is fixed with its first journal entry. Later additions are exploratory.",
         ]
         return "\n\n".join(parts) + "\n"
 
@@ -223,7 +221,9 @@ class Plan:
         if self.understood:
             lines.append("Understood: " + "; ".join(f"“{words}” is `{name}`" for words, name in self.understood) + ".")
         if self.ignored:
-            lines.append(f"Not understood, and not asked: {', '.join(f'“{word}”' for word in self.ignored)}.")
+            lines.append(
+                f"Not understood, so not part of the question: {', '.join(f'“{word}”' for word in self.ignored)}."
+            )
         return "\n\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
 
     def _claims(self) -> str:
@@ -239,7 +239,7 @@ class Plan:
         return "a coding agent" if arm.code and arm.name == coded_name(arm.code) else "a language model"
 
     def _arms(self) -> str:
-        """With the agent of each, where they differ in it."""
+        """Adds a column with agents if the arms differ in them."""
         subject = self.study.subject
         if subject is None or not subject.agents:
             return table(ARMS, map(arm_row, self.study.arms))
@@ -261,8 +261,8 @@ class Plan:
         ]
         if study.subject is not None:
             lines.append(
-                f"A run that diverged and answers no more scores {study.subject.floor:g}, or the least that one of its "
-                "held-out episodes earned where that is less."
+                f"A diverged run whose policy cannot answer scores {study.subject.floor:g}, or the lowest reward of "
+                "one of its held-out episodes if that is lower."
             )
         return "\n".join(f"* {line}" for line in lines)
 
@@ -274,7 +274,7 @@ class Plan:
             f"plain, and {cost.most:.1f} where nothing is."
         ]
         if cost.most > study.budget:
-            lines.append("The budget may run out before the last look: what is open then ends as inconclusive.")
+            lines.append("The budget may run out before the last look: open claims then end as inconclusive.")
         if self.run_seconds is not None:
             hours = study.budget * self.run_seconds / self.servers / 3600
             lines.append(f"At {self.run_seconds:g} s a run, {self.servers} at a time, that is at most {hours:.1f} h.")
@@ -282,7 +282,7 @@ class Plan:
 
 
 def coded_name(code: str) -> str:
-    """Of an arm whose agent a coding agent wrote, by the hash of what it changed."""
+    """Name of an arm whose agent a coding agent wrote, from the hash of its changes."""
     return f"agent {code[:6]}"
 
 
@@ -305,9 +305,9 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 METRIC = "mean reward on the held-out tasks, at the last step"
 SESOI = 0.02
-"""Where nobody says: two points of a hundred, of rewards from 0 to 1."""
+"""Default: two points of a hundred, for rewards from 0 to 1."""
 LONGEST_TOPIC = 500
-"""Characters."""
+"""In characters."""
 SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -323,15 +323,15 @@ def plan(
     servers: int = 1,
     seed: int = 0,
 ) -> Plan:
-    """The plan of a study. Raises `ConfigError` for what is not understood, cannot be compared, or cannot be paid.
+    """Plans a study. Raises `ConfigError` if the topic is not understood, cannot be compared, or exceeds the budget.
 
-    `budget` is in full runs ("60") or in time ("4h"), for which a run's seconds must be known. `folder` is where the
-    agents of a space file are.
+    `budget` is in full runs ("60") or in time ("4h"), which needs `run_seconds`. `folder` holds the agents of a space
+    file.
     """
     if sesoi is not None and not 0 < sesoi < math.inf:
-        raise ConfigError(f"--sesoi {sesoi:g}: give a finite difference of scores above 0; leave it out for {SESOI:g}")
+        raise ConfigError(f"--sesoi {sesoi:g}: give a finite difference above 0; the default is {SESOI:g}")
     if run_seconds is not None and not 0 < run_seconds < math.inf:
-        raise ConfigError(f"--run-minutes {run_seconds / 60:g}: give the finite minutes of a full run, above 0")
+        raise ConfigError(f"--run-minutes {run_seconds / 60:g}: give the duration of a full run, above 0 and finite")
     check_topic(topic)
     base: Setting = subject.settings if subject else {}
     if subject:
@@ -347,7 +347,7 @@ def plan(
         agents = {name: str(folder / arm.agent) for name, arm in space.arms.items() if arm.agent}
         subject = with_agents(subject, agents)
         for arm_name in agents if subject.code else ():
-            subject.player(arm_name)
+            subject.load_arm_agent(arm_name)
     study = Study(
         topic=topic,
         metric=space.metric if space and space.metric else METRIC,
@@ -357,14 +357,14 @@ def plan(
         budget=runs_of(budget, run_seconds, servers),
         alpha=space.alpha if space else 0.05,
         looks=space.looks if space else (4, 8, 12),
-        evaluator=subject.evaluator_now() if subject and subject.code else "",
+        evaluator=subject.evaluator_hash() if subject and subject.code else "",
         seed=seed,
         subject=subject,
     )
     cost = estimate_cost(study)
     if cost.least > study.budget:
         raise ConfigError(
-            f"budget = {budget}: {study.budget:g} full runs, and the study takes {cost.least:.1f} where all is plain; "
+            f"budget = {budget}: {study.budget:g} full runs, but the study needs at least {cost.least:.1f}; "
             f"give at least that{cheaper(study, 'in the file' if space else 'in a file: --space space.toml')}"
         )
     return Plan(
@@ -380,18 +380,18 @@ def plan(
 
 
 def check_topic(topic: str) -> None:
-    """Raises `ConfigError` for what is no title of a page."""
+    """Raises `ConfigError` for a topic that cannot be a title."""
     if len(topic) > LONGEST_TOPIC:
         raise ConfigError(
-            f"the topic has {len(topic)} characters: ask one question in {LONGEST_TOPIC} or fewer; what is to be "
-            "compared can stand in a file, --space space.toml"
+            f"the topic has {len(topic)} characters: ask one question in {LONGEST_TOPIC} or fewer; longer "
+            "comparisons go in a file, --space space.toml"
         )
     if wrong := next((character for character in topic if unicodedata.category(character) in ("Cc", "Cs")), ""):
-        raise ConfigError(f"the topic has the character {wrong!a}, which cannot be printed: leave it out")
+        raise ConfigError(f"the topic has the character {wrong!a}, which cannot be printed: remove it")
 
 
 def cheaper(study: Study, where: str) -> str:
-    """What would make a study cost less, of what this one leaves to change."""
+    """Suggests changes that would make the study cheaper."""
     ways = [
         *([f"compare fewer than {len(study.arms)} arms"] if len(study.arms) > 2 else []),
         *(["have less tuned"] if any(arm.nuisance for arm in study.arms) else []),
@@ -401,9 +401,9 @@ def cheaper(study: Study, where: str) -> str:
 
 
 def with_agents(subject: Subject, agents: Mapping[str, str]) -> Subject:
-    """The subject with agents of some arms' own; if its code was hashed, theirs is too."""
+    """Sets agents of some arms, and updates the hashes if there are any."""
     subject = replace(subject, agents={**subject.agents, **agents})
-    return subject.hashed() if subject.code else subject
+    return subject.with_hashes() if subject.code else subject
 
 
 def hypothesis(claim: Claim) -> Hypothesis:
@@ -426,7 +426,7 @@ def meanings(understood: ParsedTopic) -> list[tuple[str, str]]:
 
 
 def check_arm(arm: Arm, base: Setting) -> None:
-    """Raises `ConfigError` when a server would not take it, at any value of its knobs."""
+    """Raises `ConfigError` if a server would refuse the arm at some value of its knobs."""
     longest = max((len(knob.values) for knob in arm.nuisance), default=1)
     for position in range(longest):
         tuned = {knob.name: knob.values[min(position, len(knob.values) - 1)] for knob in arm.nuisance}
@@ -441,11 +441,11 @@ def check_differ(arms: Sequence[Arm], base: Setting) -> None:
     """Raises `ConfigError` for two arms that would be trained alike."""
     for number, arm in enumerate(arms):
         if other := equal_arm(arm, arms[:number], base):
-            raise ConfigError(f"arm {arm.name!r} changes nothing of arm {other.name!r}: give it changes, or an agent")
+            raise ConfigError(f"arm {arm.name!r} does not differ from arm {other.name!r}: give it changes, or an agent")
 
 
 def runs_of(budget: str, run_seconds: float | None, servers: int) -> float:
-    """Full runs that a budget pays for. Raises `ConfigError`."""
+    """Returns the full runs that a budget pays for. Raises `ConfigError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", budget.strip().lower())
     unit = match[2].removesuffix("s") if match and match[2] != "s" else "s" if match else ""
     if not match or float(match[1]) <= 0 or unit not in ("", "run", *SECONDS):
@@ -454,6 +454,6 @@ def runs_of(budget: str, run_seconds: float | None, servers: int) -> float:
         return float(match[1])
     if run_seconds is None:
         raise ConfigError(
-            f"budget = {budget!r}: how long a run lasts is not known; say it (--run-minutes), or give full runs"
+            f"budget = {budget!r}: the duration of a run is unknown; give --run-minutes, or a number of full runs"
         )
     return float(match[1]) * SECONDS[unit] * servers / run_seconds

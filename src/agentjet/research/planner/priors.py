@@ -1,4 +1,4 @@
-"""What is known of the settings beforehand: their words, ranges and interactions, from the packaged `priors.toml`."""
+"""Knowledge about the settings: their words, ranges and interactions, from the packaged `priors.toml`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from agentjet.research.models import Arm, Knob, Refused, Setting, Sign, Study, S
 from agentjet.research.servers import check_model
 
 FREE = frozenset({"job.seed", "job.max_steps"})
-"""Settings of a job that are the study's own business: seeds and lengths of its trials."""
+"""Job settings that the study controls: seeds and lengths of its trials."""
 
 
 class Prior(BaseModel):
-    """A setting that studies vary. `priors.toml` says what the fields mean."""
+    """A setting that studies vary. `priors.toml` documents the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ class Prior(BaseModel):
         return not self.switch and not self.choices
 
     def refusal(self, name: str, value: Value) -> str | None:
-        """Why a study may not set this, or None."""
+        """Reason why a study may not set this value, or None."""
         if self.switch:
             return None if isinstance(value, bool) else f"{name} = {value!r}: give true or false"
         if self.choices:
@@ -65,7 +65,7 @@ class Prior(BaseModel):
         return None
 
     def tried(self, base: Value) -> tuple[float, ...]:
-        """The values to try, around the base where the prior has a ladder. Empty: nobody varies it by degrees."""
+        """Values to try, around the base value if the prior has a ladder. Empty if the setting has no scale."""
         if not self.ladder:
             return self.values
         assert self.low is not None and self.high is not None and not isinstance(base, str)
@@ -78,16 +78,16 @@ class Prior(BaseModel):
 
 @cache
 def priors() -> dict[str, Prior]:
-    """By the setting's name."""
+    """By name of the setting."""
     text = files(__package__).joinpath("priors.toml").read_text(encoding="utf-8")
     return {name: Prior.model_validate(fields) for name, fields in tomllib.loads(text).items()}
 
 
 def base_value(name: str, settings: Setting) -> Value:
-    """What a setting is where no arm changes it: the subject's, or the default."""
+    """Value of a setting that no arm changes: the subject's, or the default."""
     if name in settings:
         return settings[name]
-    loss = "job.algorithm.loss"  # the defaults of others depend on it
+    loss = "job.algorithm.loss"  # defaults of other settings depend on it
     config = parse_config({loss: settings[loss]} if loss in settings else {})
     value: Any = {**config.model_dump(), "job": config.job.with_defaults().model_dump()}
     for part in name.split("."):
@@ -98,7 +98,7 @@ def base_value(name: str, settings: Setting) -> Value:
 
 @cache
 def whole_settings() -> frozenset[str]:
-    """Those of which a server takes whole numbers only."""
+    """Settings that accept whole numbers only."""
     return frozenset(
         f"{prefix}.{name}"
         for prefix, section in sections()
@@ -108,17 +108,17 @@ def whole_settings() -> frozenset[str]:
 
 
 def knob(name: str, settings: Setting) -> Knob:
-    """A setting to be tuned, over the values its prior would try."""
+    """A knob over the values that the prior suggests."""
     return Knob(name, tuple(map(float, priors()[name].tried(base_value(name, settings)))))
 
 
 def rounded(value: float, digits: int = 2) -> float:
-    """To so many significant digits: nobody tunes finer."""
+    """Rounds to `digits` significant digits."""
     return float(f"{value:.{digits - 1}e}")
 
 
 def equal_arm(arm: Arm, others: Iterable[Arm], base: Setting | None) -> Arm | None:
-    """One of the others that would be trained as this arm is. `base` is None where no server's settings are varied."""
+    """Returns one of the others that would be trained like this arm. `base` is None if no server settings vary."""
 
     def whole(one: Arm, names: set[str]) -> object:
         rest = {name: None if base is None else base_value(name, base) for name in names}
@@ -128,7 +128,7 @@ def equal_arm(arm: Arm, others: Iterable[Arm], base: Setting | None) -> Arm | No
 
 
 def base_of(subject: Subject) -> Setting:
-    """What every arm begins with: where no settings say more, schedules end with the run."""
+    """Settings that all arms start from. By default, schedules end with the run."""
     return {"job.optimizer.total_steps": subject.steps, **subject.settings}
 
 
@@ -136,21 +136,23 @@ def base_of(subject: Subject) -> Setting:
 
 
 def check_setting(study: Study, changes: Setting) -> None:
-    """Raises `Refused` for a setting that arms of this study may not change, or not to this value.
+    """Raises `Refused` for a setting or value that arms of this study may not have.
 
-    What swarm servers train may change what the priors know. A study without a subject knows its own names only.
+    Arms of a study with a subject may change any setting in the priors. Otherwise only names that the study uses.
     """
     own = own_values(study)
     for name, value in changes.items():
         prior = priors().get(name) if study.subject else None
         if prior:
-            if sentence := prior.refusal(name, value):
-                raise Refused(sentence)
+            if reason := prior.refusal(name, value):
+                raise Refused(reason)
         elif name not in own:
             known = sorted({*own, *(priors() if study.subject else ())})
-            raise Refused(f"{name!r} is no setting that an arm of this study may change; those are {', '.join(known)}")
+            raise Refused(
+                f"{name!r} is not a setting that an arm of this study may change; those are {', '.join(known)}"
+            )
         elif not any(alike(value, known) for known in own[name]):
-            raise Refused(f"{name} = {value!r}: this study knows {sorted(map(str, own[name]))}")
+            raise Refused(f"{name} = {value!r}: the values in this study are {sorted(map(str, own[name]))}")
     if study.subject:
         try:
             check_job({**study.subject.settings, **changes})
@@ -159,7 +161,7 @@ def check_setting(study: Study, changes: Setting) -> None:
 
 
 def own_values(study: Study) -> dict[str, list[Value]]:
-    """By name, the values that the study's arms and knobs have."""
+    """By name, the values in the study's arms and knobs."""
     values: dict[str, list[Value]] = {}
     for arm in study.arms:
         for name, value in arm.changes.items():
@@ -170,14 +172,14 @@ def own_values(study: Study) -> dict[str, list[Value]]:
 
 
 def alike(value: Value, known: Value) -> bool:
-    """The same choice, or a number where there is a number."""
+    """True for equal choices, and for any two numbers."""
     if isinstance(value, bool | str) or isinstance(known, bool | str):
         return type(value) is type(known) and value == known
     return True
 
 
 def check_job(settings: Setting) -> None:
-    """Raises `ConfigError` for settings that no server would take, and for those that are the study's own business."""
+    """Raises `ConfigError` for settings that a server refuses, and for those that the study controls."""
     for name in sorted(FREE & settings.keys()):
         raise ConfigError(f"{name} = {settings[name]!r}: seeds and lengths of trials are the study's; leave it out")
     check_model(settings)

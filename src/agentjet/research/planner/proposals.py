@@ -1,16 +1,12 @@
-"""A language model is consulted: before the data, about the plan, and when a study has its findings, about an annex.
+"""Proposals of a language model or a coding agent. Each is checked; neither can judge.
 
-It proposes, and is believed nothing. Every answer goes to the journal before it is read, so that a study that is
-resumed hears the same; what is not an action of the schema is sent back twice, then refused. No answer is no harm: the
-plan stands, and the study ends without it.
+A language model is asked before the data about the plan, and after the findings about an annex. Answers are recorded
+before they are read, so that a resumed study uses the same ones. An invalid answer is sent back twice, then refused.
+Without an answer the study continues unchanged. `ChatEndpoint` limits the time and the size of an answer.
 
-`ChatEndpoint`: a language model behind an OpenAI-compatible API, and how long and how much it may talk.
-
-A coding agent writes another version of the agent that is trained, and never comes near what judges it.
-
-It works on copies of the Python files beside the agent, without those that hold the tasks or the evaluator, and the
-kernel keeps it from the rest of the disk (`fence`). What it left is looked at afterwards: a file that it may not
-change, one taken away, a link, nothing changed at all, and the answer is no. A denial is final: it is not asked again.
+A coding agent writes another version of the trained agent. It works on copies of the Python files beside the agent,
+without those of the tasks and the evaluator, and Landlock blocks the rest of the disk. Afterwards the files are
+checked: forbidden changes, missing files, links or no change at all are refused, without another try.
 """
 
 from __future__ import annotations
@@ -38,11 +34,9 @@ from agentjet.research.journal import StudyLog
 from agentjet.research.launcher import TrialLauncher
 from agentjet.research.models import (
     PROPOSAL,
-    Action,
     AddArm,
     Exchange,
     Finding,
-    Origin,
     Refused,
     Study,
     Subject,
@@ -56,9 +50,9 @@ from agentjet.research.planner.priors import own_values, priors
 from agentjet.research.scheduler import estimate_cost
 
 REPAIRS = 2
-"""Times an answer that is not as it should be is sent back."""
+"""Number of times an invalid answer is sent back."""
 MAX_ACTIONS = 8
-"""Of one answer; the rest of a longer one is not read."""
+"""Per answer; further actions are ignored."""
 Message = dict[str, str]
 RULES = f"""You advise a study in reinforcement learning. You propose; code decides, runs and judges.
 Answer with one JSON object {{"actions": [...]}}, at most {MAX_ACTIONS}, each by the schema. Or {{"actions": []}}.
@@ -68,7 +62,7 @@ the evaluator and the budget are fixed. After the data began every claim is expl
 
 
 class LLMUnavailable(AgentJetError):
-    """A language model gave no answer."""
+    """The language model gave no answer."""
 
 
 class LLM(Protocol):
@@ -81,45 +75,41 @@ class LLM(Protocol):
 
 @dataclass(frozen=True)
 class ModelAdviser:
-    """Asks a model what to add to a study that has its findings."""
+    """Asks a model for additions to a study that has its findings."""
 
-    voice: LLM
+    llm: LLM
 
-    def advise(self, desk: TrialLauncher, findings: list[Finding]) -> None:
-        view = {**view_of(desk.study), "runs_left": round(desk.ledger.left("confirm"), 2)}
+    def advise(self, launcher: TrialLauncher, findings: list[Finding]) -> None:
+        view = {**view_of(launcher.study), "runs_left": round(launcher.spending.left("confirm"), 2)}
         view["findings"] = [
             {"claim": hypothesis.claim, "verdict": found.verdict, "estimate": found.estimate, "seeds": found.seeds}
-            for hypothesis, found in zip(desk.study.hypotheses, findings, strict=True)
+            for hypothesis, found in zip(launcher.study.hypotheses, findings, strict=True)
         ]
-        for said in proposals(self.voice, desk.book, f"after {desk.study.id}", view):
-            desk.helm.take(said, "llm")
+        for proposal in proposals(self.llm, launcher.log, f"after {launcher.study.id}", view):
+            launcher.steering.take(proposal, "llm")
 
 
-def refine(plan: Plan, voice: LLM, book: StudyLog) -> Plan:
-    """The plan with what a model adds to it. The book is the study's, which is fixed when it is first run."""
-    draft = PlanAmendments(plan.study, book)
-    for said in proposals(voice, book, "plan", view_of(plan.study)):
-        draft.take(said, "llm")
-    return plan.with_study(draft.course.study)
+def refine(plan: Plan, llm: LLM, log: StudyLog) -> Plan:
+    """Adds a model's proposals to a plan."""
+    requests = plan_amendments(plan.study, log)
+    for proposal in proposals(llm, log, "plan", view_of(plan.study)):
+        requests.take(proposal, "llm")
+    return plan.with_study(requests.amended.study)
 
 
-class PlanAmendments(AmendmentLog):
-    """A plan that may still be added to, as long as its budget suffices."""
+def plan_amendments(study: Study, log: StudyLog, codes: frozenset[str] = frozenset()) -> AmendmentLog:
+    """Requests to a plan, limited by its budget. `codes` are the hashes of code that arms may use."""
 
-    def __init__(self, study: Study, book: StudyLog, codes: frozenset[str] = frozenset()) -> None:
-        super().__init__(AmendedStudy(study, begun=False, codes=codes), book, lambda: study.budget)
+    def check_budget(amended: AmendedStudy) -> None:
+        least, budget = estimate_cost(amended.study).least, amended.study.budget
+        if least > budget:
+            raise Refused(f"the study would need at least {least:.1f} full runs, of a budget of {budget:g}")
 
-    def granted(self, action: Action, origin: Origin) -> AmendedStudy:
-        course = super().granted(action, origin)
-        least = estimate_cost(course.study).least
-        if least > course.study.budget:
-            budget = course.study.budget
-            raise Refused(f"the study would take {least:.1f} full runs where all is plain, of a budget of {budget:g}")
-        return course
+    return AmendmentLog(AmendedStudy(study, begun=False, codes=codes), log, lambda: study.budget, check_budget)
 
 
 def view_of(study: Study) -> dict[str, object]:
-    """What a model is told of a study: nothing that was held out."""
+    """Returns the description of a study for a model, without anything held out."""
     return {
         "topic": study.topic,
         "arms": [arm.to_json() for arm in study.arms],
@@ -133,16 +123,16 @@ def view_of(study: Study) -> dict[str, object]:
 # ---- the conversation -----------------------------------------------------------------------------------------------
 
 
-def proposals(voice: LLM, book: StudyLog, moment: str, view: dict[str, object]) -> list[object]:
-    """What a model proposes at a moment, well-formed or not, each to be judged."""
+def proposals(llm: LLM, log: StudyLog, moment: str, view: dict[str, object]) -> list[object]:
+    """Returns the proposals of a model at a moment, valid or not."""
     schema = json.dumps(PROPOSAL.json_schema())
     messages = [
         {"role": "system", "content": f"{RULES}\nSchema of an action: {schema}"},
         {"role": "user", "content": json.dumps(view, ensure_ascii=False)},
     ]
-    recorded = [exchange for exchange in book.exchanges if exchange.moment == moment]
+    recorded = [exchange for exchange in log.exchanges if exchange.moment == moment]
     for attempt in range(1 + REPAIRS):
-        exchange = recorded[attempt] if attempt < len(recorded) else asked(voice, book, moment, messages)
+        exchange = recorded[attempt] if attempt < len(recorded) else ask(llm, log, moment, messages)
         if exchange.failed:
             return []
         actions, complaint = read_answer(exchange.answer)
@@ -153,19 +143,19 @@ def proposals(voice: LLM, book: StudyLog, moment: str, view: dict[str, object]) 
     raise AssertionError("unreachable")
 
 
-def asked(voice: LLM, book: StudyLog, moment: str, messages: Sequence[Message]) -> Exchange:
-    """A question put and its answer, on record."""
+def ask(llm: LLM, log: StudyLog, moment: str, messages: Sequence[Message]) -> Exchange:
+    """Asks a question and records the exchange."""
     question = as_text(messages[-1]["content"])
     try:
-        exchange = Exchange(moment, question, as_text(voice.answer(messages), limit=20_000))
+        exchange = Exchange(moment, question, as_text(llm.answer(messages), limit=20_000))
     except LLMUnavailable as silence:
         exchange = Exchange(moment, question, "", failed=as_text(str(silence)))
-    book.append("exchange", exchange.to_json())
+    log.append("exchange", exchange.to_json())
     return exchange
 
 
 def read_answer(answer: str) -> tuple[list[object], str]:
-    """The actions of an answer as they were said, and the first thing that is wrong about it, or nothing."""
+    """Returns the raw actions of an answer, and its first error or ""."""
     fenced = re.search(r"```(?:json)?\n(.*?)```", answer, re.DOTALL)
     try:
         content = loads(fenced[1] if fenced else answer)
@@ -188,13 +178,15 @@ MAX_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ChatEndpoint:
-    """`url` ends where `/chat/completions` begins, such as `http://127.0.0.1:8000/v1`."""
+    """A model behind an OpenAI-compatible API. `url` is the part before `/chat/completions`, such as
+    `http://127.0.0.1:8000/v1`.
+    """
 
     url: str
     model: str
     api_key: str = field(default="", repr=False)
     seconds: float = 120.0
-    """For the whole answer, however it trickles in."""
+    """Time limit for the whole answer, also if it arrives slowly."""
 
     def answer(self, messages: Sequence[Message]) -> str:
         import httpx
@@ -222,14 +214,14 @@ class ChatEndpoint:
         return content_of(b"".join(parts), self.url)
 
     def _without_key(self, text: str) -> str:
-        """What a failure says goes to a journal, and some say what was in the headers: as it is, or with escapes."""
+        """Removes the key, plain or escaped, because error messages go to the journal and may contain headers."""
         for key in filter(None, (self.api_key, repr(self.api_key)[1:-1])):
             text = text.replace(key, "(the key)")
         return text
 
 
 def answer_format() -> dict[str, object]:
-    """As `response_format` wants it."""
+    """The `response_format` of the request."""
     schema = PROPOSAL.json_schema()
     actions = {
         "type": "object",
@@ -242,160 +234,161 @@ def answer_format() -> dict[str, object]:
 
 
 def content_of(body: bytes, url: str) -> str:
-    """The text of the first choice. Raises `LLMUnavailable`."""
+    """Returns the text of the first choice. Raises `LLMUnavailable`."""
     try:
         text = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        raise LLMUnavailable(f"{url}: the answer is no chat completion with text")
+        raise LLMUnavailable(f"{url}: the answer is not a chat completion with text")
     return text
 
 
 MOMENT = "agent-cli"
 MAX_BYTES = 1 << 20
-"""Of all files that a command leaves, and of what is heard of it."""
+"""Limit for all files that a command leaves, and for its output."""
 Files = dict[str, bytes]
 """Contents by name."""
 
 
 @dataclass(frozen=True)
 class CodingAgentSandbox:
-    """A command that edits the files of the folder it is started in, and reads its task from its input."""
+    """A command that edits the files of its working directory and reads its task from standard input."""
 
     command: tuple[str, ...]
     allowed: tuple[str, ...] = ("*.py",)
-    """Patterns of the names it may change or add."""
+    """Patterns of file names that it may change or add."""
     readable: tuple[Path, ...] = ()
-    """What it may read besides its folder, the system's programs, and the files that the command itself names."""
+    """Paths that it may read, besides its folder, the system's programs and the files in the command."""
     seconds: float = 1800.0
 
 
-def propose_code(plan: Plan, against: str, workshop: CodingAgentSandbox, keeping: Path, book: StudyLog) -> Plan:
-    """The plan with an arm whose agent is as the command left it; or the plan, with the failure or refusal in the book.
+def propose_code(plan: Plan, against: str, sandbox: CodingAgentSandbox, code_folder: Path, log: StudyLog) -> Plan:
+    """Returns the plan with an arm for the agent that the command wrote. A failure or refusal leaves the plan as it is
+    and is recorded.
 
-    `against` is the arm whose agent is copied, and which the new one is held against. Code that is accepted is kept in
-    `keeping`, in a folder named by its hash. Raises `ConfigError` where the agent cannot be taken apart from its judge.
+    The agent of the arm `against` is copied, and the new arm is compared with it. Accepted code is stored in
+    `code_folder` under its hash. Raises `ConfigError` if the agent's file also holds the tasks or the evaluator.
     """
     subject = plan.study.subject
     if subject is None:
         raise ConfigError("--agent-cli: the study names no agent whose code could be changed")
     if not landlock.version():
-        raise ConfigError("--agent-cli: this kernel cannot fence a command in (Landlock, Linux 5.13); leave it out")
-    if any(exchange.moment == MOMENT for exchange in book.exchanges):
-        return plan  # heard already
+        raise ConfigError("--agent-cli: this kernel cannot restrict a command (Landlock, Linux 5.13); omit the option")
+    if any(exchange.moment == MOMENT for exchange in log.exchanges):
+        return plan  # already answered
     agent = subject.agent_of(against)
     source, function = source_of(agent, option="agent"), agent.rpartition(":")[2]
     given, kept_back = files_beside(source, subject)
-    with tempfile.TemporaryDirectory(prefix="agentjet-workshop-") as name:
-        room = Path(name).resolve()
-        exchange = work(workshop, task(source.name, function, workshop), given, room)
-        book.append("exchange", exchange.to_json())
+    with tempfile.TemporaryDirectory(prefix="agentjet-sandbox-") as name:
+        workspace = Path(name).resolve()
+        exchange = work(sandbox, task(source.name, function, sandbox), given, workspace)
+        log.append("exchange", exchange.to_json())
         if exchange.failed:
             return plan
         try:
-            files = left_in(room / "agent")
-            code = hash_of(changes(given, files, kept_back, workshop))
+            files = read_workspace(workspace / "agent")
+            code = hash_of(changes(given, files, kept_back, sandbox))
         except Refused as refusal:
-            PlanAmendments(plan.study, book).refuse({"command": list(workshop.command)}, "llm", refusal)
+            plan_amendments(plan.study, log).refuse({"command": list(sandbox.command)}, "llm", refusal)
             return plan
-    draft = PlanAmendments(plan.study, book, frozenset({code}))
-    draft.pass_over("llm")
+    requests = plan_amendments(plan.study, log, frozenset({code}))
+    requests.skip_recorded("llm")
     arm = AddArm(arm=coded_name(code), against=against, changes=plan.study.arm(against).changes, code=code)
-    if draft.take(arm.model_dump(), "llm").refused:
+    if requests.take(arm.model_dump(), "llm").refused:
         return plan
-    folder = keeping / code
+    folder = code_folder / code
     write(kept_back | files, folder)
     subject = with_agents(subject, {arm.arm: f"{folder / source.name}:{function}"})
-    return plan.with_study(replace(draft.course.study, subject=subject))
+    return plan.with_study(replace(requests.amended.study, subject=subject))
 
 
 def files_beside(source: Path, subject: Subject) -> tuple[Files, Files]:
-    """The Python files beside an agent: those that may be given away, and those that hold tasks or the evaluator."""
+    """Splits the Python files beside an agent: those for the command, and those with tasks or the evaluator."""
     named = [subject.tasks, subject.held_out, subject.evaluator or subject.agent]
     judges = {(Path(n) if n.endswith(".jsonl") else source_of(n, option="subject")).resolve() for n in named}
     if source.resolve() in judges:
         raise ConfigError(
-            f"--agent-cli: {source} holds the tasks or the evaluator, too: put those into files of their own "
-            "(--tasks, --held-out, --evaluator), which nobody who is judged can touch"
+            f"--agent-cli: {source} also holds the tasks or the evaluator: move those to separate files "
+            "(--tasks, --held-out, --evaluator), which the coding agent cannot change"
         )
     beside = {path.name: path for path in sorted(source.parent.glob("*.py"))}
     given = {name: path.read_bytes() for name, path in beside.items() if path.resolve() not in judges}
     return given, {name: path.read_bytes() for name, path in beside.items() if name not in given}
 
 
-def task(file: str, function: str, workshop: CodingAgentSandbox) -> str:
-    """What the command reads."""
+def task(file: str, function: str, sandbox: CodingAgentSandbox) -> str:
+    """Returns the task for the command."""
     return (
         f"Improve the agent {function!r} in {file}. It is trained by reinforcement learning, and judged elsewhere by "
-        f"other code. You may change files named {' or '.join(workshop.allowed)} in this folder, and touch nothing "
+        f"other code. You may change files named {' or '.join(sandbox.allowed)} in this folder, and touch nothing "
         "else: all of it is refused otherwise, and you are not asked again. Give no results: they come from trials.\n"
     )
 
 
-def work(workshop: CodingAgentSandbox, said: str, given: Files, room: Path) -> Exchange:
-    """Run the command on a copy of the files, in `room/agent`, and say what it said."""
-    if shutil.which(workshop.command[0]) is None:
-        return Exchange(MOMENT, said, "", failed=f"there is no command {workshop.command[0]!r}")
-    write(given, room / "agent")
-    (room / "home").mkdir()
-    named = [Path(shutil.which(word) or word).resolve() for word in workshop.command]
-    readable = [str(path) for path in (*workshop.readable, *named) if path.is_file() or path in workshop.readable]
-    home = str(room / "home")
+def work(sandbox: CodingAgentSandbox, text: str, given: Files, workspace: Path) -> Exchange:
+    """Runs the command on a copy of the files, in `workspace/agent`, and returns its output."""
+    if shutil.which(sandbox.command[0]) is None:
+        return Exchange(MOMENT, text, "", failed=f"command {sandbox.command[0]!r} was not found")
+    write(given, workspace / "agent")
+    (workspace / "home").mkdir()
+    named = [Path(shutil.which(word) or word).resolve() for word in sandbox.command]
+    readable = [str(path) for path in (*sandbox.readable, *named) if path.is_file() or path in sandbox.readable]
+    home = str(workspace / "home")
     failed = ""
-    with (room / "heard").open("w+b") as heard:
+    with (workspace / "output").open("w+b") as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", landlock.__file__, str(room), *readable, "--", *workshop.command],
-            cwd=room / "agent",
+            [sys.executable, "-I", landlock.__file__, str(workspace), *readable, "--", *sandbox.command],
+            cwd=workspace / "agent",
             env={"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"},
             stdin=subprocess.PIPE,
-            stdout=heard,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            process.communicate(said.encode(), timeout=workshop.seconds)
+            process.communicate(text.encode(), timeout=sandbox.seconds)
         except subprocess.TimeoutExpired:
-            failed = f"it was still at work after {workshop.seconds:g} s"
+            failed = f"it did not end within {sandbox.seconds:g} s"
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it left running
+                os.killpg(process.pid, signal.SIGKILL)  # and its children
             process.wait()
-        heard.seek(0)
-        answer = heard.read(MAX_BYTES).decode("utf-8", "replace")
+        output.seek(0)
+        answer = output.read(MAX_BYTES).decode("utf-8", "replace")
     if process.returncode and not failed:
         failed = f"it ended with status {process.returncode}"
-    return Exchange(MOMENT, said, as_text(answer, limit=20_000), failed=failed)
+    return Exchange(MOMENT, text, as_text(answer, limit=20_000), failed=failed)
 
 
-def left_in(folder: Path) -> Files:
-    """The files of a folder, read once. Raises `Refused` for links, folders of folders and too much."""
+def read_workspace(folder: Path) -> Files:
+    """Reads the files of a folder once. Raises `Refused` for links, subfolders and too many bytes."""
     files: Files = {}
     for path in sorted(folder.iterdir()):
         if path.name == "__pycache__":
             continue
         if path.is_symlink() or not path.is_file():
-            raise Refused(f"{path.name!r} is no plain file")
+            raise Refused(f"{path.name!r} is not a regular file")
         if sum(map(len, files.values())) + path.stat().st_size > MAX_BYTES:
             raise Refused(f"the files are more than {MAX_BYTES} bytes")
         files[path.name] = path.read_bytes()
     return files
 
 
-def changes(given: Files, files: Files, kept_back: Files, workshop: CodingAgentSandbox) -> Files:
-    """What is not as it was given. Raises `Refused` for what the command may not touch."""
+def changes(given: Files, files: Files, kept_back: Files, sandbox: CodingAgentSandbox) -> Files:
+    """Returns the changed files. Raises `Refused` for a forbidden change."""
     for name in sorted(given.keys() - files.keys()):
-        raise Refused(f"{name!r} was taken away")
+        raise Refused(f"{name!r} was deleted")
     changed = {name: content for name, content in files.items() if given.get(name) != content}
     for name, content in changed.items():
         if name in kept_back:
             raise Refused(f"{name!r} is a file of the tasks or the evaluator")
-        if not any(fnmatch(name, pattern) for pattern in workshop.allowed):
-            raise Refused(f"{name!r} is none of {', '.join(workshop.allowed)}")
+        if not any(fnmatch(name, pattern) for pattern in sandbox.allowed):
+            raise Refused(f"{name!r} is not one of {', '.join(sandbox.allowed)}")
         try:
             compile(content, name, "exec")
         except (SyntaxError, ValueError) as error:
-            raise Refused(f"{name!r} is no Python: {error}") from None
+            raise Refused(f"{name!r} is not valid Python: {error}") from None
     if not changed:
         raise Refused("nothing was changed")
     return changed

@@ -1,4 +1,4 @@
-"""A template for each kind of question: which arms, which claims, and what every arm tunes before it is judged."""
+"""A template for each kind of question: its arms, its claims, and what every arm tunes first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from agentjet.research.planner.topics import Mention, ParsedTopic
 
 @dataclass(frozen=True)
 class Claim:
-    """`arm` scores higher than `against`, with what is expected of it."""
+    """The claim that `arm` scores higher than `against`, with the expectation."""
 
     arm: str
     against: str
     sign: Sign
-    """Of the expected difference; "-" is turned round to "+" before it is claimed."""
+    """Sign of the expected difference. A claim with "-" is turned into one with "+"."""
     why: str = ""
     reference: str = ""
     confirmatory: bool = True
@@ -27,14 +27,14 @@ class Claim:
 
 @dataclass
 class PlanDraft:
-    """What a template makes of a question."""
+    """Arms, claims and notes that a template made of a question."""
 
     arms: list[Arm] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def tune(self, names: list[str], base: Setting) -> None:
-        """Every arm tunes what it does not set itself."""
+        """Adds knobs to every arm, except for settings that the arm sets."""
         self.arms = [
             Arm(arm.name, arm.changes, tuple(knob(name, base) for name in names if name not in arm.changes), arm.code)
             for arm in self.arms
@@ -55,11 +55,13 @@ REMEDIES: tuple[tuple[str, Setting, str], ...] = (
     ("corrected", {"job.algorithm.correction": "tis"}, "against samples that are not the learner's own"),
     ("refilled groups", {"job.algorithm.drop_zero_variance": True}, "against batches that teach nothing"),
 )
-"""What is tried where training goes wrong, besides a third of the learning rate."""
+"""Remedies for failing training, besides a third of the learning rate."""
 
 
 def draft_plan(understood: ParsedTopic, base: Setting) -> PlanDraft:
-    """`base` holds the settings that are not the defaults. Raises `ConfigError` where nothing is left to compare."""
+    """Applies the template. `base` holds the settings that are not defaults. Raises `ConfigError` if nothing can be
+    compared.
+    """
     makers = {
         "sweep": sweep,
         "ablation": ablation,
@@ -73,7 +75,7 @@ def draft_plan(understood: ParsedTopic, base: Setting) -> PlanDraft:
     found.notes += notes
     for name, value in conditions.items():
         varies = any(arm.changes.get(name, value) != value for arm in found.arms)
-        found.notes.append(f"{name} = {value} in all arms{', but where one sets it itself' if varies else ''}")
+        found.notes.append(f"{name} = {value} in all arms{', except where an arm sets it' if varies else ''}")
     found.arms = [
         replace(
             arm,
@@ -86,7 +88,7 @@ def draft_plan(understood: ParsedTopic, base: Setting) -> PlanDraft:
 
 
 def conditions_of(understood: ParsedTopic, base: Setting) -> tuple[dict[str, Value], list[str]]:
-    """What is given in all arms, and a note for each setting of which that cannot be told."""
+    """Returns the settings given for all arms, and a note for each one with an unclear value."""
     given: dict[str, list[Value]] = {}
     for mention in understood.mentions:
         if mention.given:
@@ -102,24 +104,24 @@ def conditions_of(understood: ParsedTopic, base: Setting) -> tuple[dict[str, Val
 
 
 def values_of(mention: Mention, base: Setting) -> list[Value]:
-    """That a mention names. Raises `ConfigError` for a multiple that the setting cannot have."""
+    """Returns the values that a mention names. Raises `ConfigError` for a multiple that the setting cannot have."""
     prior, name = priors()[mention.setting], mention.setting
     values: list[Value] = [mention.choice] if mention.choice else []
     for amount in mention.amounts:
-        assert amount.value is not None, "what is no number is refused when it is read"
+        assert amount.value is not None, "malformed numbers are refused by the parser"
         value = amount.value
         if amount.is_multiple:
             if not prior.is_number:
-                raise ConfigError(f"{name}: there is no {value:g} times of it; name the values to compare")
+                raise ConfigError(f"{name}: it cannot be multiplied by {value:g}; name the values to compare")
             value = rounded(value * number(base_value(name, base)), 3)
-        if sentence := prior.refusal(name, value):
-            raise ConfigError(sentence)
+        if reason := prior.refusal(name, value):
+            raise ConfigError(reason)
         values.append(prior.typed(value))
     return values
 
 
 def options_of(understood: ParsedTopic, base: Setting) -> dict[str, list[Value]]:
-    """By setting that is asked about, the values that are named."""
+    """By setting in question, the named values."""
     options: dict[str, list[Value]] = {name: [] for name in understood.settings}
     for mention in understood.asked:
         options[mention.setting] += values_of(mention, base)
@@ -127,7 +129,7 @@ def options_of(understood: ParsedTopic, base: Setting) -> dict[str, list[Value]]
 
 
 def sweep(understood: ParsedTopic, base: Setting) -> PlanDraft:
-    """The present values against tuned ones."""
+    """Compares the present values with tuned ones."""
     names = understood.settings
     fixed = {name: base_value(name, base) for name in names}
     tuned = Arm("tuned", {}, tuple(knob(name, base) for name in names))
@@ -136,7 +138,7 @@ def sweep(understood: ParsedTopic, base: Setting) -> PlanDraft:
 
 
 def ablation(understood: ParsedTopic, base: Setting) -> PlanDraft:
-    """Everything, then everything but one."""
+    """Compares all parts with all but one."""
     options = options_of(understood, base)
     names = list(options)
     for name, values in options.items():
@@ -154,7 +156,7 @@ def ablation(understood: ParsedTopic, base: Setting) -> PlanDraft:
 
 
 def a_against_b(understood: ParsedTopic, base: Setting) -> PlanDraft:
-    """What is named against each other; one alone stands against the present value, a part against none."""
+    """Compares the named values. A single one is compared with the present value, a part with its absence."""
     options = options_of(understood, base)
     if understood.rivals and len(options) > 1 and all(len(values) < 2 for values in options.values()):
         return part_against_part(options, base)
@@ -174,7 +176,9 @@ def a_against_b(understood: ParsedTopic, base: Setting) -> PlanDraft:
 
 
 def compared(name: str, values: list[Value], base: Setting) -> list[Value]:
-    """At least two, numbers from the smallest on: the present one, or all choices, where too few are named."""
+    """Returns at least two values, numbers in rising order. Adds the present value or all choices if too few are
+    named.
+    """
     prior = priors()[name]
     present = base_value(name, base)
     if len(values) > 1 and len(set(values)) == 1:
@@ -193,7 +197,7 @@ def compared(name: str, values: list[Value], base: Setting) -> list[Value]:
 
 
 def part_against_part(options: dict[str, list[Value]], base: Setting) -> PlanDraft:
-    """Several ways of doing something, each without the others."""
+    """Compares several alternatives, each without the others."""
     found = PlanDraft()
     for name, values in options.items():
         off = {other: without_it(other) for other in options if other != name}
@@ -205,7 +209,7 @@ def part_against_part(options: dict[str, list[Value]], base: Setting) -> PlanDra
 
 
 def scaling(understood: ParsedTopic, base: Setting) -> PlanDraft:
-    """Each value against the next smaller one."""
+    """Compares each value with the next smaller one."""
     name = understood.settings[0]
     prior = priors()[name]
     found = PlanDraft(notes=not_varied(understood.settings, name))
@@ -216,7 +220,7 @@ def scaling(understood: ParsedTopic, base: Setting) -> PlanDraft:
 
 
 def arms_of(name: str, values: list[Value], base: Setting, found: PlanDraft) -> list[Arm]:
-    """An arm for each value, at as many samples where more of it would mean more of those. Raises `ConfigError`."""
+    """Returns an arm per value, at an equal number of samples. Raises `ConfigError`."""
     arms = []
     for value in values:
         changes: dict[str, Value] = {name: value, **{span: base_value(span, base) for span in priors()[name].spans}}
@@ -235,7 +239,7 @@ def arms_of(name: str, values: list[Value], base: Setting, found: PlanDraft) -> 
 
 
 def diagnosis(understood: ParsedTopic, base: Setting) -> PlanDraft:
-    """As it is, against each remedy by itself. The learning rate is one of them, so nothing is tuned."""
+    """Compares the present settings with single remedies. Nothing is tuned, because the learning rate is a remedy."""
     rate = number(base_value("job.optimizer.lr", base))
     lower = {"job.optimizer.lr": float(f"{rate / 3:.2g}")}
     remedies = (("lower rate", lower, "most runs that go wrong step too far"), *REMEDIES)
@@ -249,8 +253,8 @@ def diagnosis(understood: ParsedTopic, base: Setting) -> PlanDraft:
 
 def reward_shaping(understood: ParsedTopic, base: Setting) -> PlanDraft:
     raise ConfigError(
-        "a reward is what the agent returns, which no setting of the server changes: name the agent of each arm in a "
-        "file, --space space.toml; all arms are scored by the same evaluator, whatever they are trained on"
+        "the agent returns the reward, so no setting of the server changes it: name the agent of each arm in a "
+        "file, --space space.toml; all arms are scored by the same evaluator"
     )
 
 
@@ -258,7 +262,7 @@ def reward_shaping(understood: ParsedTopic, base: Setting) -> PlanDraft:
 
 
 def with_it(name: str, base: Setting) -> Value:
-    """The value that having it means: the present one where that is not its absence."""
+    """Returns the value that turns the setting on: the present one, unless it is off."""
     prior, present = priors()[name], base_value(name, base)
     if prior.switch:
         return True
@@ -274,7 +278,7 @@ def without_it(name: str) -> Value:
     if prior.switch:
         return False
     if prior.off is None:
-        raise ConfigError(f"{name}: it cannot be taken away; name the values to compare, such as '{example(name)}'")
+        raise ConfigError(f"{name}: it cannot be turned off; name the values to compare, such as '{example(name)}'")
     return prior.typed(prior.off)
 
 
@@ -286,7 +290,7 @@ def example(name: str) -> str:
 
 
 def claim_of(name: str, more: Arm, less: Arm) -> Claim:
-    """What the prior expects of the first arm, which has the setting, or more of it."""
+    """Returns the expectation for the first arm, which has the setting or more of it."""
     prior = priors()[name]
     if prior.sign == "-":
         more, less = less, more
@@ -294,7 +298,7 @@ def claim_of(name: str, more: Arm, less: Arm) -> Claim:
 
 
 def not_varied(names: Iterable[str], name: str) -> list[str]:
-    """What a plan says of settings that were spoken of besides the one it compares."""
+    """Notes for mentioned settings that the plan does not compare."""
     return [beside(other, name) for other in names if other != name]
 
 

@@ -1,10 +1,6 @@
-"""The words of a topic, and the numbers among them: what is one, what is a multiple, and what only looks like one.
+"""Parses a topic: its kind of question, its settings and their numbers. Words that were not understood are listed.
 
-One question of a topic, read from left to right: which words are settings, whose the numbers are, what is given.
-
-From the words of a topic to a kind of question and the settings it is about. What was not understood is said.
-
-Word matching, longest phrase first, over the packaged priors: no language model, and no guess either.
+Words are matched with the packaged priors, longest phrase first, without a language model and without guesses.
 """
 
 from __future__ import annotations
@@ -32,19 +28,21 @@ MULTIPLES = {
     "tripling": 3.0,
 } | dict.fromkeys(("half", "halving", "halved"), 0.5)
 UNITS = frozenset(("times", "hundred", "thousand", "million", "billion", "percent"))
-"""What a number is said together with."""
+"""Words that belong to the number before them."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """A number, or a multiple of the present value. None: what begins as a number does, and is neither."""
+    """A number, or a multiple of the present value. None marks a malformed number."""
 
     value: float | None
     is_multiple: bool = False
 
 
 def words_of(text: str) -> list[str]:
-    """In lower case; what begins with a digit goes on to the next blank, so that no part of it passes for a number."""
+    """Words in lower case. A word that begins with a digit extends to the next blank, so that no part passes for a
+    number.
+    """
     words: list[str] = []
     for word in (found.rstrip(".,'’") for found in WORD.findall(text.lower().replace("ß", "ss"))):
         if word in UNITS and words and NUMBER.fullmatch(words[-1]):
@@ -55,7 +53,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _listed(word: str) -> list[str]:
-    """The numbers of a list without blanks, where it can be no decimal comma, no fraction and no thousands."""
+    """Splits a list without blanks, unless it may be a decimal comma, a fraction or thousands."""
     parts = re.split("[,/]", word)
     is_list = len(parts) > 2 or "e" in word or "." in word
     is_thousands = all(len(part) == 3 and part.isdigit() for part in parts[1:])
@@ -63,7 +61,7 @@ def _listed(word: str) -> list[str]:
 
 
 def amount_of(word: str) -> Amount | None:
-    """None for what is no number at all."""
+    """None for a word that is not a number."""
     if word in MULTIPLES:
         return Amount(MULTIPLES[word], is_multiple=True)
     if found := TIMES.fullmatch(word):
@@ -86,7 +84,7 @@ KIND_WORDS: dict[TopicKind, str] = {
     "a_against_b": "vs, versus, against, or, compared, compare, comparing, better, worse, than, beat, beats, help, "
     "helps, hurt, hurts",
 }
-"""In the order in which the first one found decides."""
+"""The first kind that is found decides, in this order."""
 
 
 def listed(words: str) -> frozenset[str]:
@@ -94,7 +92,7 @@ def listed(words: str) -> frozenset[str]:
 
 
 SILENT = ("fine tuning", "finetuning")
-"""They hold a word that means something elsewhere."""
+"""Phrases that contain a word with another meaning."""
 FILLERS = listed(
     """
     a agent agents all an and any are as at be between by can coefficient do does doing effect effects for from
@@ -113,31 +111,31 @@ RIVALS = listed("vs versus against or than compared beat beats")
 CONDITIONS = listed("when while if given with without at under using for")
 TOGETHER = listed("and")
 WHOLE = listed("compare comparing between")
-"""Before the first setting, they hold all of them against each other."""
+"""Words before the first setting that compare all settings with each other."""
 
 
 @dataclass(frozen=True)
 class Mention:
-    """A setting that a topic speaks of: by itself, as one of its choices, or with numbers."""
+    """A setting in the topic: by name, by one of its choices, or with numbers."""
 
     setting: str
     words: str
     choice: str = ""
     amounts: tuple[Amount, ...] = ()
     given: bool = False
-    """It is no side of the comparison but a condition of it ("when", "without"), the same for all arms."""
+    """True for a condition of all arms ("when", "without") that is not compared."""
     absent: bool = False
-    """The condition is that it is not there."""
+    """True if the condition is that the setting is off."""
 
 
 Meaning = Mention | Amount | TopicKind | None
 Items = Sequence[tuple[str, Meaning]]
-"""The phrases of a question, each with what it means."""
+"""The phrases of a question with their meanings."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What stands between two question marks."""
+    """One question of the topic."""
 
     text: str
     mentions: tuple[Mention, ...]
@@ -155,7 +153,7 @@ class Question:
 
 
 def read(text: str) -> Question:
-    """Raises `ConfigError` for what stands where a number belongs, and is none."""
+    """Raises `ConfigError` for a malformed number."""
     items = list(items_of(text))
     placed = owners(items)
     found = [i for i, (_, meaning) in enumerate(items) if isinstance(meaning, Mention)]
@@ -188,7 +186,7 @@ def read(text: str) -> Question:
 
 
 def items_of(text: str) -> Iterator[tuple[str, Meaning]]:
-    """The longest phrase that begins at a word, then what follows it."""
+    """Yields the longest known phrase at each position, with its meaning."""
     words = words_of(text)
     position = 0
     while position < len(words):
@@ -199,7 +197,7 @@ def items_of(text: str) -> Iterator[tuple[str, Meaning]]:
 
 
 def longest(words: list[str], position: int) -> tuple[int, Meaning]:
-    """The longest known phrase that begins here: how many words, and what it means."""
+    """Returns the longest known phrase at `position`: its number of words and its meaning."""
     best: tuple[int, Meaning] = (0, None)
     for phrase, meaning in phrases():
         parts = phrase.split()
@@ -216,10 +214,10 @@ def is_ignored(phrase: str, meaning: Meaning) -> bool:
 
 
 def owners(items: Items) -> dict[int, int]:
-    """By position of a number, the position of the setting it belongs to. Raises `ConfigError` for what is none there.
+    """Returns the position of the setting to which each number belongs. Raises `ConfigError` for a malformed number.
 
-    A number goes to the setting it is bound to ("of 4", "4 vs 16"), else to the one that follows it ("4 rollouts per
-    prompt"), else to the last one, unless something stands between that the planner does not know.
+    A number belongs to the setting it is bound to ("of 4", "4 vs 16"), else to the next setting ("4 rollouts per
+    prompt"), else to the last setting, unless an unknown word stands between.
     """
     found: dict[int, int] = {}
     for i, (phrase, meaning) in enumerate(items):
@@ -232,15 +230,15 @@ def owners(items: Items) -> dict[int, int]:
             continue
         if meaning.value is None:
             raise ConfigError(
-                f"{phrase!r} is no number that the planner reads: write it in full and by itself, such as 0.001, 1e-3 "
-                "or '4 vs 16'"
+                f"{phrase!r} is not a number that the planner can read: write it in full and separately, such as "
+                "0.001, 1e-3 or '4 vs 16'"
             )
         found[i] = owner
     return found
 
 
 def bound(items: Items, i: int, found: dict[int, int]) -> int | None:
-    """By words such as "of"; or by "vs" and the like to a number that is."""
+    """Binds by words such as "of", or by "vs" to a number that is bound."""
     for j in reversed(range(i)):
         phrase, meaning = items[j]
         if j in found:
@@ -253,7 +251,7 @@ def bound(items: Items, i: int, found: dict[int, int]) -> int | None:
 
 
 def following(items: Items, i: int) -> int | None:
-    """The setting after it, where nothing but other numbers of it and words that compare them stand between."""
+    """Returns the next setting, if only its other numbers and comparing words stand between."""
     for j in range(i + 1, len(items)):
         phrase, meaning = items[j]
         if is_setting(meaning):
@@ -264,7 +262,7 @@ def following(items: Items, i: int) -> int | None:
 
 
 def preceding(items: Items, i: int, found: dict[int, int]) -> int | None:
-    """The last setting, where all words since are known and none leads elsewhere."""
+    """Returns the last setting, if all words since are known and none leads elsewhere."""
     for j in reversed(range(i)):
         phrase, meaning = items[j]
         if j in found:
@@ -277,7 +275,7 @@ def preceding(items: Items, i: int, found: dict[int, int]) -> int | None:
 
 
 def is_setting(meaning: Meaning) -> bool:
-    """Not one of its choices, which takes no number."""
+    """True for a setting; a choice of a setting takes no number."""
     return isinstance(meaning, Mention) and not meaning.choice
 
 
@@ -285,8 +283,8 @@ def is_setting(meaning: Meaning) -> bool:
 
 
 def joint_of(before: Sequence[str]) -> tuple[str, bool]:
-    """How the words before a setting join it to what was said: as "rivals", a "condition" or "together"; and whether it
-    is said to be absent.
+    """Returns how words join a setting to the previous one ("rivals", "condition" or "together"), and if it is
+    absent.
     """
     joint, absent, last = "", False, -2
     for i, word in enumerate(before):
@@ -301,7 +299,7 @@ def joint_of(before: Sequence[str]) -> tuple[str, bool]:
 
 
 def settled(mentions: Sequence[Mention]) -> list[Mention]:
-    """What is asked about is no condition of itself; where all are conditions, they are what is asked about."""
+    """A compared setting is not also a condition. If all are conditions, all are compared."""
     asked = {mention.setting for mention in mentions if not mention.given}
     return [
         replace(mention, given=mention.given and bool(asked) and mention.setting not in asked) for mention in mentions
@@ -313,30 +311,30 @@ def settled(mentions: Sequence[Mention]) -> list[Mention]:
 
 @cache
 def phrases() -> tuple[tuple[str, Mention | TopicKind | None], ...]:
-    """Every phrase that means something, and those that only seem to."""
+    """Every phrase with a meaning, and those that only seem to have one."""
     found: dict[str, Mention | TopicKind | None] = dict.fromkeys(SILENT)
     found |= {word: kind for kind, words in KIND_WORDS.items() for word in words.split(", ")}
     for name, prior in priors().items():
         for phrase in (*prior.says, name, name.rpartition(".")[2]):
             found.setdefault(" ".join(words_of(phrase)), Mention(name, phrase))
-        for choice, said in prior.choices.items():
-            for phrase in (*said, *([choice] if "_" in choice else [])):
+        for choice, stated in prior.choices.items():
+            for phrase in (*stated, *([choice] if "_" in choice else [])):
                 found[" ".join(words_of(phrase))] = Mention(name, phrase, choice)
     return tuple(found.items())
 
 
 MEANINGS: dict[TopicKind, str] = {
     "sweep": "does tuning gain anything over the present value?",
-    "ablation": "what is lost when a part is taken away?",
+    "ablation": "what does the score lose without a part?",
     "a_against_b": "which of these scores higher?",
     "reward_shaping": "does another reward in training raise the score that counts?",
-    "scaling": "what does more of it bring, step by step?",
-    "diagnosis": "which remedy helps a training that goes wrong?",
+    "scaling": "what does each increase of it gain?",
+    "diagnosis": "which remedy helps a failing training?",
 }
 QUESTIONS = re.compile(
     r"[?;!\n]+|(?:\.|,?\s+and)\s+(?=(?:does|do|is|are|should|which|how|why|what|can|will)\s)", re.IGNORECASE
 )
-"""Where one question ends and another may begin."""
+"""Separators between questions."""
 
 
 @dataclass(frozen=True)
@@ -344,9 +342,9 @@ class ParsedTopic:
     kind: TopicKind
     mentions: tuple[Mention, ...]
     ignored: tuple[str, ...]
-    """Words that mean nothing to the planner."""
+    """Words without a meaning for the planner."""
     rivals: bool = False
-    """Different settings are held against each other ("a or b"), not named beside each other ("a and b")."""
+    """True for settings compared with each other ("a or b"), false for a list ("a and b")."""
 
     @property
     def asked(self) -> list[Mention]:
@@ -354,32 +352,30 @@ class ParsedTopic:
 
     @property
     def settings(self) -> list[str]:
-        """That are asked about, in the order they are first spoken of."""
+        """Compared settings, in the order of the topic."""
         return list(dict.fromkeys(mention.setting for mention in self.asked))
 
 
 def parse_topic(topic: str) -> ParsedTopic:
-    """Raises `ConfigError` when the topic names neither a known setting nor a question that needs none, more than one
-    question, or a value that its setting cannot have.
-    """
+    """Raises `ConfigError` if the topic has no known setting, more than one question, or an invalid value."""
     questions = [read(text.strip()) for text in QUESTIONS.split(topic) if text.strip()]
     asking = [question for question in questions if question.asks]
     if not asking:
         raise ConfigError(unknown(topic, [word for question in questions for word in question.ignored]))
     check_one(topic, asking)
     beside = [question for question in questions if not question.asks and question.ignored]
-    heard = [question for question in questions if question not in beside]
-    mentions = tuple(mention for question in heard for mention in question.mentions)
+    relevant = [question for question in questions if question not in beside]
+    mentions = tuple(mention for question in relevant for mention in question.mentions)
     check_conditions(topic, mentions)
-    said = next((kind for kind in KIND_WORDS if any(kind in question.kinds for question in heard)), None)
-    rivals = any(question.rivals for question in heard)
-    kind = kind_of(said, [mention for mention in mentions if not mention.given], rivals=rivals)
+    stated = next((kind for kind in KIND_WORDS if any(kind in question.kinds for question in relevant)), None)
+    rivals = any(question.rivals for question in relevant)
+    kind = kind_of(stated, [mention for mention in mentions if not mention.given], rivals=rivals)
     for mention in mentions:
         for amount in mention.amounts:
             if amount.value is None or amount.is_multiple:
                 continue
-            if sentence := priors()[mention.setting].refusal(mention.setting, amount.value):
-                raise ConfigError(f"topic {topic!r}: {sentence}")
+            if reason := priors()[mention.setting].refusal(mention.setting, amount.value):
+                raise ConfigError(f"topic {topic!r}: {reason}")
     if kind == "diagnosis":
         mentions = tuple(replace(mention, given=True) for mention in mentions)
     ignored = [word for question in questions for word in ([question.text] if question in beside else question.ignored)]
@@ -387,43 +383,42 @@ def parse_topic(topic: str) -> ParsedTopic:
 
 
 def check_one(topic: str, asking: Sequence[Question]) -> None:
-    """Raises `ConfigError` for two questions, unless one is about nothing else than the other."""
+    """Raises `ConfigError` for two questions, unless one only repeats settings of the other."""
     first, *others = asking
     for other in others:
         ours, theirs = first.settings, other.settings
         if not ours or not theirs or not (ours <= theirs or theirs <= ours):
             raise ConfigError(
-                f"topic {topic!r} asks two questions, {first.text!r} and {other.text!r}: one question a study; plan "
-                "the other by itself"
+                f"topic {topic!r} asks two questions, {first.text!r} and {other.text!r}: plan one study per question"
             )
 
 
 def check_conditions(topic: str, mentions: Sequence[Mention]) -> None:
-    """Raises `ConfigError` for a condition that has two values."""
+    """Raises `ConfigError` for a condition with two values."""
     for setting in dict.fromkeys(mention.setting for mention in mentions if mention.given):
         given = [amount for mention in mentions if mention.setting == setting for amount in mention.amounts]
         values = [f"{amount.value:g}" for amount in given if amount.value is not None]
         if len(set(values)) > 1:
             raise ConfigError(
-                f"topic {topic!r} gives {setting} two values, {' and '.join(values)}, beside another comparison: one "
-                f"setting is compared at a time; ask for '{setting.rpartition('.')[2]} {' vs '.join(values)}', or give "
+                f"topic {topic!r} gives {setting} two values, {' and '.join(values)}, besides another comparison: "
+                f"compare one setting at a time; ask for '{setting.rpartition('.')[2]} {' vs '.join(values)}', or give "
                 "it one value"
             )
 
 
-def kind_of(said: TopicKind | None, asked: Sequence[Mention], *, rivals: bool) -> TopicKind:
-    """Named choices and numbers are compared whatever else is said; without a word for it, the setting decides."""
-    goes_wrong = said in ("diagnosis", "reward_shaping")
-    if said == "ablation" or (said and goes_wrong and not asked):
-        return said
+def kind_of(stated: TopicKind | None, asked: Sequence[Mention], *, rivals: bool) -> TopicKind:
+    """Named choices and numbers are compared in any case. Without a word for it, the setting decides."""
+    goes_wrong = stated in ("diagnosis", "reward_shaping")
+    if stated == "ablation" or (stated and goes_wrong and not asked):
+        return stated
     named = any(mention.choice or len(mention.amounts) > goes_wrong for mention in asked)
-    if named or (said == "a_against_b" and rivals):
+    if named or (stated == "a_against_b" and rivals):
         return "a_against_b"
     prior = priors()[asked[0].setting]
     if prior.choices or prior.switch:
         return "a_against_b"
-    if said in ("sweep", "scaling", "diagnosis", "reward_shaping"):
-        return said
+    if stated in ("sweep", "scaling", "diagnosis", "reward_shaping"):
+        return stated
     return "a_against_b" if prior.off is not None else "scaling"
 
 
@@ -432,6 +427,6 @@ def unknown(topic: str, words: list[str]) -> str:
     near = list(dict.fromkeys(match for word in words for match in difflib.get_close_matches(word, known, 2, 0.5)))
     nearest = near[:5] or [priors()[name].says[0] for name in list(priors())[:5]]
     return (
-        f"topic {topic!r} names no setting that the planner knows; the nearest are {', '.join(map(repr, nearest))}. "
-        "Say the topic with one of them, or what is to be compared in a file: --space space.toml"
+        f"topic {topic!r} names no known setting; the nearest are {', '.join(map(repr, nearest))}. "
+        "Use one of them in the topic, or describe the comparison in a file: --space space.toml"
     )

@@ -1,11 +1,11 @@
-"""The report of a study: a page of HTML, the same in Markdown, figures; every number in it is a fact of the book.
+"""The report of a study: an HTML page, the same in Markdown, and figures. Every number in it is a fact of the journal.
 
-    book ─► proceedings ─► facts ─► prose ─► Markdown, HTML        prose: every number is a reference, and is linted
-                └────────► plots ─► SVG ───┘
+    log ─► StudyView ─► facts ─► prose ─► Markdown, HTML        prose: every number is a reference, and is linted
+                └─────► figures ─► SVG ───┘
 
 matplotlib is imported when a report is built.
 """
 
-from agentjet.research.report.document import book_of, build, build_all, check, facts_of, narrate
+from agentjet.research.report.document import build, build_all, check, facts_of, log_of, narrate
 
-__all__ = ["book_of", "build", "build_all", "check", "facts_of", "narrate"]
+__all__ = ["log_of", "build", "build_all", "check", "facts_of", "narrate"]

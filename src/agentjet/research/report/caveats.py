@@ -1,9 +1,7 @@
-"""What a finding does not say, each limitation with the facts that it is read from.
+"""Facts that qualify a study's findings.
 
-A limitation holds or does not hold by a rule over the proceedings; the template has the words.
-
-Facts of what befell a study: diagnoses `D1`.. and their causes `C1`.., questions without an answer `Q1`.., and what
-was asked of it later, `X1`...
+Limitations hold by a rule over the study; the template has their texts. Further facts are the diagnoses `D1`.. with
+their causes `C1`.., unanswered questions `Q1`.., and later requests `X1`...
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from agentjet.research.diagnosis import needing
+from agentjet.research.diagnosis import causes_needing
 from agentjet.research.models import Arm, Diagnosis, Finding, Hypothesis
 from agentjet.research.probes import NEEDS, asked_by, missing
 from agentjet.research.report.facts import (
@@ -37,16 +35,17 @@ from agentjet.research.report.facts import (
 from agentjet.research.run_signals import MANY_FAILED, held_out_counts
 
 MANY_SEEDS = 20
-"""From so many seeds an arm on, a normal mean is not worth a warning."""
+"""From this number of seeds per arm, a normal mean needs no warning."""
 UNEQUAL = 3.0
-"""Deviations of two arms that differ by this factor strain the boundary's approximation (see docs/research.md)."""
+"""Ratio of deviations of two arms that strains the approximation of the boundary (see docs/research.md)."""
 FIFTH = 0.2
-"""Of what seeds differ by: a smaller effect of interest is called wrongly more often than alpha says."""
+"""Share of the spread between seeds. With a smaller effect of interest, wrong verdicts are more frequent than alpha."""
 MOST_CLAIMS = 10
-"""So many claims of one study were simulated."""
+"""Maximum claims of one study that were simulated."""
 SIMULATED = {"alpha": 0.05, "even": 0.06, "uneven": 0.1, "fine": 0.16, "single_even": 0.057, "single_uneven": 0.068}
-"""Chances of any wrong call, the largest that `python -m bench.error_rates` finds for this alpha. The effect of
-interest is `FIFTH` or more, spreads are equal or not; `fine`: it is less. The last two: one claim, 4, 8, 12 seeds.
+"""Chances of any wrong verdict: the largest that `python -m bench.error_rates` finds for this alpha. `even` and
+`uneven` spreads have an effect of interest of `FIFTH` or more, `fine` has less. `single_even` and `single_uneven` have
+one claim and 4, 8, 12 seeds.
 """
 
 
@@ -55,30 +54,30 @@ def simulated_facts(facts: Facts) -> Group:
     return facts.group("simulated", {**rates, "fifth": share(FIFTH), "claims": count(MOST_CLAIMS)})
 
 
-def gather_limits(facts: Facts, done: StudyView, rounding: Rounding) -> Group:
-    """Lists of groups, empty where a limitation does not hold, by its name."""
+def gather_limits(facts: Facts, view: StudyView, rounding: Rounding) -> Group:
+    """Lists of groups by limitation; empty if it does not hold."""
     return {
-        "edges": list(edges(facts, done)),
-        "apart": list(tuned_apart(facts, done)),
-        "unequal": list(unequal_spreads(facts, done, rounding)),
-        "fine": list(fine_interests(facts, done)),
-        "few_seeds": [f for f in done.findings.values() if f.estimate is not None and f.seeds < MANY_SEEDS] != [],
-        "untuned": [quote_group(facts, f"untuned{i}", arm) for i, arm in enumerate(untuned(done), start=1)],
-        "lost": list(lost(facts, done)),
-        "replayed": list(replayed(facts, done)),
-        "running": [one for one in done.launched if one.outcome is None] != [],
-        "skipped_rungs": list(skipped_rungs(facts, done)),
-        "repeated": repeated(facts, done),
-        "diagnosed": diagnosed(facts, done),
-        "unpinned": not done.study.evaluator,
+        "edges": list(edges(facts, view)),
+        "apart": list(tuned_apart(facts, view)),
+        "unequal": list(unequal_spreads(facts, view, rounding)),
+        "fine": list(fine_interests(facts, view)),
+        "few_seeds": [f for f in view.findings.values() if f.estimate is not None and f.seeds < MANY_SEEDS] != [],
+        "untuned": [quote_group(facts, f"untuned{i}", arm) for i, arm in enumerate(untuned(view), start=1)],
+        "lost": list(lost(facts, view)),
+        "replayed": list(replayed(facts, view)),
+        "running": [one for one in view.launched if one.outcome is None] != [],
+        "skipped_rungs": list(skipped_rungs(facts, view)),
+        "repeated": repeated(facts, view),
+        "diagnosed": diagnosed(facts, view),
+        "unpinned": not view.study.evaluator,
     }
 
 
-def edges(facts: Facts, done: StudyView) -> Iterator[Group]:
-    """Knobs that an arm was judged at the end of."""
+def edges(facts: Facts, view: StudyView) -> Iterator[Group]:
+    """Knobs whose chosen value is the lowest or the highest."""
     number = 0
-    for arm in done.study.arms:
-        chosen = done.chosen.get(arm.name, {})
+    for arm in view.study.arms:
+        chosen = view.chosen.get(arm.name, {})
         for knob in arm.nuisance:
             ends = {min(knob.values): "least", max(knob.values): "largest"}
             value = chosen.get(knob.name)
@@ -95,12 +94,12 @@ def edges(facts: Facts, done: StudyView) -> Iterator[Group]:
                 )
 
 
-def tuned_apart(facts: Facts, done: StudyView) -> Iterator[Group]:
-    """Pairs that are compared at different values of a knob that both tuned."""
-    for number, hypothesis in enumerate(done.study.hypotheses, start=1):
-        a, b = (done.chosen.get(name, {}) for name in (hypothesis.arm, hypothesis.against))
-        both = {knob.name for knob in done.study.arm(hypothesis.arm).nuisance}
-        both &= {knob.name for knob in done.study.arm(hypothesis.against).nuisance}
+def tuned_apart(facts: Facts, view: StudyView) -> Iterator[Group]:
+    """Pairs whose arms were judged at different values of a knob that both tuned."""
+    for number, hypothesis in enumerate(view.study.hypotheses, start=1):
+        a, b = (view.chosen.get(name, {}) for name in (hypothesis.arm, hypothesis.against))
+        both = {knob.name for knob in view.study.arm(hypothesis.arm).nuisance}
+        both &= {knob.name for knob in view.study.arm(hypothesis.against).nuisance}
         differing = sorted(name for name in both if name in a and name in b and a[name] != b[name])
         if differing:
             yield facts.group(
@@ -114,9 +113,9 @@ def tuned_apart(facts: Facts, done: StudyView) -> Iterator[Group]:
             )
 
 
-def unequal_spreads(facts: Facts, done: StudyView, rounding: Rounding) -> Iterator[Group]:
-    for number, hypothesis in enumerate(done.study.hypotheses, start=1):
-        spreads = {name: deviation(done.confirming(name)) for name in (hypothesis.arm, hypothesis.against)}
+def unequal_spreads(facts: Facts, view: StudyView, rounding: Rounding) -> Iterator[Group]:
+    for number, hypothesis in enumerate(view.study.hypotheses, start=1):
+        spreads = {name: deviation(view.confirming(name)) for name in (hypothesis.arm, hypothesis.against)}
         wide, narrow = sorted(spreads, key=lambda name: -spreads[name])
         if spreads[narrow] > 0 and spreads[wide] / spreads[narrow] >= UNEQUAL:
             yield facts.group(
@@ -131,19 +130,19 @@ def unequal_spreads(facts: Facts, done: StudyView, rounding: Rounding) -> Iterat
             )
 
 
-def fine_interests(facts: Facts, done: StudyView) -> Iterator[Group]:
-    """Claims whose seeds differ by so much that the smallest effect of interest is less than `FIFTH` of it."""
-    for number, hypothesis in enumerate(done.study.hypotheses, start=1):
+def fine_interests(facts: Facts, view: StudyView) -> Iterator[Group]:
+    """Claims whose smallest effect of interest is less than `FIFTH` of the spread between seeds."""
+    for number, hypothesis in enumerate(view.study.hypotheses, start=1):
         differ_by = math.hypot(
-            *(deviation(done.confirming(n)) for n in (hypothesis.arm, hypothesis.against))
+            *(deviation(view.confirming(n)) for n in (hypothesis.arm, hypothesis.against))
         ) / math.sqrt(2)
-        if done.study.sesoi < FIFTH * differ_by:
+        if view.study.sesoi < FIFTH * differ_by:
             yield facts.group(
                 f"fine{number}",
                 {
                     "arm": quote(hypothesis.arm),
                     "against": quote(hypothesis.against),
-                    "of": share(done.study.sesoi / differ_by),
+                    "of": share(view.study.sesoi / differ_by),
                 },
             )
 
@@ -153,18 +152,18 @@ def deviation(launched: list[Launched]) -> float:
     return float(np.std(scores, ddof=1)) if len(scores) > 1 else 0.0
 
 
-def untuned(done: StudyView) -> list[Arm]:
-    return [arm for arm in done.study.arms if not arm.nuisance]
+def untuned(view: StudyView) -> list[Arm]:
+    return [arm for arm in view.study.arms if not arm.nuisance]
 
 
 def quote_group(facts: Facts, name: str, arm: Arm) -> Group:
     return facts.group(name, {"arm": quote(arm.name), "setting": setting_text(arm.changes)})
 
 
-def lost(facts: Facts, done: StudyView) -> Iterator[Group]:
-    """Arms whose confirming seeds did not all come back."""
-    for number, arm in enumerate(done.study.arms, start=1):
-        launched = done.confirming(arm.name)
+def lost(facts: Facts, view: StudyView) -> Iterator[Group]:
+    """Arms with lost confirming seeds."""
+    for number, arm in enumerate(view.study.arms, start=1):
+        launched = view.confirming(arm.name)
         missing = sum(one.end == "infra_failed" for one in launched)
         if missing:
             yield facts.group(
@@ -172,10 +171,10 @@ def lost(facts: Facts, done: StudyView) -> Iterator[Group]:
             )
 
 
-def replayed(facts: Facts, done: StudyView) -> Iterator[Group]:
-    """Arms of whose held-out plays some failed, in the confirming trials."""
-    for number, arm in enumerate(done.study.arms, start=1):
-        plays = held_out_counts(one.outcome for one in done.confirming(arm.name) if one.outcome)
+def replayed(facts: Facts, view: StudyView) -> Iterator[Group]:
+    """Arms with failed held-out episodes in confirming trials."""
+    for number, arm in enumerate(view.study.arms, start=1):
+        plays = held_out_counts(one.outcome for one in view.confirming(arm.name) if one.outcome)
         if plays.failed:
             yield facts.group(
                 f"replayed{number}",
@@ -189,17 +188,17 @@ def replayed(facts: Facts, done: StudyView) -> Iterator[Group]:
             )
 
 
-def skipped_rungs(facts: Facts, done: StudyView) -> Iterator[Group]:
-    """Rungs that the study declared and the first arm's ranks did not bear out."""
-    kept = done.decisions.get("rungs")
+def skipped_rungs(facts: Facts, view: StudyView) -> Iterator[Group]:
+    """Declared rungs that tuning skipped, because the first arm's early ranks were wrong."""
+    kept = view.decisions.get("rungs")
     if isinstance(kept, list):
-        dropped = [rung for rung in done.study.rungs if rung not in kept]
+        dropped = [rung for rung in view.study.rungs if rung not in kept]
         for number, rung in enumerate(dropped, start=1):
             yield facts.group(f"rung{number}", {"at": share(rung)})
 
 
-def repeated(facts: Facts, done: StudyView) -> Group | None:
-    again = [one for one in done.launched if one.attempts > 1]
+def repeated(facts: Facts, view: StudyView) -> Group | None:
+    again = [one for one in view.launched if one.attempts > 1]
     if not again:
         return None
     return facts.group(
@@ -208,19 +207,19 @@ def repeated(facts: Facts, done: StudyView) -> Group | None:
     )
 
 
-def diagnosed(facts: Facts, done: StudyView) -> Group | None:
-    """Confirming trials that something was the matter with."""
-    trials = [one for one in done.launched if one.trial.phase == "confirm"]
-    ill = [one for one in trials if one.trial.id in done.diagnoses]
+def diagnosed(facts: Facts, view: StudyView) -> Group | None:
+    """Number of confirming trials with a diagnosis."""
+    trials = [one for one in view.launched if one.trial.phase == "confirm"]
+    ill = [one for one in trials if one.trial.id in view.diagnoses]
     return facts.group("diagnosed", {"num": count(len(ill)), "of": count(len(trials))}) if ill else None
 
 
 UNTESTED = frozenset({"too_hard", "too_easy", "no_exploration", "ignored_setting", "no_op", "not_a_number"})
-"""Causes after which a run says nothing of the setting that it was of."""
+"""Causes after which a run shows nothing about its setting."""
 
 
-def diagnosis_facts(facts: Facts, done: StudyView, trials: dict[str, Group]) -> list[Group]:
-    every = [diagnosis for told in done.diagnoses.values() for diagnosis in told]
+def diagnosis_facts(facts: Facts, view: StudyView, trials: dict[str, Group]) -> list[Group]:
+    every = [diagnosis for found in view.diagnoses.values() for diagnosis in found]
     return [
         facts.group(
             f"D{number}",
@@ -239,11 +238,11 @@ def diagnosis_facts(facts: Facts, done: StudyView, trials: dict[str, Group]) -> 
     ]
 
 
-def cause_facts(facts: Facts, done: StudyView) -> list[Group]:
-    """Diagnoses of the same cause in the same arm, told by the first of them."""
+def cause_facts(facts: Facts, view: StudyView) -> list[Group]:
+    """Groups diagnoses by arm and cause, with the texts of the first."""
     alike: dict[tuple[str, str], list[Diagnosis]] = {}
-    arms = {one.trial.id: one.trial.arm for one in done.launched}
-    for diagnosis in (diagnosis for told in done.diagnoses.values() for diagnosis in told):
+    arms = {one.trial.id: one.trial.arm for one in view.launched}
+    for diagnosis in (diagnosis for found in view.diagnoses.values() for diagnosis in found):
         alike.setdefault((arms.get(diagnosis.trial, NOTHING), diagnosis.cause), []).append(diagnosis)
     return [
         facts.group(
@@ -251,20 +250,20 @@ def cause_facts(facts: Facts, done: StudyView) -> list[Group]:
             {
                 "arm": quote(arm),
                 "cause": quote(cause.replace("_", " ")),
-                "num": count(len({diagnosis.trial for diagnosis in told})),
-                "seen": quote(told[0].seen),
-                "tried": quote(told[0].tried),
-                "meaning": quote(told[0].meaning),
+                "num": count(len({diagnosis.trial for diagnosis in found})),
+                "seen": quote(found[0].seen),
+                "tried": quote(found[0].tried),
+                "meaning": quote(found[0].meaning),
             },
         )
-        for number, ((arm, cause), told) in enumerate(alike.items(), start=1)
+        for number, ((arm, cause), found) in enumerate(alike.items(), start=1)
     ]
 
 
-def unanswered_facts(facts: Facts, done: StudyView) -> list[Group]:
-    """What was asked of trials and the runner could not tell, `Q1`.., with the causes that need it."""
-    asked = Counter(need for name in done.decisions for need in asked_by(name))
-    silent = Counter(need for name, answer in done.decisions.items() for need in missing(name, answer))
+def unanswered_facts(facts: Facts, view: StudyView) -> list[Group]:
+    """Questions about trials that the runner could not answer, `Q1`.., with the causes that need them."""
+    asked = Counter(need for name in view.decisions for need in asked_by(name))
+    silent = Counter(need for name, answer in view.decisions.items() for need in missing(name, answer))
     return [
         facts.group(
             f"Q{number}",
@@ -272,22 +271,22 @@ def unanswered_facts(facts: Facts, done: StudyView) -> list[Group]:
                 "asked": quote(NEEDS[need]),
                 "num": count(silent[need]),
                 "of": count(asked[need]),
-                "causes": quote(needing(need)),
+                "causes": quote(causes_needing(need)),
             },
         )
         for number, need in enumerate((need for need in NEEDS if silent[need]), start=1)
     ]
 
 
-def untested_facts(facts: Facts, number: int, found: Finding, hypothesis: Hypothesis, done: StudyView) -> list[Group]:
-    """The sides of a claim most of whose confirming runs a diagnosis calls untested."""
-    told = []
+def untested_facts(facts: Facts, number: int, found: Finding, hypothesis: Hypothesis, view: StudyView) -> list[Group]:
+    """Sides of a claim with a cause in `UNTESTED` in most of their confirming runs."""
+    groups = []
     for side, arm in enumerate((hypothesis.arm, hypothesis.against), start=1):
-        runs = [one.trial.id for one in done.launched if one.trial.id in found.trials and one.trial.arm == arm]
-        ill = [[d for d in done.diagnoses.get(run, []) if d.cause in UNTESTED] for run in runs]
+        runs = [one.trial.id for one in view.launched if one.trial.id in found.trials and one.trial.arm == arm]
+        ill = [[d for d in view.diagnoses.get(run, []) if d.cause in UNTESTED] for run in runs]
         first = [diagnoses[0] for diagnoses in ill if diagnoses]
         if 2 * len(first) > len(runs):
-            told.append(
+            groups.append(
                 facts.group(
                     f"untested{number}_{side}",
                     {
@@ -299,14 +298,14 @@ def untested_facts(facts: Facts, number: int, found: Finding, hypothesis: Hypoth
                     },
                 )
             )
-    return told
+    return groups
 
 
 def evidence_text(numbers: Sequence[tuple[str, float]]) -> str:
     return ", ".join(f"{name} = {number:.4g}" for name, number in numbers)
 
 
-def amendment_facts(facts: Facts, done: StudyView) -> list[Group]:
+def amendment_facts(facts: Facts, view: StudyView) -> list[Group]:
     return [
         facts.group(
             f"X{number}",
@@ -318,23 +317,23 @@ def amendment_facts(facts: Facts, done: StudyView) -> list[Group]:
             },
             is_refused=bool(amendment.refused),
         )
-        for number, amendment in enumerate(done.amendments, start=1)
+        for number, amendment in enumerate(view.amendments, start=1)
     ]
 
 
-def not_added_facts(facts: Facts, done: StudyView) -> list[Group]:
+def not_added_facts(facts: Facts, view: StudyView) -> list[Group]:
     return [
         facts.group(f"not_added{number}", {"claim": quote(claim), "why": quote(why)})
-        for number, (claim, why) in enumerate(done.not_added.items(), start=1)
+        for number, (claim, why) in enumerate(view.not_added.items(), start=1)
     ]
 
 
 def action_text(asked: Mapping[str, Any]) -> str:
-    """An action as `kind (field: value, ...)`; what was none, as it was said."""
+    """Formats an action as `kind (field: value, ...)`, and an invalid request as its text."""
     if "kind" not in asked:
         return str(asked.get("text", ""))
-    said = {
+    texts = {
         name: setting_text(value).text if isinstance(value, dict) else written(value) for name, value in asked.items()
     }
-    rest = ", ".join(f"{name}: {said[name]}" for name, value in asked.items() if name != "kind" and value)
-    return said["kind"].replace("_", " ") + (f" ({rest})" if rest else "")
+    rest = ", ".join(f"{name}: {texts[name]}" for name, value in asked.items() if name != "kind" and value)
+    return texts["kind"].replace("_", " ") + (f" ({rest})" if rest else "")

@@ -1,25 +1,13 @@
-"""Prose: Markdown in which every number is a reference, `{{F1.estimate}}`, until it is printed.
+"""The document of a report: from a log to files, and a check of files against the log.
 
-The template `report.md.jinja` writes a report as such prose, narration is such prose, and the linter reads it. Printing
-puts the facts in and remembers where, so that a printed report can be held against its facts.
+Prose is Markdown in which every number is a reference, `{{F1.estimate}}`. The template `report.md.jinja` and the
+narration are prose. The linter refuses prose with literal numbers, unknown references, or claims beyond the verdicts.
+Its rules match words and prefer to refuse. Narration, which a language model may write, is plain sentences.
 
-What prose may not say: a numeral of its own, a reference to nothing, a claim stronger than its verdict.
+Printing replaces references by facts and remembers the places. The Markdown escapes names. The HTML is one file without
+scripts, in a light and a dark scheme, and keeps the reference and the unrounded value of each number.
 
-The template is held to it and so is narration, which a language model may have written: it is plain sentences without
-markup. The rules are of words, not of meaning, and err on the side of refusing: whoever is refused writes it plainer.
-
-Facts as Markdown: what a study calls its arms may not become markup.
-
-Facts as HTML, and the page: one file that needs no other, no script, light or dark as its reader likes it.
-
-The page is made of the same prose as the Markdown. A number keeps its reference and its unrounded value, for whoever
-points at it.
-
-A printed report against what its book prints: where they differ, which reference was changed.
-
-From a book to files, and from files back to the book: `build` writes a report, `check` holds one against its book.
-
-A report is a function of the book: the same book gives the same bytes, with the same version of matplotlib.
+The same log gives the same bytes, with the same version of matplotlib.
 """
 
 from __future__ import annotations
@@ -48,22 +36,22 @@ REFERENCE = re.compile(r"\{\{\s*([A-Za-z]\w*\.\w+)\s*\}\}")
 
 
 class Prose(str):
-    """Text with references, from outside the template, that was linted."""
+    """Linted text with references from outside the template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Printed:
     text: str
     spans: tuple[tuple[int, int, str], ...]
-    """From, to, and the reference that was printed there."""
+    """Start, end and reference of each printed fact."""
 
     def reference_at(self, start: int, end: int) -> str | None:
-        """The one that reaches into the characters from `start` to `end`."""
+        """Returns the reference printed within the characters `start` to `end`."""
         return next((ref for first, last, ref in self.spans if first < end and start < last), None)
 
 
 def compose(facts: Facts, narration: str = "") -> str:
-    """The whole report as prose."""
+    """Renders the whole report as prose."""
     text = templates().get_template("report.md.jinja").render(facts.groups, narration=Prose(narration))
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
@@ -80,24 +68,24 @@ def templates() -> Environment:
     )
 
 
-def as_reference(said: object) -> str:
-    """What the template prints is a fact, or prose that has been linted."""
-    if isinstance(said, Prose):
-        return said
-    assert isinstance(said, Fact), f"the template prints {said!r}, which is no fact"
-    return f"{{{{{said.ref}}}}}"
+def as_reference(value: object) -> str:
+    """Checks that the template prints only facts and linted prose."""
+    if isinstance(value, Prose):
+        return value
+    assert isinstance(value, Fact), f"the template prints {value!r}, which is not a fact"
+    return f"{{{{{value.ref}}}}}"
 
 
 def fill(prose: str, facts: Facts, printed_as: Callable[[Fact], str]) -> Printed:
-    """References become what `printed_as` makes of their facts. Raises `KeyError` for one that is unresolved."""
+    """Replaces each reference by `printed_as(fact)`. Raises `KeyError` for an unknown reference."""
     pieces: list[str] = []
     spans: list[tuple[int, int, str]] = []
     length = last = 0
     for match in REFERENCE.finditer(prose):
-        between, said = prose[last : match.start()], printed_as(facts.known[match[1]])
-        pieces += [between, said]
-        spans.append((length + len(between), length + len(between) + len(said), match[1]))
-        length, last = length + len(between) + len(said), match.end()
+        between, printed = prose[last : match.start()], printed_as(facts.known[match[1]])
+        pieces += [between, printed]
+        spans.append((length + len(between), length + len(between) + len(printed), match[1]))
+        length, last = length + len(between) + len(printed), match.end()
     return Printed("".join([*pieces, prose[last:]]), tuple(spans))
 
 
@@ -119,17 +107,22 @@ TAG = re.compile(r"</?\w+[^>]*>")
 
 
 def lint(prose: str, facts: Facts) -> list[str]:
-    """What is wrong with it, a sentence each; empty where nothing is."""
+    """Returns one sentence per problem."""
     verdicts = {group["name"].text: group for group in facts.groups["findings"]}
     problems = []
     for sentence in filter(str.strip, SENTENCE_ENDS.split(TAG.sub("", prose))):
-        found = [*unresolved(sentence, facts), *glued(sentence), *numerals(sentence), *overclaims(sentence, verdicts)]
+        found = [
+            *unresolved(sentence, facts),
+            *glued(sentence),
+            *numerals(sentence),
+            *overclaims(sentence, verdicts),
+        ]
         problems += [f"{problem}, in: {' '.join(sentence.split())}" for problem in found]
     return problems
 
 
 def lint_narration(prose: str, facts: Facts) -> list[str]:
-    """Narration is linted, and may bring no markup."""
+    """Lints narration and refuses markup in it."""
     marks = sorted(set(MARKUP.findall(prose)))
     return [f"markup {mark.strip()!r}: narration is plain sentences" for mark in marks] + lint(prose, facts)
 
@@ -142,19 +135,19 @@ def demand_clean(problems: list[str], what: str) -> None:
 def unresolved(sentence: str, facts: Facts) -> Iterator[str]:
     for ref in REFERENCE.findall(sentence):
         if ref not in facts.known:
-            yield f"{{{{{ref}}}}} is no fact of this study"
+            yield f"{{{{{ref}}}}} is not a fact of this study"
     if "{{" in REFERENCE.sub("", sentence):
         yield "a reference is written {{F1.estimate}}"
 
 
 def glued(sentence: str) -> Iterator[str]:
-    """References that make another number together with what touches them: a sign, a digit, a letter, a reference."""
+    """Finds references that form another number with an adjacent sign, digit, letter or reference."""
     for match in GLUED.finditer(sentence):
-        yield f"{match[0]!r} makes a number of its own: let a reference stand by itself"
+        yield f"{match[0]!r} forms another number: separate the reference from it"
 
 
 def numerals(sentence: str) -> Iterator[str]:
-    """Digits of any script, and numbers in words."""
+    """Finds digits of any script and numbers written as words."""
     rest = REFERENCE.sub(" ", sentence)
     for token in rest.split():
         if any(character.isnumeric() for character in token):
@@ -167,7 +160,7 @@ def numerals(sentence: str) -> Iterator[str]:
 
 
 def overclaims(sentence: str, findings: dict[str, Group]) -> Iterator[str]:
-    """A sentence that claims must refer to findings, and all of those must have the verdict that the claim needs."""
+    """A sentence with a claim must refer to findings, and each of these must have the matching verdict."""
     text = REFERENCE.sub(" ", sentence).lower()
     words = set(WORD.findall(text))
     for word in sorted(words & OVERSTATED):
@@ -175,26 +168,26 @@ def overclaims(sentence: str, findings: dict[str, Group]) -> Iterator[str]:
     refs = REFERENCE.findall(sentence)
     about = {ref.split(".")[0] for ref in refs} & findings.keys()
     for verdict, vocabulary in CLAIMS.items():
-        said = sorted(words & vocabulary)
+        claimed = sorted(words & vocabulary)
         if verdict == "practically_equivalent":
-            said += NO_DIFFERENCE.findall(text)
-        if not said:
+            claimed += NO_DIFFERENCE.findall(text)
+        if not claimed:
             continue
         if not about:
-            yield f"{said[0]!r} is a claim that refers to no finding"
+            yield f"{claimed[0]!r} is a claim that refers to no finding"
         if any(ARM_NAME.fullmatch(ref) for ref in refs):
-            yield f"{said[0]!r} names an arm by itself: in a claim it is {{{{F1.arm}}}} or {{{{F1.against}}}}"
+            yield f"{claimed[0]!r} names an arm by itself: in a claim it is {{{{F1.arm}}}} or {{{{F1.against}}}}"
         for name in sorted(about):
             if findings[name]["verdict_is"] != verdict:
-                yield f"{said[0]!r} needs a verdict of {verdict!r}, and {name} is {findings[name]['verdict_is']!r}"
+                yield f"{claimed[0]!r} needs a verdict of {verdict!r}, and {name} is {findings[name]['verdict_is']!r}"
             elif findings[name]["exploratory"] and "exploratory" not in words:
-                yield f"{said[0]!r} of {name}, which is exploratory: the sentence has to say so"
+                yield f"{claimed[0]!r} of {name}, which is exploratory: add the word exploratory to the sentence"
             elif verdict != "practically_equivalent" and is_turned_round(refs, name):
-                yield f"{said[0]!r} is said of {name}.against: {name}.arm comes first"
+                yield f"{claimed[0]!r} is about {name}.against: name {name}.arm first"
 
 
 def is_turned_round(refs: list[str], name: str) -> bool:
-    """Whether the claim is made of what the finding compares with."""
+    """True if the claim is about the arm that the finding compares with."""
     sides = [ref for ref in refs if ref in (f"{name}.arm", f"{name}.against")]
     return sides[:1] == [f"{name}.against"]
 
@@ -232,7 +225,7 @@ def as_html(fact: Fact, figures: Mapping[str, str]) -> str:
 
 
 def page(prose: str, facts: Facts, figures: Mapping[str, str]) -> Printed:
-    """`figures` are SVG by their file's name."""
+    """Renders the page. `figures` are SVG by file name."""
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
     tokens = parser.parse(prose)
     sections = anchor(tokens)
@@ -247,7 +240,7 @@ def page(prose: str, facts: Facts, figures: Mapping[str, str]) -> Printed:
 
 
 def anchor(tokens: list[Token]) -> list[tuple[str, str]]:
-    """Give every section an id. Returns ids and titles of the sections."""
+    """Gives every section an id. Returns ids and titles of the sections."""
     sections = []
     for token, content in pairwise(tokens):
         if token.type == "heading_open" and token.tag == "h2" and not REFERENCE.search(content.content):
@@ -259,11 +252,11 @@ def anchor(tokens: list[Token]) -> list[tuple[str, str]]:
 
 TOKEN = re.compile(r"[+\N{MINUS SIGN}-]?\d[\w.,\N{NARROW NO-BREAK SPACE}]*|\w+|[^\w\s]")
 SHOWN = 60
-"""Characters of a token that are told of."""
+"""Maximum characters of a token in a message."""
 
 
 def compare(expected: Printed, found: str) -> list[str]:
-    """What was changed, a sentence each; empty where nothing was."""
+    """Returns one sentence per difference."""
     if found == expected.text:
         return []
     old, new = expected.text.splitlines(keepends=True), found.splitlines(keepends=True)
@@ -280,12 +273,12 @@ def compare(expected: Printed, found: str) -> list[str]:
 
 
 def shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many lines they begin with together."""
+    """Number of equal lines at the start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def changes(expected: Printed, start: int, end: int, found: str, *, line: int) -> Iterator[str]:
-    """Token by token, between two places of what was expected."""
+    """Compares token by token within a part of the expected text."""
     old = list(TOKEN.finditer(expected.text, start, end))
     new = list(TOKEN.finditer(found))
     matcher = SequenceMatcher(None, [m[0] for m in old], [m[0] for m in new], autojunk=False)
@@ -293,13 +286,13 @@ def changes(expected: Printed, start: int, end: int, found: str, *, line: int) -
         if tag == "equal":
             continue
         where = f"line {line + (found.count(chr(10), 0, new[j].start()) if j < len(new) else 0)}"
-        said = shown(found[new[j].start() : new[j_end - 1].end()]) if j_end > j else "nothing"
+        changed = shown(found[new[j].start() : new[j_end - 1].end()]) if j_end > j else "nothing"
         if i_end == i:
-            yield f"{where}: {said} is in no fact of the study"
+            yield f"{where}: {changed} is in no fact of the study"
             continue
         first, last = old[i].start(), old[i_end - 1].end()
         ref = expected.reference_at(first, last)
-        yield f"{where}: {said} stands where {ref or 'the report'} says {shown(expected.text[first:last])}"
+        yield f"{where}: {changed} stands where {ref or 'the report'} says {shown(expected.text[first:last])}"
 
 
 def shown(text: str) -> str:
@@ -307,24 +300,24 @@ def shown(text: str) -> str:
 
 
 NARRATION = "narration"
-"""The decision of the book that holds it."""
+"""Name of the decision that holds the narration."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """As text; `figures` are SVG by their file, relative to the report."""
+    """A report as text. `figures` are SVG by file, relative to the report."""
 
     html: Printed
     markdown: Printed
     figures: dict[str, str]
 
 
-def build(book: StudyLog, out: Path) -> Path:
-    """Write `report.html`, which needs no other file, `report.md` and its `figures/` into the folder `out`.
+def build(log: StudyLog, out: Path) -> Path:
+    """Writes `report.html`, which needs no other file, `report.md` and its `figures/` into the folder `out`.
 
-    Returns the path of the HTML. Raises `ConfigError` where the book holds no study.
+    Returns the path of the HTML. Raises `ConfigError` if the log holds no study.
     """
-    report = render(book)
+    report = render(log)
     for name, text in {"report.html": report.html.text, "report.md": report.markdown.text, **report.figures}.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -332,22 +325,22 @@ def build(book: StudyLog, out: Path) -> Path:
     return out / "report.html"
 
 
-def build_all(books: Sequence[StudyLog], folder: Path) -> list[Path]:
-    """The report of a study into its folder, and those of its annexes into `annex-1` and so on in there."""
-    begun = [book for number, book in enumerate(books) if book.study or not number]
-    return [build(book, folder / f"annex-{number}" if number else folder) for number, book in enumerate(begun)]
+def build_all(logs: Sequence[StudyLog], folder: Path) -> list[Path]:
+    """Writes the report of a study into its folder, and those of its annexes into `annex-1`, `annex-2` and so on."""
+    begun = [log for number, log in enumerate(logs) if log.study or not number]
+    return [build(log, folder / f"annex-{number}" if number else folder) for number, log in enumerate(begun)]
 
 
-def book_of(report: Path, books: Sequence[StudyLog]) -> StudyLog:
-    """The one whose plan the report names; that of the study itself where it names none."""
+def log_of(report: Path, logs: Sequence[StudyLog]) -> StudyLog:
+    """Returns the log whose study id is in the report, or the study's log if none is."""
     text = report.read_text(encoding="utf-8", errors="replace") if report.is_file() else ""
-    return next((book for book in books if book.study and book.study.id in text), books[0])
+    return next((log for log in logs if log.study and log.study.id in text), logs[0])
 
 
-def check(path: Path, book: StudyLog) -> list[str]:
-    """What in a report was changed since it was built from this book, or was built from another; empty where nothing.
+def check(path: Path, log: StudyLog) -> list[str]:
+    """Returns the differences between a report and its log; empty if there are none.
 
-    `path` is a report's HTML, or its Markdown, which is checked with the figures beside it.
+    `path` is the HTML of a report, or its Markdown, which is checked with its figures.
     """
     if path.suffix not in (".html", ".md"):
         raise ConfigError(f"{path}: a report is a .html or a .md file; name one of these")
@@ -355,7 +348,7 @@ def check(path: Path, book: StudyLog) -> list[str]:
         found = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a report that is there") from None
-    report = render(book)
+    report = render(log)
     if path.suffix == ".html":
         return compare(report.html, found)
     problems = compare(report.markdown, found)
@@ -364,36 +357,36 @@ def check(path: Path, book: StudyLog) -> list[str]:
         if not figure.is_file():
             problems.append(f"{name}: is not beside the report; copy the report's figures along with it")
         elif figure.read_text(encoding="utf-8") != drawing:
-            problems.append(f"{name}: is not what the study draws, with this version of matplotlib")
+            problems.append(f"{name}: differs from the study's figure, with this version of matplotlib")
     return problems
 
 
-def narrate(book: StudyLog, prose: str) -> None:
-    """Add sentences to the study's report, once. Raises `ConfigError`, naming what the linter refuses.
+def narrate(log: StudyLog, prose: str) -> None:
+    """Adds sentences to the report, once. Raises `ConfigError` with what the linter refuses.
 
-    Numbers are written as references, `{{F1.estimate}}`; `facts_of` has them all.
+    Numbers are written as references, `{{F1.estimate}}`; `facts_of` lists them all.
     """
-    demand_clean(lint_narration(prose, facts_of(book)), "the narration")
-    book.decide(NARRATION, prose)
+    demand_clean(lint_narration(prose, facts_of(log)), "the narration")
+    log.decide(NARRATION, prose)
 
 
-def facts_of(book: StudyLog) -> Facts:
-    return gather(StudyView(book))
+def facts_of(log: StudyLog) -> Facts:
+    return gather(StudyView(log))
 
 
-def render(book: StudyLog) -> Report:
-    done = StudyView(book)
-    facts = gather(done)
-    figures = draw(done, facts)
-    narration = str(book.decisions.get(NARRATION, ""))
+def render(log: StudyLog) -> Report:
+    view = StudyView(log)
+    facts = gather(view)
+    figures = draw(view, facts)
+    narration = str(log.decisions.get(NARRATION, ""))
     demand_clean(lint_narration(narration, facts), "the journal's narration")
     prose = compose(facts, narration)
     demand_clean(lint(prose, facts), "the template's prose")
     return Report(page(prose, facts, figures), fill(prose, facts, as_markdown), figures)
 
 
-def draw(done: StudyView, facts: Facts) -> dict[str, str]:
-    """The figures that there is something for, by file; the facts get them as `figures`."""
+def draw(view: StudyView, facts: Facts) -> dict[str, str]:
+    """Draws the figures that have content, by file, and adds them to the facts as `figures`."""
     from agentjet.research.report.figures import effects_figure, ledger_figure, styled, to_svg
     from agentjet.research.report.score_figures import curves_figure, scores_figure, tuning_figure
 
@@ -401,11 +394,11 @@ def draw(done: StudyView, facts: Facts) -> dict[str, str]:
     shown: dict[str, Fact] = {}
     with styled():
         for name, alt, figure in (
-            ("effects", "Estimate and interval of each claim", effects_figure(done)),
-            ("curves", "Score along the run, by arm", curves_figure(done)),
-            ("scores", "Final scores of every confirming run, by arm", scores_figure(done)),
-            ("tuning", "Scores while tuning, by the value of the knob", tuning_figure(done)),
-            ("ledger", "Cost in full runs, beside the whole grid", ledger_figure(done, facts)),
+            ("effects", "Estimate and interval of each claim", effects_figure(view)),
+            ("curves", "Score along the run, by arm", curves_figure(view)),
+            ("scores", "Final scores of every confirming run, by arm", scores_figure(view)),
+            ("tuning", "Scores while tuning, by the value of the knob", tuning_figure(view)),
+            ("ledger", "Cost in full runs, beside the whole grid", ledger_figure(view, facts)),
         ):
             if figure is not None:
                 drawn[f"figures/{name}.svg"] = to_svg(figure)

@@ -1,9 +1,8 @@
-"""`Fact`: a thing that a report may say, with the name it is referred to by and the rounding it is printed with.
+"""`Fact`: a value that a report may print, with its reference and its rounding. `StudyView`: a log arranged for
+reports.
 
-Facts come from a study's book and from nowhere else. Prose refers to them as `{{F1.estimate}}`; a numeral that is
-no such reference is refused (`linter`), so whatever number stands in a report can be traced to trials.
-
-`StudyView`: what happened in a study, arranged for telling it. A function of the book; nothing is judged here.
+Facts come only from a study's log. Prose refers to them as `{{F1.estimate}}`, and the linter refuses other numbers, so
+each number in a report can be traced to trials.
 """
 
 from __future__ import annotations
@@ -39,27 +38,27 @@ MINUS = "\N{MINUS SIGN}"
 @dataclass(frozen=True, slots=True)
 class Fact:
     text: str
-    """As it is printed."""
+    """The printed form."""
     value: Value | None = None
-    """Unrounded, where `text` is a number."""
-    kind: Literal["said", "verbatim", "verdict", "figure"] = "said"
-    """Verbatim is code: an id, a file. The text of a figure says what it shows."""
+    """The unrounded number behind `text`."""
+    kind: Literal["plain", "verbatim", "verdict", "figure"] = "plain"
+    """Verbatim is code: an id or a file. The text of a figure describes it."""
     ref: str = ""
 
 
 Group = dict[str, Any]
-"""Facts by name, for the template; beside them plain values that it may ask for, and groups that belong to them."""
+"""Facts by name for the template, with plain values and subgroups beside them."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Every fact of a report. `groups` is what the template sees, `known` what a reference may name."""
+    """Every fact of a report. The template uses `groups`; references use `known`."""
 
     groups: dict[str, Any] = field(default_factory=dict)
     known: dict[str, Fact] = field(default_factory=dict)
 
     def group(self, name: str, facts: Mapping[str, Fact], **beside: Any) -> Group:
-        """Name the facts `name.key`, once and for all."""
+        """Registers the facts as `name.key`."""
         named = {key: replace(fact, ref=f"{name}.{key}") for key, fact in facts.items()}
         for fact in named.values():
             assert fact.ref not in self.known, f"two facts are called {fact.ref}"
@@ -71,7 +70,7 @@ class Facts:
 
 
 def quote(text: str) -> Fact:
-    """What the study or its outcomes say in words, on a single line."""
+    """A text of the study, on a single line."""
     return Fact(" ".join(text.split()) or NOTHING)
 
 
@@ -92,7 +91,7 @@ def share(part: float, *, decimals: int = 1) -> Fact:
 
 
 def runs(number: float) -> Fact:
-    """Full runs."""
+    """In full runs."""
     return Fact(trimmed(number, 2), number)
 
 
@@ -103,7 +102,7 @@ def chance(p: float | None) -> Fact:
 
 
 def plain(value: Value) -> Fact:
-    """A setting's value, as somebody would type it."""
+    """A setting's value in the notation of settings."""
     return Fact(written(value), value)
 
 
@@ -124,7 +123,7 @@ def trimmed(number: float, decimals: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Scores and differences of a study: to a twentieth of the smallest effect of interest, or a little finer."""
+    """Rounds scores and differences of a study to a twentieth of the smallest effect of interest, or a little finer."""
 
     sesoi: float
 
@@ -139,7 +138,7 @@ class Rounding:
         return Fact(text.replace("-", MINUS), value)
 
     def difference(self, value: float | None) -> Fact:
-        """With its sign, also where rounding leaves 0."""
+        """With its sign, also if it rounds to 0."""
         found = self.score(value)
         return replace(found, text=f"+{found.text}") if value is not None and value > 0 else found
 
@@ -149,13 +148,13 @@ Stage = Literal["planned", "exploring", "confirming", "finished"]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A trial and what became of it. `number` is its place among the study's trials, from 1."""
+    """A trial with its outcome. `number` is its place among the study's trials, from 1."""
 
     number: int
     trial: Trial
     attempts: int
     outcome: Outcome | None
-    """Of the last attempt; None while it runs, or when nobody waited for it."""
+    """Outcome of the last attempt; None if the trial has not ended."""
 
     @property
     def score(self) -> float | None:
@@ -167,36 +166,36 @@ class Launched:
 
 
 class StudyView:
-    """Of one study. Raises `ConfigError` where the book holds none."""
+    """The events of a study, arranged for reports. Raises `ConfigError` if the log holds no study."""
 
-    def __init__(self, book: StudyLog) -> None:
-        if book.study is None:
+    def __init__(self, log: StudyLog) -> None:
+        if log.study is None:
             raise ConfigError("this journal holds no study: there is nothing to report; run the study first")
-        self.study: Study = book.study
-        self.decisions: Mapping[str, object] = book.decisions
-        self.diagnoses: Mapping[str, list[Diagnosis]] = book.diagnoses
-        self.amendments: Sequence[Amendment] = book.amendments
-        self.num_exchanges = len(book.exchanges)
-        self.num_entries = book.num_entries
+        self.study: Study = log.study
+        self.decisions: Mapping[str, object] = log.decisions
+        self.diagnoses: Mapping[str, list[Diagnosis]] = log.diagnoses
+        self.amendments: Sequence[Amendment] = log.amendments
+        self.num_exchanges = len(log.exchanges)
+        self.num_entries = log.num_entries
         self.launched = [
-            Launched(number, trial, book.attempts[trial.id], last(book.outcomes.get(trial.id, [])))
-            for number, trial in enumerate(book.trials.values(), start=1)
+            Launched(number, trial, log.attempts[trial.id], last(log.outcomes.get(trial.id, [])))
+            for number, trial in enumerate(log.trials.values(), start=1)
         ]
 
     @cached_property
     def findings(self) -> dict[str, Finding]:
-        """By hypothesis; one that is still open is missing."""
+        """By hypothesis; open ones are missing."""
         names = {hypothesis.id: f"finding {hypothesis.id}" for hypothesis in self.study.hypotheses}
         return {key: Finding.from_json(self.decisions[name]) for key, name in names.items() if name in self.decisions}
 
     @cached_property
     def chosen(self) -> dict[str, Setting]:
-        """By arm, the setting that was frozen for confirming."""
+        """By arm, the setting that was frozen for confirmation."""
         return cast("dict[str, Setting]", self.decisions.get("frozen", {}))
 
     @property
     def not_added(self) -> dict[str, str]:
-        """Claims that were granted after the data began and that no annex tests, with the reason."""
+        """Claims granted after the data began that no annex tests, with the reason."""
         return cast("dict[str, str]", self.decisions.get(NOT_ADDED, {}))
 
     @property
@@ -208,29 +207,29 @@ class StudyView:
         return "exploring" if self.launched else "planned"
 
     @cached_property
-    def ledger(self) -> Spending:
-        """As it stood when the last trial was launched: what runs is debited in full."""
+    def spending(self) -> Spending:
+        """Spending at the launch of the last trial. Running trials are debited in full."""
         return self._debited(self.launched)
 
     @property
     def spent(self) -> float:
-        """Full runs that the trials which ended have cost."""
+        """Full runs spent on ended trials."""
         return self._debited([one for one in self.launched if one.outcome is not None]).total
 
     def _debited(self, trials: Sequence[Launched]) -> Spending:
-        ledger = Spending(self.study)
+        spending = Spending(self.study)
         for launched in trials:
-            ledger.reserve([launched.trial])
+            spending.reserve([launched.trial])
         for launched in trials:
             for _ in range(launched.attempts - 1):
-                ledger.repeat(launched.trial)
-        return ledger
+                spending.repeat(launched.trial)
+        return spending
 
     def confirming(self, arm: str) -> list[Launched]:
         return [one for one in self.launched if one.trial.phase == "confirm" and one.trial.arm == arm]
 
     def explored(self, arm: Arm) -> list[Explored]:
-        """The settings of its grid that tuning tried of an arm, in the order of its knobs' values."""
+        """Settings that tuning tried for an arm, in the order of its knobs' values."""
         knobs = [knob.name for knob in arm.nuisance]
         by_setting: dict[str, list[Launched]] = {}
         for one in self.launched:
@@ -243,11 +242,15 @@ class StudyView:
         return sorted(found, key=lambda one: [one.setting.get(name, 0) for name in knobs])
 
     @cached_property
-    def marks(self) -> list[int]:
-        """The steps that the values of a full run's curve are of; empty where these are not known."""
-        marks = self.study.subject.marks(1.0) if self.study.subject else []
+    def evaluation_steps(self) -> list[int]:
+        """Steps of the values in a full run's curve; empty if unknown."""
+        evaluation_steps = self.study.subject.evaluation_steps(1.0) if self.study.subject else []
         whole = [one.outcome for one in self.launched if one.trial.phase == "confirm" and one.outcome]
-        return marks if all(len(o.curve) == len(marks) for o in whole if o.end == "completed") else []
+        return (
+            evaluation_steps
+            if all(len(o.curve) == len(evaluation_steps) for o in whole if o.end == "completed")
+            else []
+        )
 
 
 def last(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -256,7 +259,7 @@ def last(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """A setting that tuning tried, with every trial of it: those of a seed continue each other."""
+    """A setting that tuning tried, with its trials. Trials of one seed continue each other."""
 
     setting: Setting
     launched: tuple[Launched, ...]
@@ -264,10 +267,10 @@ class Explored:
 
     @property
     def fidelity(self) -> float:
-        """How far it came."""
+        """Length of its longest run."""
         return max((one.trial.fidelity for one in self.launched if one.score is not None), default=0.0)
 
     @property
     def scores(self) -> list[float]:
-        """Of the seeds that came as far as any."""
+        """Scores of the seeds with that length."""
         return [one.score for one in self.launched if one.score is not None and one.trial.fidelity == self.fidelity]

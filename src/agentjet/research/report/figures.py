@@ -1,14 +1,8 @@
-"""The figures of a report, drawn by matplotlib from a study's proceedings. Imported only when a report is built.
+"""Figures of a report, drawn by matplotlib: the common style, effects with intervals, and the budget.
 
-What the figures share: colours, marks, and the way to SVG.
-
-An arm keeps its colour and its mark in every figure. The colours are near those of Okabe and Ito (2008), which most
-colour-blind people tell apart; marks and names tell arms apart in grey. In the SVG colours are variables, so a figure
-is light or dark as its reader's screen is.
-
-Estimates with their intervals, against the band of what does not matter.
-
-Where the budget went, each part beginning where the one before it ends, beside what the grid would have cost.
+An arm has the same colour and mark in every figure. The colours are near those of Okabe and Ito (2008), which most
+colour-blind people can distinguish; marks and names distinguish arms in grey. In the SVG, colours are variables that
+follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ INK, SOFT, FAINT, BAND, PAPER = "#22303c", "#5b6975", "#d9dfe4", "#eaeef1", "#fe
 YES, NO, SAME = "#00664b", "#a33c00", "#005a92"
 DARK = {INK: "#e3e9ee", SOFT: "#9fadb9", FAINT: "#36424d", BAND: "#26323c", PAPER: "#151b21"}
 DARK |= {YES: "#4fc9a2", NO: "#f29a6b", SAME: "#73bdf0"}
-"""By colour on white paper, the one on black."""
+"""Colours on white paper, with the colours on black."""
 
 ARMS = (
     ("#0072b2", "#56b4e9", "o"),
@@ -47,7 +41,7 @@ ARMS = (
 DARK |= {light: dark for light, dark, _ in ARMS}
 
 WIDTH = 8.2
-"""Inches; a report is about as wide at 96 pixels an inch."""
+"""In inches. A report is about this wide at 96 pixels per inch."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "agentjet",
@@ -82,21 +76,21 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ArmStyle:
-    """How an arm is drawn, everywhere."""
+    """Colour and mark of an arm in all figures."""
 
     colour: str
     mark: str
 
 
 def looks(study: Study) -> dict[str, ArmStyle]:
-    """By arm. The seventh is drawn as the first is."""
+    """By arm. The seventh arm has the style of the first."""
     styles = [ArmStyle(light, mark) for light, _, mark in ARMS]
     return {arm.name: styles[i % len(styles)] for i, arm in enumerate(study.arms)}
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """matplotlib's own defaults and ours, whatever this machine's are."""
+    """Uses matplotlib's defaults and the report's style, independent of local configuration."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
@@ -107,25 +101,25 @@ def blank(height: float) -> Figure:
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def quiet(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Lines that lead the eye, and no frame."""
+def remove_frame(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+    """Draws grid lines and no frame."""
     axes.grid(axis=grid)
     for side in axes.spines.values():
         side.set_visible(False)
 
 
 def name_rows(figure: Figure, metric: str) -> None:
-    """The metric, upright at the left of all panels."""
+    """Prints the metric at the left of all panels."""
     figure.supylabel(wrapped(metric, int(11 * figure.get_figheight())), color=SOFT, fontsize=9.5)
 
 
 def wrapped(text: str, length: int) -> str:
-    """`text` in lines of at most `length` characters. Labels are never cut off."""
+    """Breaks `text` into lines of at most `length` characters. Labels are never cut off."""
     return "\n".join(wrap(text, length)) or text
 
 
 def to_svg(figure: Figure) -> str:
-    """As text that is the same for the same figure, in colours that follow the reader's screen."""
+    """Renders the same text for the same figure, with colours as variables."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
     drawing = stream.getvalue()
@@ -149,16 +143,16 @@ MARKS = {
     "practically_equivalent": (SAME, "D", True),
     "inconclusive": (SOFT, "o", False),
 }
-"""Colour, mark, filled; a verdict can be told without the colour."""
+"""Colour, mark, filled. Verdicts can be distinguished without colour."""
 
 
-def effects_figure(done: StudyView) -> Figure | None:
-    """None where there is no estimate yet."""
-    hypotheses = [h for h in done.study.hypotheses if h.id in done.findings]
-    rows = [(h, done.findings[h.id]) for h in hypotheses if done.findings[h.id].estimate is not None]
+def effects_figure(view: StudyView) -> Figure | None:
+    """Estimates with intervals over the band of irrelevant differences. None before the first estimate."""
+    hypotheses = [h for h in view.study.hypotheses if h.id in view.findings]
+    rows = [(h, view.findings[h.id]) for h in hypotheses if view.findings[h.id].estimate is not None]
     if not rows:
         return None
-    rounding, sesoi = Rounding(done.study.sesoi), done.study.sesoi
+    rounding, sesoi = Rounding(view.study.sesoi), view.study.sesoi
     edge = effect_range([found for _, found in rows], sesoi)
     names = [wrapped(h.claim or f"{h.arm} over {h.against}", 34) for h, _ in rows]
     num_lines = max(name.count("\n") + 1 for name in names)
@@ -171,8 +165,8 @@ def effects_figure(done: StudyView) -> Figure | None:
     axes.set_yticks(range(len(rows)), names, color=INK)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(-edge, edge)
-    quiet(axes, "x")
-    axes.set_xlabel(wrapped(f"difference of means, {done.study.metric}", 70))
+    remove_frame(axes, "x")
+    axes.set_xlabel(wrapped(f"difference of means, {view.study.metric}", 70))
     axes.annotate(
         f"± {written(sesoi)} does not matter",
         (0, 1),
@@ -188,7 +182,7 @@ def effects_figure(done: StudyView) -> Figure | None:
 
 
 def draw_effect(axes: Axes, place: int, found: Finding, edge: float, rounding: Rounding) -> None:
-    """An interval that leaves the picture ends in an arrow; the numbers stand beside it."""
+    """Draws an interval with its numbers. An arrow marks an end outside the figure."""
     assert found.estimate is not None and found.low is not None and found.high is not None
     colour, mark, filled = MARKS[found.verdict]
     axes.plot([found.low, found.high], [place, place], color=colour, linewidth=2.4, zorder=2)
@@ -205,15 +199,15 @@ def draw_effect(axes: Axes, place: int, found: Finding, edge: float, rounding: R
         markeredgewidth=1.8,
         zorder=3,
     )
-    said, low, high = (rounding.difference(x).text for x in (found.estimate, found.low, found.high))
+    estimate, low, high = (rounding.difference(x).text for x in (found.estimate, found.low, found.high))
     beside: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
     verdict = found.verdict.replace("_", " ")
     axes.annotate(verdict, (1.02, place - 0.14), color=colour, fontweight="bold", **beside)
-    axes.annotate(f"{said}  [{low}, {high}]", (1.02, place + 0.2), color=INK, **beside)
+    axes.annotate(f"{estimate}  [{low}, {high}]", (1.02, place + 0.2), color=INK, **beside)
 
 
 def effect_range(findings: Sequence[Finding], sesoi: float) -> float:
-    """How far to both sides; an interval far wider than most may leave the picture rather than flatten the others."""
+    """Range to both sides. A very wide interval may extend beyond it."""
     reaches = [max(abs(found.low or 0.0), abs(found.high or 0.0)) for found in findings]
     usual = max(float(np.median(reaches)), sesoi)
     return 1.06 * max(1.25 * sesoi, *(reach for reach in [usual, *reaches] if reach <= 4 * usual))
@@ -227,14 +221,14 @@ PARTS = (
 )
 
 
-def ledger_figure(done: StudyView, facts: Facts) -> Figure | None:
-    """None where nothing was spent."""
-    if not done.launched:
+def ledger_figure(view: StudyView, facts: Facts) -> Figure | None:
+    """Spending by phase, compared with the budget and the whole grid. None if nothing was spent."""
+    if not view.launched:
         return None
-    said = {
+    labels = {
         key: facts.known[f"ledger.{key}"] for key in (*(part for part, _, _ in PARTS), "budget", "small_grid", "grid")
     }
-    size = {key: float(fact.value or 0.0) for key, fact in said.items()}
+    size = {key: float(fact.value or 0.0) for key, fact in labels.items()}
     seeds = {key: facts.known[f"ledger.{key}_seeds"].text for key in ("small_grid", "grid")}
     rows: list[tuple[str, str, float, str]] = []  # key, name, start, colour
     start = 0.0
@@ -253,7 +247,7 @@ def ledger_figure(done: StudyView, facts: Facts) -> Figure | None:
             row, size[key], left=start, height=0.62, color=colour, edgecolor=SOFT if outlined else "none", zorder=2
         )
         axes.annotate(
-            said[key].text,
+            labels[key].text,
             (start + size[key], row),
             xytext=(5, 0),
             textcoords="offset points",
@@ -264,6 +258,6 @@ def ledger_figure(done: StudyView, facts: Facts) -> Figure | None:
     axes.set_yticks(range(len(rows)), [name for _, name, _, _ in rows], color=INK)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.08 * max(size.values()))
-    quiet(axes, "x")
+    remove_frame(axes, "x")
     axes.set_xlabel("full runs")
     return figure

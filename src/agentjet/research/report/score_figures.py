@@ -1,9 +1,4 @@
-"""Every confirming run at its end, an arm a row: diverged ones as crosses, lost ones counted at the side.
-
-Score along the run: a panel an arm, a thin line a seed; in grey the mean of what it is compared with.
-
-Scores while tuning, by the value of each knob: what was dropped early is hollow, what was chosen is ringed.
-"""
+"""Figures of scores: at the end of confirming runs, along them, and while tuning."""
 
 from __future__ import annotations
 
@@ -17,20 +12,33 @@ from matplotlib.figure import Figure
 
 from agentjet.research.models import Arm, Knob
 from agentjet.research.report.facts import Explored, Launched, Rounding, StudyView, written
-from agentjet.research.report.figures import FAINT, INK, PAPER, SOFT, ArmStyle, blank, looks, name_rows, quiet, wrapped
+from agentjet.research.report.figures import (
+    FAINT,
+    INK,
+    PAPER,
+    SOFT,
+    ArmStyle,
+    blank,
+    looks,
+    name_rows,
+    remove_frame,
+    wrapped,
+)
 
 TOUCHING = 0.012
-"""Points nearer than this share of the width are put above each other."""
+"""Points closer than this share of the width are stacked."""
 STEP = 0.13
-"""How far above, in rows."""
+"""Distance of stacked points, in rows."""
 
 
-def scores_figure(done: StudyView) -> Figure | None:
-    """None where no arm has confirming runs that ended."""
-    by_arm = {arm.name: [o for o in done.confirming(arm.name) if o.outcome] for arm in done.study.arms}
+def scores_figure(view: StudyView) -> Figure | None:
+    """One row per arm. Diverged runs are crosses, lost ones are counted at the side. None if no confirming run has
+    ended.
+    """
+    by_arm = {arm.name: [o for o in view.confirming(arm.name) if o.outcome] for arm in view.study.arms}
     if not any(by_arm.values()):
         return None
-    styles, rounding = looks(done.study), Rounding(done.study.sesoi)
+    styles, rounding = looks(view.study), Rounding(view.study.sesoi)
     figure = blank(0.7 + 0.78 * len(by_arm))
     axes = figure.add_subplot()
     low, high = score_range([one for launched in by_arm.values() for one in launched])
@@ -42,8 +50,8 @@ def scores_figure(done: StudyView) -> Figure | None:
         label.set(color=styles[name].colour, fontweight="bold")
     axes.tick_params(axis="y", pad=12)
     axes.set_ylim(len(by_arm) - 0.45, -0.6)
-    quiet(axes, "x")
-    axes.set_xlabel(wrapped(done.study.metric, 80))
+    remove_frame(axes, "x")
+    axes.set_xlabel(wrapped(view.study.metric, 80))
     return figure
 
 
@@ -82,7 +90,7 @@ def draw_row(
 def draw_points(
     axes: Axes, row: int, scored: Sequence[Launched], look: ArmStyle, ends: tuple[float, float], rounding: Rounding
 ) -> None:
-    """What lies outside is drawn at the margin, with its score."""
+    """Draws points outside the range at the margin, with their score."""
     low, high = ends
     places = [min(max(one.score or 0.0, low), high) for one in scored]
     for one, x, lift in zip(scored, places, stacked(places, TOUCHING * (high - low)), strict=True):
@@ -115,7 +123,7 @@ def draw_points(
 
 
 def stacked(places: Sequence[float], near: float) -> list[float]:
-    """Heights for points in rising order: the line that is next to the middle and has room for each."""
+    """Heights for points in rising order: for each the free line nearest to the middle."""
     lines = [0.0, -STEP, STEP, -2 * STEP, 2 * STEP]
     ends = dict.fromkeys(lines, -np.inf)
     heights: list[float] = []
@@ -127,7 +135,7 @@ def stacked(places: Sequence[float], near: float) -> list[float]:
 
 
 def score_range(launched: Sequence[Launched]) -> tuple[float, float]:
-    """Of all scores, unless diverged ones would squeeze the rest into a tenth of the width: these go to the margin."""
+    """Range of all scores. Diverged ones go to the margin if they would squeeze the rest into a tenth of the width."""
     every = [one.score for one in launched if one.score is not None]
     healthy = [one.score for one in launched if one.score is not None and one.end == "completed"] or every or [0.0, 1.0]
     low, high = min(healthy), max(healthy)
@@ -143,48 +151,52 @@ TITLE = 66
 """Characters that fit above the panels of a row."""
 
 
-def curves_figure(done: StudyView) -> Figure | None:
-    """None where no confirming run reported a value on the way."""
+def curves_figure(view: StudyView) -> Figure | None:
+    """A panel per arm, a thin line per seed, and in grey the mean of the compared arm. None without any curve."""
     by_arm = {
-        arm.name: [one for one in done.confirming(arm.name) if one.outcome and len(one.outcome.curve) > 1]
-        for arm in done.study.arms
+        arm.name: [one for one in view.confirming(arm.name) if one.outcome and len(one.outcome.curve) > 1]
+        for arm in view.study.arms
     }
     by_arm = {name: launched for name, launched in by_arm.items() if launched}
     if not by_arm:
         return None
-    styles = looks(done.study)
+    styles = looks(view.study)
     columns = min(CURVE_COLUMNS, len(by_arm))
     rows = -(-len(by_arm) // columns)
     figure = blank(2.9 * rows + 0.2)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     low, high = curve_range(by_arm)
     for axes, (name, launched) in zip(panels, by_arm.items(), strict=False):
-        draw_arm(axes, launched, styles[name], done.marks)
-        for other in {h.against: None for h in done.study.hypotheses if h.arm == name and h.against in by_arm}:
+        draw_arm(axes, launched, styles[name], view.evaluation_steps)
+        for other in {h.against: None for h in view.study.hypotheses if h.arm == name and h.against in by_arm}:
             axes.plot(
-                *mean_curve(by_arm[other], done.marks), color=SOFT, linestyle=(0, (4, 2)), linewidth=1.6, zorder=4
+                *mean_curve(by_arm[other], view.evaluation_steps),
+                color=SOFT,
+                linestyle=(0, (4, 2)),
+                linewidth=1.6,
+                zorder=4,
             )
         axes.set_title(f"{wrapped(name, TITLE // columns)} ({len(launched)})", color=styles[name].colour)
         axes.set_ylim(low, high)
-        quiet(axes, "y")
+        remove_frame(axes, "y")
     for axes in panels[len(by_arm) :]:
         axes.set_visible(False)
     for axes in panels[max(0, len(by_arm) - columns) : len(by_arm)]:
-        axes.set_xlabel("step" if done.marks else "evaluation, in order")
+        axes.set_xlabel("step" if view.evaluation_steps else "evaluation, in order")
         axes.tick_params(labelbottom=True)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines["bottom"].set(visible=True, color=FAINT)
-    name_rows(figure, done.study.metric)
+    name_rows(figure, view.study.metric)
     return figure
 
 
-def draw_arm(axes: Axes, launched: Sequence[Launched], look: ArmStyle, marks: Sequence[int]) -> None:
+def draw_arm(axes: Axes, launched: Sequence[Launched], look: ArmStyle, evaluation_steps: Sequence[int]) -> None:
     for one in launched:
         assert one.outcome
         curve = one.outcome.curve
         diverged = one.end == "diverged"
         axes.plot(
-            places(curve, marks),
+            places(curve, evaluation_steps),
             curve,
             color=look.colour,
             alpha=0.9 if diverged else 0.4,
@@ -193,25 +205,27 @@ def draw_arm(axes: Axes, launched: Sequence[Launched], look: ArmStyle, marks: Se
             zorder=2,
         )
         if diverged:
-            axes.plot(places(curve, marks)[-1], curve[-1], marker="X", color=look.colour, markersize=7, zorder=4)
-    axes.plot(*mean_curve(launched, marks), color=look.colour, linewidth=2.6, zorder=3)
+            axes.plot(
+                places(curve, evaluation_steps)[-1], curve[-1], marker="X", color=look.colour, markersize=7, zorder=4
+            )
+    axes.plot(*mean_curve(launched, evaluation_steps), color=look.colour, linewidth=2.6, zorder=3)
 
 
-def mean_curve(launched: Sequence[Launched], marks: Sequence[int]) -> tuple[Sequence[int], list[float]]:
-    """At each place, of the seeds that came so far."""
+def mean_curve(launched: Sequence[Launched], evaluation_steps: Sequence[int]) -> tuple[Sequence[int], list[float]]:
+    """Mean at each place over the seeds that reached it."""
     every = [one.outcome.curve for one in launched if one.outcome]
     longest = max(map(len, every))
     means = [float(np.mean([curve[i] for curve in every if len(curve) > i])) for i in range(longest)]
-    return places(means, marks), means
+    return places(means, evaluation_steps), means
 
 
-def places(curve: Sequence[float], marks: Sequence[int]) -> Sequence[int]:
-    """The steps that its values are of, or their order where the study does not say."""
-    return marks[: len(curve)] if len(curve) <= len(marks) else range(1, len(curve) + 1)
+def places(curve: Sequence[float], evaluation_steps: Sequence[int]) -> Sequence[int]:
+    """Steps of the values, or their order if the steps are unknown."""
+    return evaluation_steps[: len(curve)] if len(curve) <= len(evaluation_steps) else range(1, len(curve) + 1)
 
 
 def curve_range(by_arm: dict[str, list[Launched]]) -> tuple[float, float]:
-    """Of all that completed; what diverged may leave the picture rather than flatten it."""
+    """Range of completed runs. Diverged ones may extend beyond it."""
     every = [one for launched in by_arm.values() for one in launched]
     healthy = [one for one in every if one.end == "completed"] or every
     values = [value for one in healthy if one.outcome for value in one.outcome.curve]
@@ -221,21 +235,21 @@ def curve_range(by_arm: dict[str, list[Launched]]) -> tuple[float, float]:
 
 COLUMNS = 3
 LABELS = 80
-"""Characters that fit below the panels of a row, and above them."""
+"""Characters that fit below and above the panels of a row."""
 
 
-def tuning_figure(done: StudyView) -> Figure | None:
-    """None where nothing was tuned."""
+def tuning_figure(view: StudyView) -> Figure | None:
+    """Scores by the value of each knob. Dropped settings are hollow, the chosen one has a ring. None without tuning."""
     panels = [
-        (arm, knob, [tried for tried in done.explored(arm) if tried.scores])
-        for arm in done.study.arms
+        (arm, knob, [tried for tried in view.explored(arm) if tried.scores])
+        for arm in view.study.arms
         for knob in arm.nuisance
         if len(knob.values) > 1
     ]
     panels = [panel for panel in panels if panel[2]]
     if not panels:
         return None
-    styles = looks(done.study)
+    styles = looks(view.study)
     knobs = max(len(arm.nuisance) for arm, _, _ in panels)
     columns = min(COLUMNS, knobs if knobs > 1 else len(panels))  # with several knobs, a row is an arm
     rows = -(-len(panels) // columns)
@@ -247,7 +261,7 @@ def tuning_figure(done: StudyView) -> Figure | None:
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     every[0].set_ylim(low, high)
-    name_rows(figure, done.study.metric)
+    name_rows(figure, view.study.metric)
     return figure
 
 
@@ -274,13 +288,13 @@ def draw_panel(
     axes.minorticks_off()
     axes.set_title(wrapped(arm.name, room), color=look.colour)
     axes.set_xlabel(knob.name)
-    quiet(axes)
+    remove_frame(axes)
     axes.spines["bottom"].set(visible=True, color=FAINT)
 
 
 def draw_setting(axes: Axes, one: Explored, x: float, look: ArmStyle, floor: float) -> None:
-    """A point for each seed."""
-    done = one.fidelity == 1
+    """Draws a point per seed."""
+    view = one.fidelity == 1
     axes.plot(
         [x] * len(one.scores),
         one.scores,
@@ -288,9 +302,9 @@ def draw_setting(axes: Axes, one: Explored, x: float, look: ArmStyle, floor: flo
         linestyle="none",
         color=look.colour,
         markersize=5.5,
-        markerfacecolor=look.colour if done else PAPER,
-        markeredgewidth=0.6 if done else 1.2,
-        markeredgecolor=PAPER if done else look.colour,
+        markerfacecolor=look.colour if view else PAPER,
+        markeredgewidth=0.6 if view else 1.2,
+        markeredgecolor=PAPER if view else look.colour,
         zorder=3,
     )
     if min(one.scores) < floor:
@@ -303,7 +317,7 @@ def draw_setting(axes: Axes, one: Explored, x: float, look: ArmStyle, floor: flo
 
 
 def is_geometric(values: Sequence[float]) -> bool:
-    """Whether the values lie more evenly by their ratios than by their differences."""
+    """True if the values are spaced more evenly by ratios than by differences."""
     if len(values) < 3 or min(values) <= 0:
         return False
     ordered = sorted(values)
@@ -312,7 +326,7 @@ def is_geometric(values: Sequence[float]) -> bool:
 
 
 def tuning_range(tried: Sequence[Explored]) -> tuple[float, float]:
-    """A setting that scored far below most may leave the picture; an arrow shows where."""
+    """Range of most scores. Settings far below are marked with an arrow."""
     scores = [score for one in tried for score in one.scores]
     low, high = np.percentile(scores, [15, 100])
     low = max(min(scores), low - 0.7 * (high - low))

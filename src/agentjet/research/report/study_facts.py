@@ -1,5 +1,5 @@
-"""Every fact of a study, from its proceedings: `study`, findings `F1`.., arms `A1`.., trials `T1`.., what tuning tried
-`S1`.., diagnoses `D1`.., the `ledger`, and the lists that limitations are said of (`limits`).
+"""Facts of a study: `study`, findings `F1`.., arms `A1`.., trials `T1`.., tuned settings `S1`.. and the budget,
+`ledger`.
 """
 
 from __future__ import annotations
@@ -44,40 +44,40 @@ from agentjet.research.report.facts import (
 from agentjet.research.statistics import largest_unseen_rate
 
 HEALTHY = 0.05
-"""The chance that an arm fails more often than its `unseen` says, having never failed here."""
+"""Chance that the failure rate of an arm exceeds `unseen`, if no seed failed."""
 
 
-def gather(done: StudyView) -> Facts:
+def gather(view: StudyView) -> Facts:
     facts = Facts()
-    rounding = Rounding(done.study.sesoi)
-    trials = {one.trial.id: trial_facts(facts, one, rounding) for one in done.launched}
+    rounding = Rounding(view.study.sesoi)
+    trials = {one.trial.id: trial_facts(facts, one, rounding) for one in view.launched}
     facts.groups.update(
-        study=study_facts(facts, done, rounding),
+        study=study_facts(facts, view, rounding),
         simulated=simulated_facts(facts),
-        stage=done.stage,
+        stage=view.stage,
         findings=[
-            finding_facts(facts, number, hypothesis, done, rounding, trials)
-            for number, hypothesis in enumerate(done.study.hypotheses, start=1)
+            finding_facts(facts, number, hypothesis, view, rounding, trials)
+            for number, hypothesis in enumerate(view.study.hypotheses, start=1)
         ],
-        arms=[arm_facts(facts, number, arm, done, rounding) for number, arm in enumerate(done.study.arms, start=1)],
+        arms=[arm_facts(facts, number, arm, view, rounding) for number, arm in enumerate(view.study.arms, start=1)],
         trials=list(trials.values()),
-        tuned=tuned_facts(facts, done, rounding),
-        ledger=ledger_facts(facts, done),
-        diagnoses=diagnosis_facts(facts, done, trials),
-        causes=cause_facts(facts, done),
-        unanswered=unanswered_facts(facts, done),
+        tuned=tuned_facts(facts, view, rounding),
+        ledger=ledger_facts(facts, view),
+        diagnoses=diagnosis_facts(facts, view, trials),
+        causes=cause_facts(facts, view),
+        unanswered=unanswered_facts(facts, view),
     )
     facts.groups.update(
-        limits=gather_limits(facts, done, rounding),
-        amendments=amendment_facts(facts, done),
-        not_added=not_added_facts(facts, done),
-        subject=subject_facts(facts, done),
+        limits=gather_limits(facts, view, rounding),
+        amendments=amendment_facts(facts, view),
+        not_added=not_added_facts(facts, view),
+        subject=subject_facts(facts, view),
     )
     return facts
 
 
-def study_facts(facts: Facts, done: StudyView, rounding: Rounding) -> Group:
-    study = done.study
+def study_facts(facts: Facts, view: StudyView, rounding: Rounding) -> Group:
+    study = view.study
     return facts.group(
         "study",
         {
@@ -97,13 +97,13 @@ def study_facts(facts: Facts, done: StudyView, rounding: Rounding) -> Group:
             "seed": verbatim(str(study.seed)),
             "num_arms": count(len(study.arms)),
             "num_claims": count(len(study.hypotheses)),
-            "num_trials": count(len(done.launched)),
-            "num_unended": count(sum(one.outcome is None for one in done.launched)),
-            "num_entries": count(done.num_entries),
-            "num_exchanges": count(done.num_exchanges),
+            "num_trials": count(len(view.launched)),
+            "num_unended": count(sum(one.outcome is None for one in view.launched)),
+            "num_entries": count(view.num_entries),
+            "num_exchanges": count(view.num_exchanges),
             "plan": verbatim(canonical(study.to_json())),
         },
-        consulted=done.num_exchanges > 0,
+        consulted=view.num_exchanges > 0,
         tunes=any(num_settings(arm) > 1 for arm in study.arms),
         tuned_alike=len({arm.nuisance for arm in study.arms}) == 1,
         agents_differ=bool(study.subject and study.subject.agents),
@@ -132,11 +132,11 @@ def trial_facts(facts: Facts, one: Launched, rounding: Rounding) -> Group:
 
 
 def finding_facts(
-    facts: Facts, number: int, hypothesis: Hypothesis, done: StudyView, rounding: Rounding, trials: dict[str, Group]
+    facts: Facts, number: int, hypothesis: Hypothesis, view: StudyView, rounding: Rounding, trials: dict[str, Group]
 ) -> Group:
-    """Of a hypothesis without a finding too: its verdict is "open"."""
-    found = done.findings.get(hypothesis.id)
-    said = found or Finding(hypothesis.id, "inconclusive", "")
+    """Includes hypotheses without a finding, with the verdict "open"."""
+    found = view.findings.get(hypothesis.id)
+    result = found or Finding(hypothesis.id, "inconclusive", "")
     verdict = found.verdict if found else "open"
     return facts.group(
         f"F{number}",
@@ -148,35 +148,35 @@ def finding_facts(
             "expected": quote(expected_text(hypothesis)),
             "origin": quote(hypothesis.origin),
             "verdict": Fact(verdict.replace("_", " "), verdict, kind="verdict"),
-            "reason": quote(said.reason),
-            "estimate": rounding.difference(said.estimate),
-            "low": rounding.difference(said.low),
-            "high": rounding.difference(said.high),
-            "interval": interval(rounding, said.low, said.high),
-            "level": Fact(NOTHING) if said.confidence is None else share(said.confidence, decimals=2),
-            "p": chance(said.p_value),
-            "permutation_p": chance(said.permutation_p),
-            "seeds": count(said.seeds),
-            "setting_of_arm": chosen_text(said, hypothesis.arm),
-            "setting_of_against": chosen_text(said, hypothesis.against),
+            "reason": quote(result.reason),
+            "estimate": rounding.difference(result.estimate),
+            "low": rounding.difference(result.low),
+            "high": rounding.difference(result.high),
+            "interval": interval(rounding, result.low, result.high),
+            "level": Fact(NOTHING) if result.confidence is None else share(result.confidence, decimals=2),
+            "p": chance(result.p_value),
+            "permutation_p": chance(result.permutation_p),
+            "seeds": count(result.seeds),
+            "setting_of_arm": chosen_text(result, hypothesis.arm),
+            "setting_of_against": chosen_text(result, hypothesis.against),
         },
         verdict_is=verdict,
-        measured=said.estimate is not None,
+        measured=result.estimate is not None,
         exploratory=not hypothesis.confirmatory,
-        early=verdict in DIRECTIONAL and seeds_launched(said, done) < done.study.looks[-1],
-        untested=untested_facts(facts, number, said, hypothesis, done),
-        trials=[trials[name] for name in said.trials if name in trials],
+        early=verdict in DIRECTIONAL and seeds_launched(result, view) < view.study.looks[-1],
+        untested=untested_facts(facts, number, result, hypothesis, view),
+        trials=[trials[name] for name in result.trials if name in trials],
     )
 
 
-def seeds_launched(found: Finding, done: StudyView) -> int:
-    """An arm, for the look that a finding was read at; those that were lost are among them."""
-    arms = [one.trial.arm for one in done.launched if one.trial.id in found.trials]
+def seeds_launched(found: Finding, view: StudyView) -> int:
+    """Seeds per arm at the look of a finding, including lost ones."""
+    arms = [one.trial.arm for one in view.launched if one.trial.id in found.trials]
     return max(Counter(arms).values(), default=0)
 
 
 def expected_text(hypothesis: Hypothesis) -> str:
-    """Of the first arm, before the data."""
+    """The expectation before the data."""
     if hypothesis.sign is None:
         return ""
     return f"{EXPECTED[hypothesis.sign]}: {hypothesis.why}" if hypothesis.why else EXPECTED[hypothesis.sign]
@@ -190,8 +190,8 @@ def chosen_text(found: Finding, arm: str) -> Fact:
     return setting_text(found.settings[arm]) if arm in found.settings else Fact(NOTHING)
 
 
-def arm_facts(facts: Facts, number: int, arm: Arm, done: StudyView, rounding: Rounding) -> Group:
-    confirming = done.confirming(arm.name)
+def arm_facts(facts: Facts, number: int, arm: Arm, view: StudyView, rounding: Rounding) -> Group:
+    confirming = view.confirming(arm.name)
     scores = [one.score for one in confirming if one.score is not None]
     ends = [one.end for one in confirming]
     return facts.group(
@@ -201,9 +201,9 @@ def arm_facts(facts: Facts, number: int, arm: Arm, done: StudyView, rounding: Ro
             "changes": setting_text(arm.changes),
             "knobs": quote("; ".join(f"{k.name} over {', '.join(map(written, k.values))}" for k in arm.nuisance)),
             "code": verbatim(arm.code[:12]),
-            "agent": verbatim(done.study.subject.agent_of(arm.name) if done.study.subject else ""),
+            "agent": verbatim(view.study.subject.agent_of(arm.name) if view.study.subject else ""),
             "num_settings": count(num_settings(arm)),
-            "setting": setting_text(done.chosen[arm.name]) if arm.name in done.chosen else Fact(NOTHING),
+            "setting": setting_text(view.chosen[arm.name]) if arm.name in view.chosen else Fact(NOTHING),
             "num": count(len(confirming)),
             "scored": count(len(scores)),
             "completed": count(ends.count("completed")),
@@ -222,13 +222,13 @@ def arm_facts(facts: Facts, number: int, arm: Arm, done: StudyView, rounding: Ro
 
 
 def num_settings(arm: Arm) -> int:
-    """Of its whole grid."""
+    """Size of the whole grid."""
     return prod(len(knob.values) for knob in arm.nuisance)
 
 
-def tuned_facts(facts: Facts, done: StudyView, rounding: Rounding) -> list[Group]:
-    """One for each setting that was tried of an arm with knobs."""
-    every = [(arm, tried) for arm in done.study.arms if arm.nuisance for tried in done.explored(arm)]
+def tuned_facts(facts: Facts, view: StudyView, rounding: Rounding) -> list[Group]:
+    """One group per setting that was tried of an arm with knobs."""
+    every = [(arm, tried) for arm in view.study.arms if arm.nuisance for tried in view.explored(arm)]
     return [
         facts.group(
             f"S{number}",
@@ -253,38 +253,38 @@ def tuning_outcome(tried: Explored) -> str:
     return "run in full" if tried.fidelity == 1 else "dropped early"
 
 
-def ledger_facts(facts: Facts, done: StudyView) -> Group:
-    study, ledger = done.study, done.ledger
+def ledger_facts(facts: Facts, view: StudyView) -> Group:
+    study, spending = view.study, view.spending
     every = sum(map(num_settings, study.arms))
-    seeds = max((found.seeds for found in done.findings.values()), default=0) or study.looks[0]
+    seeds = max((found.seeds for found in view.findings.values()), default=0) or study.looks[0]
     declared, used = float(every * study.looks[-1]), float(every * seeds)
     return facts.group(
         "ledger",
         {
-            "explore": runs(ledger.spent["explore"]),
-            "confirm": runs(ledger.spent["confirm"]),
-            "probe": runs(ledger.spent["probe"]),
-            "repeated": runs(ledger.repeated),
-            "total": runs(ledger.total),
+            "explore": runs(spending.spent["explore"]),
+            "confirm": runs(spending.spent["confirm"]),
+            "probe": runs(spending.spent["probe"]),
+            "repeated": runs(spending.repeated),
+            "total": runs(spending.total),
             "budget": runs(study.budget),
-            "left": runs(study.budget - ledger.total),
-            "for_exploring": runs(ledger.for_exploring),
-            "used": share(ledger.total / study.budget),
+            "left": runs(study.budget - spending.total),
+            "for_exploring": runs(spending.for_exploring),
+            "used": share(spending.total / study.budget),
             "num_settings": count(every),
             "grid_seeds": count(study.looks[-1]),
             "grid": runs(declared),
-            "of_grid": share(ledger.total / declared),
+            "of_grid": share(spending.total / declared),
             "small_grid_seeds": count(seeds),
             "small_grid": runs(used),
-            "of_small_grid": share(ledger.total / used),
+            "of_small_grid": share(spending.total / used),
         },
-        probed=ledger.spent["probe"] > 0,
-        stopped_early=done.stage == "finished" and seeds < study.looks[-1],
+        probed=spending.spent["probe"] > 0,
+        stopped_early=view.stage == "finished" and seeds < study.looks[-1],
     )
 
 
-def subject_facts(facts: Facts, done: StudyView) -> Group | None:
-    subject = done.study.subject
+def subject_facts(facts: Facts, view: StudyView) -> Group | None:
+    subject = view.study.subject
     if subject is None:
         return None
     return facts.group(

@@ -1,19 +1,27 @@
-"""What is wrong before anything is learned: settings, tasks and weights that are not what the study thinks.
+"""Diagnoses of runs: the rules, and `diagnose`, which applies them to the trials of a study.
 
-Learning that goes wrong: nothing to learn from, broken numbers, steps too large, the wrong direction, no variety.
+A rule has a symptom that lasts, a probe that rules out other causes, and a meaning. A trial gets at most one cause: the
+first rule in `RULES` that holds. Rules on settings and tasks come first, because they explain symptoms in the learning.
 
-Rewards that say something else than the metric: a judge that changes, answers that grow for pay, a hacked grader.
+Thresholds are the same for all studies. They were chosen on planted failures (`bench.researching.planted`) and are
+scored with other seeds. A diagnosis does not change a run's score. Only a run whose environment or server died has no
+score and is repeated.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from agentjet.research.probes import SLOWER, Case, Rule
+from agentjet.research import run_signals
+from agentjet.research.launcher import TrialLauncher
+from agentjet.research.models import Diagnosis
+from agentjet.research.probes import SLOWER, Case, Need, Probes, Rule, duplicate_runs
 from agentjet.research.run_signals import CLEAR, Observation, Signals, holds_since, last, opening
 
+# ---- settings, tasks and weights -----------------------------------------------------------------------------------
+
 MISMATCH = 0.01
-"""Divergence per token between the policy that sampled and the one that learns: rounding makes a thousandth of it."""
+"""Divergence per token between sampler and learner. Rounding causes a thousandth of it."""
 
 
 def not_taken_up(case: Case) -> Observation | None:
@@ -21,25 +29,25 @@ def not_taken_up(case: Case) -> Observation | None:
     if answer is None:
         return None
     wrong = {name: value for name, value in case.trial.setting.items() if answer.get(name) != value}
-    said = "; ".join(
-        f"{name} = {value!r} was asked for, and the server had {answer.get(name)!r}" for name, value in wrong.items()
+    text = "; ".join(
+        f"{name} = {value!r} was requested, but the server had {answer.get(name)!r}" for name, value in wrong.items()
     )
-    return Observation(said, {"settings not taken up": float(len(wrong))}) if wrong else None
+    return Observation(text, {"settings not taken up": float(len(wrong))}) if wrong else None
 
 
-def asked_server(case: Case, sign: Observation) -> Observation:
-    return Observation("the server was asked for the settings it had in effect")
+def asked_server(case: Case, symptom: Observation) -> Observation:
+    return Observation("the server reported its settings in effect")
 
 
 def shared_tasks(case: Case) -> Observation | None:
     counts = case.ask("tasks")
     if counts is None or not counts["shared"]:
         return None
-    said = f"{counts['shared']:.0f} of the {counts['held_out']:.0f} held-out tasks are also trained on"
-    return Observation(said, {name: counts[name] for name in ("shared", "held_out", "train")})
+    text = f"{counts['shared']:.0f} of the {counts['held_out']:.0f} held-out tasks are also trained on"
+    return Observation(text, {name: counts[name] for name in ("shared", "held_out", "train")})
 
 
-def compared_tasks(case: Case, sign: Observation) -> Observation:
+def compared_tasks(case: Case, symptom: Observation) -> Observation:
     return Observation("the tasks of training and of evaluation were compared")
 
 
@@ -52,54 +60,56 @@ def diverging_sampler(case: Case) -> Observation | None:
     return Observation(f"sampler and learner differ by {level:.3g} nats a token", {"policy/mismatch_kl": level})
 
 
-def unchanged_sampler(case: Case, sign: Observation) -> Observation | None:
+def unchanged_sampler(case: Case, symptom: Observation) -> Observation | None:
     counts = case.ask("weights")
     if counts is None or counts["sampler"] >= counts["learner"] / 2:
         return None
-    said = (
+    text = (
         f"hashes of the weights, before and after each of the last {counts['steps']:.0f} steps: "
         f"the learner's changed in {counts['learner']:.0f}, the sampler's in {counts['sampler']:.0f}"
     )
-    return Observation(said, {f"weights/{name}": counts[name] for name in ("steps", "learner", "sampler")})
+    return Observation(text, {f"weights/{name}": counts[name] for name in ("steps", "learner", "sampler")})
 
 
 IGNORED = Rule(
     "ignored_setting",
     not_taken_up,
     asked_server,
-    "the run is not of the setting it stands for: whatever was compared, it was not this. Mend the name or the value",
+    "the run did not use the setting of its arm, so the comparison is void. Correct the name or the value",
     asks=("settings", ""),
 )
 LEAK = Rule(
     "leak",
     shared_tasks,
     compared_tasks,
-    "the score says how well tasks were remembered, not how well they are solved. Hold other tasks out",
+    "the score measures memorised tasks, not solved ones. Hold out other tasks",
     asks=("tasks", "shared"),
 )
 STALE = Rule(
     "stale_weights",
     diverging_sampler,
     unchanged_sampler,
-    "what is rewarded was said by a policy of long ago: the run measures the transport of weights, not the setting",
+    "an old policy produced the rewarded answers: the run measures the transport of weights, not the setting",
     asks=("weights", "sampler"),
 )
 
 
+# ---- learning -------------------------------------------------------------------------------------------------------
+
 EQUAL = 0.8
-"""Part of the groups without variance, over the first third of a run, from which on there is hardly a gradient."""
+"""Share of groups without variance, over the first third of a run, that leaves hardly any gradient."""
 PEERS = 4
-"""Members of the smallest group that is usual: independent tries agree no more often in larger ones."""
+"""Members of the smallest usual group. Independent tries agree no more often in larger groups."""
 MORE_ALIKE = 0.3
-"""By how much more than by chance members agree where they are one answer said several times."""
+"""Agreement beyond chance that marks members as copies of one answer."""
 CERTAIN = 0.25
-"""Nats a token below which a policy hardly chooses any more."""
+"""Entropy in nats per token below which a policy hardly varies."""
 SKIPPED = 0.5
-"""Part of the last steps whose gradient was no number."""
+"""Share of the last steps whose gradient was not finite."""
 SURE = 3.0
 """Standard errors of a held-out difference."""
 PASS_LOST = 0.08
-"""Loss of pass@k beyond which answers were unlearned that the untrained policy still found."""
+"""Loss of pass@k that counts as unlearned answers."""
 HALF = 0.5
 
 
@@ -116,7 +126,7 @@ def equal_groups(case: Case) -> Observation | None:
 
 
 def share_equal(signals: Signals) -> float | None:
-    """The part of the groups whose members earned the same, where from the start on that left hardly a gradient."""
+    """Share of groups whose members earned the same. None if enough groups gave a gradient from the start."""
     shares = opening(signals["groups/zero_variance"])
     if not len(shares) or shares[0] < HALF or shares.mean() < EQUAL:
         return None
@@ -124,7 +134,7 @@ def share_equal(signals: Signals) -> float | None:
 
 
 def of_one_kind(case: Case, *, best: bool) -> Observation | None:
-    """Whether the groups agree because nearly every answer earns the least there is, or the most."""
+    """Tests if groups agree because nearly every answer earns the lowest reward, or the highest if `best`."""
     rewards = case.opening("reward/mean")
     usual = float(np.median(rewards))
     above, below = float(rewards.max()) - usual, usual - float(rewards.min())
@@ -133,7 +143,7 @@ def of_one_kind(case: Case, *, best: bool) -> Observation | None:
         return None
     found = case.ask("held_out")
     if found is None:
-        return Observation("whether it learned all the same cannot be asked", {"reward/mean": usual})
+        return Observation("the runner cannot report held-out scores", {"reward/mean": usual})
     if not best and abs(found["after"] - found["before"]) > SURE * found["error"]:
         return None
     words = f"the usual reward is {usual:.3g}; held out, {found['before']:.3g} became {found['after']:.3g}"
@@ -141,28 +151,28 @@ def of_one_kind(case: Case, *, best: bool) -> Observation | None:
 
 
 def agree_by_chance(case: Case) -> bool:
-    """Whether independent tries would agree about as often, given how often they earn something."""
+    """True if independent tries would agree about as often, given their success rate."""
     share = float(case.opening("groups/zero_variance").mean())
     product = min(0.25, float(np.mean(case.opening("reward/std") ** 2)))  # p (1 - p) of rewards of 0 and 1
     chance = 0.5 + float(np.sqrt(0.25 - product))
     return share - (chance**PEERS + (1 - chance) ** PEERS) < MORE_ALIKE
 
 
-def too_hard(case: Case, sign: Observation) -> Observation | None:
+def too_hard(case: Case, symptom: Observation) -> Observation | None:
     return of_one_kind(case, best=False)
 
 
-def too_easy(case: Case, sign: Observation) -> Observation | None:
+def too_easy(case: Case, symptom: Observation) -> Observation | None:
     return of_one_kind(case, best=True)
 
 
-def one_answer(case: Case, sign: Observation) -> Observation | None:
-    """Groups differ from each other and their members do not: a policy that was certain before it learned."""
+def one_answer(case: Case, symptom: Observation) -> Observation | None:
+    """Groups differ from each other but their members do not: the policy hardly varied before training."""
     entropy = case.opening("policy/entropy")
     certain = float(np.median(entropy)) if len(entropy) else 0.0
     if agree_by_chance(case) or certain > CERTAIN:
         return None
-    words = f"groups differ from each other, their members do not; the entropy of what is learned from is {certain:.3g}"
+    words = f"groups differ from each other, their members do not; the entropy of the trained tokens is {certain:.3g}"
     return Observation(words, {"policy/entropy": certain})
 
 
@@ -175,11 +185,11 @@ def skipped_steps(case: Case) -> Observation | None:
         return None
     share, step = float(np.mean(last(skipped.astype(float)))), int(np.argmax(skipped))
     return Observation(
-        f"{share:.0%} of the last steps had a gradient that is no number", {"optim/skipped_steps": share}, step
+        f"{share:.0%} of the last steps had a gradient that was not finite", {"optim/skipped_steps": share}, step
     )
 
 
-def skipped_again(case: Case, sign: Observation) -> Observation | None:
+def skipped_again(case: Case, symptom: Observation) -> Observation | None:
     slower = case.slower
     if isinstance(slower, str):
         return Observation(f"an eighth of the learning rate was not tried: {slower}")
@@ -188,7 +198,7 @@ def skipped_again(case: Case, sign: Observation) -> Observation | None:
 
 
 def unlearned(case: Case) -> Observation | None:
-    """The policy does worse than before it was trained, or finds less in several tries."""
+    """Symptom: the policy scores lower than before training, or finds less in several tries."""
     found = case.ask("held_out")
     if found is None:
         return None
@@ -201,12 +211,12 @@ def unlearned(case: Case) -> Observation | None:
 
 
 def variety_lost(found: dict[str, float]) -> bool:
-    """Whether several tries no longer find what they found before."""
+    """True if several tries find fewer answers than before."""
     return found.get("pass_before", 0.0) - found.get("pass_after", 0.0) > PASS_LOST
 
 
 def onset(case: Case) -> int:
-    """The first step from which on half of the reward or of the entropy is gone, or answers are half as long again."""
+    """First step from which half of the reward or of the entropy is gone, or answers are half as long again."""
     steps = [len(case.signals["reward/mean"])]
     for name, sense in (("policy/entropy", -1), ("reward/mean", -1), ("completion/tokens", 1)):
         values = case.signals[name]
@@ -218,10 +228,12 @@ def onset(case: Case) -> int:
     return min(steps)
 
 
-def sound_when_slower(case: Case, sign: Observation) -> Observation | None:
-    """What came later than after an eighth of the run would have had no time to come in the slower run."""
+def sound_when_slower(case: Case, symptom: Observation) -> Observation | None:
+    """Compares with the slower run. Later symptoms cannot appear in it, because it covers only an eighth of the
+    progress.
+    """
     ours = case.ask("held_out")
-    if ours is None or sign.step is None or sign.step > SLOWER * len(case.signals["reward/mean"]):
+    if ours is None or symptom.step is None or symptom.step > SLOWER * len(case.signals["reward/mean"]):
         return None
     slower = case.slower
     if isinstance(slower, str):
@@ -235,7 +247,7 @@ def sound_when_slower(case: Case, sign: Observation) -> Observation | None:
     return at_an_eighth(theirs) if unharmed and (better or varied) else None
 
 
-def falls_when_slower(case: Case, sign: Observation) -> Observation | None:
+def falls_when_slower(case: Case, symptom: Observation) -> Observation | None:
     ours, rewards = case.ask("held_out"), case.change("reward/mean")
     if ours is None or ours["before"] - ours["after"] < SURE * ours["error"] or rewards is None or not rewards.fell:
         return None
@@ -255,7 +267,7 @@ def at_an_eighth(theirs: dict[str, float]) -> Observation:
     return Observation(words, {f"slower, {name}": value for name, value in theirs.items()})
 
 
-def certain_too_early(case: Case, sign: Observation) -> Observation | None:
+def certain_too_early(case: Case, symptom: Observation) -> Observation | None:
     entropy = case.change("policy/entropy")
     found = case.ask("held_out")
     if entropy is None or found is None or entropy.late > HALF * entropy.early or not entropy.fell:
@@ -263,66 +275,70 @@ def certain_too_early(case: Case, sign: Observation) -> Observation | None:
     if not variety_lost(found):
         return None
     words = f"the entropy fell from {entropy}, and several tries find less than before the training"
-    return Observation(words, {"policy/entropy early": entropy.early, "policy/entropy late": entropy.late}, sign.step)
+    return Observation(
+        words, {"policy/entropy early": entropy.early, "policy/entropy late": entropy.late}, symptom.step
+    )
 
 
 TOO_HARD = Rule(
     "too_hard",
     equal_groups,
     too_hard,
-    "nobody succeeds, so there is nothing to compare: the setting was not tested. Take easier tasks, or larger groups",
+    "almost no episode succeeds, so the setting was not tested. Use easier tasks or larger groups",
 )
 TOO_EASY = Rule(
     "too_easy",
     equal_groups,
     too_easy,
-    "nearly everybody succeeds, so there is nothing to compare: the setting was not tested. Take harder tasks",
+    "nearly every episode succeeds, so the setting was not tested. Use harder tasks",
 )
 NO_EXPLORATION = Rule(
     "no_exploration",
     equal_groups,
     one_answer,
-    "a group is one answer said several times. Raise the temperature, which the agent may have written down",
+    "a group is one answer repeated. Raise the temperature; the agent may set it itself",
 )
 NOT_A_NUMBER = Rule(
     "not_a_number",
     skipped_steps,
     skipped_again,
-    "nothing was learned in these steps, whatever the learning rate: look at the data and at the loss",
+    "these steps learned nothing, at any learning rate: check the data and the loss",
 )
 STEP_TOO_LARGE = Rule(
     "step_too_large",
     unlearned,
     sound_when_slower,
-    "the steps broke the policy, not the setting: compare at a lower learning rate",
+    "too large steps broke the policy, not the setting: compare at a lower learning rate",
     asks=("held_out", "after"),
 )
 WRONG_SIGN = Rule(
     "wrong_sign",
     unlearned,
     falls_when_slower,
-    "the policy learns the opposite, at any rate: look at the sign of the reward and of the advantages",
+    "the policy learns the opposite at any learning rate: check the sign of the reward and of the advantages",
     asks=("held_out", "after"),
 )
 ENTROPY_COLLAPSE = Rule(
     "entropy_collapse",
     unlearned,
     certain_too_early,
-    "the policy became certain of less than it could do. A higher clip_high or a KL term keeps variety",
+    "the policy lost variety and finds fewer answers. A higher clip_high or a KL term preserves variety",
     asks=("held_out", "pass_after"),
 )
 
 
+# ---- rewards --------------------------------------------------------------------------------------------------------
+
 LONGER = 2.0
-"""Times as many tokens as in the beginning."""
+"""Factor by which answers become longer."""
 RELATED = 0.3
-"""Correlation of the length with what is paid beyond the held-out grade."""
+"""Correlation of the length with the reward beyond the held-out grade."""
 APART = 0.1
-"""Of a reward between 0 and 1: less between what is paid and what is held out is not worth a word."""
+"""Smallest gap between training and held-out reward, of rewards from 0 to 1, that is reported."""
 
 
 def rewards_of_run(case: Case) -> Observation | None:
-    """Any run that was rewarded: what a judge adds may just hide what the policy lost."""
+    """Holds for any run with rewards, because a drifting judge can hide what the policy lost."""
     rewards = case.change("reward/mean")
     if rewards is None:
         return None
@@ -331,14 +347,14 @@ def rewards_of_run(case: Case) -> Observation | None:
     )
 
 
-def graded_otherwise(case: Case, sign: Observation) -> Observation | None:
+def graded_otherwise(case: Case, symptom: Observation) -> Observation | None:
     found = case.ask("regrade")
     if found is None:
         return None
     moved = found["again_first"] - found["paid_first"]
     if abs(moved) < max(CLEAR * found["error"], APART):
         return None
-    words = f"the first samples graded again: {found['again_first']:.3g}, where {found['paid_first']:.3g} was paid"
+    words = f"the first samples graded again: {found['again_first']:.3g}; training paid {found['paid_first']:.3g}"
     return Observation(words, found)
 
 
@@ -350,7 +366,7 @@ def longer_answers(case: Case) -> Observation | None:
     numbers = {"completion/tokens early": length.early, "completion/tokens late": length.late}
     cut = case.change("completion/truncated")
     if cut is not None:
-        words += f", and of them {cut.late:.0%} are cut off, where it was {cut.early:.0%}"
+        words += f", and the share of truncated ones from {cut.early:.0%} to {cut.late:.0%}"
         numbers["completion/truncated"] = cut.late
     return Observation(words, numbers)
 
@@ -360,8 +376,8 @@ def risen_reward(case: Case) -> Observation | None:
     return rewards_of_run(case) if rewards is not None and rewards.rose else None
 
 
-def paid_for_more(case: Case, sign: Observation) -> Observation | None:
-    """Training pays more for the last samples than for the first ones, and the held-out evaluator does not as much."""
+def paid_for_more(case: Case, symptom: Observation) -> Observation | None:
+    """Training pays more for the last samples than for the first ones; the held-out evaluator pays less of a gain."""
     found, held = case.ask("regrade"), case.ask("held_out")
     if found is None:
         return None
@@ -369,19 +385,19 @@ def paid_for_more(case: Case, sign: Observation) -> Observation | None:
     if paid - worth < max(CLEAR * found["error"], APART):
         return None
     words = (
-        f"the same samples by the held-out evaluator: {found['held_first']:.3g} to {found['held_last']:.3g}, where "
-        f"{found['paid_first']:.3g} to {found['paid_last']:.3g} was paid"
+        f"the same samples by the held-out evaluator: {found['held_first']:.3g} to {found['held_last']:.3g}; training "
+        f"paid {found['paid_first']:.3g} to {found['paid_last']:.3g}"
     )
     if held is not None:
         words += f"; held out, {held['before']:.3g} became {held['after']:.3g}"
     return Observation(words, found)
 
 
-def paid_for_length(case: Case, sign: Observation) -> Observation | None:
-    tried = paid_for_more(case, sign)
+def paid_for_length(case: Case, symptom: Observation) -> Observation | None:
+    tried = paid_for_more(case, symptom)
     if tried is None or tried.numbers["length_last"] < RELATED:
         return None
-    words = f"{tried.words}; what is paid beyond that goes with the length, r = {tried.numbers['length_last']:.2f}"
+    words = f"{tried.words}; the excess reward correlates with the length, r = {tried.numbers['length_last']:.2f}"
     return Observation(words, tried.numbers)
 
 
@@ -389,20 +405,86 @@ DRIFTING_JUDGE = Rule(
     "drifting_judge",
     rewards_of_run,
     graded_otherwise,
-    "rewards of different steps cannot be compared: part of the curve is the judge's. Pin its version and its prompt",
+    "rewards of different steps are not comparable, because the judge changed. Pin its version and its prompt",
     asks=("regrade", "again_first"),
 )
 LENGTH_EXPLOSION = Rule(
     "length_explosion",
     longer_answers,
     paid_for_length,
-    "length itself is paid. Pay for the result only, or compare at equal length",
+    "the reward pays for length. Reward the result only, or compare at equal length",
     asks=("regrade", "held_last"),
 )
 REWARD_HACKING = Rule(
     "reward_hacking",
     risen_reward,
     paid_for_more,
-    "the training reward is earned without what it stands for: its gains are no gains. Mend the grader",
+    "the policy earns the training reward without solving the tasks, so its gains are not real. Fix the grader",
     asks=("regrade", "held_last"),
 )
+
+
+# ---- the diagnosis of a study ---------------------------------------------------------------------------------------
+
+RULES: tuple[Rule, ...] = (
+    IGNORED,
+    LEAK,
+    STALE,
+    NOT_A_NUMBER,
+    DRIFTING_JUDGE,
+    TOO_HARD,
+    TOO_EASY,
+    NO_EXPLORATION,
+    LENGTH_EXPLOSION,
+    REWARD_HACKING,
+    STEP_TOO_LARGE,
+    WRONG_SIGN,
+    ENTROPY_COLLAPSE,
+)
+
+
+def causes_needing(need: Need) -> str:
+    """Lists the causes that need this answer, for messages."""
+    return ", ".join(rule.cause.replace("_", " ") for rule in RULES if rule.asks == need)
+
+
+def diagnose(launcher: TrialLauncher) -> None:
+    """Records the diagnoses that the journal lacks. Lost runs are diagnosed at any length, other causes in full runs
+    only.
+    """
+    trials = sorted(
+        (trial for trial in launcher.log.trials.values() if trial.phase != "probe"),
+        key=lambda trial: trial.phase != "confirm",  # confirming trials first, while there is budget for probes
+    )
+    for trial in trials:
+        for outcome in launcher.log.outcomes[trial.id]:
+            write(launcher, run_signals.lost_run_diagnosis(outcome))
+    ended = [(trial, launcher.log.outcomes[trial.id][-1]) for trial in trials if trial.fidelity == 1.0]
+    full = [(trial, outcome) for trial, outcome in ended if outcome.signals and outcome.end != "infra_failed"]
+    same = {diagnosis.trial: diagnosis for diagnosis in duplicate_runs(full)}
+    probes = Probes(launcher)
+    for trial, outcome in full:
+        write(launcher, apply_rules(Case(trial, outcome, probes)) or same.get(trial.id))
+
+
+def write(launcher: TrialLauncher, diagnosis: Diagnosis | None) -> None:
+    if diagnosis is not None and diagnosis not in launcher.log.diagnoses.get(diagnosis.trial, []):
+        launcher.log.append("diagnosis", diagnosis.to_json())
+
+
+def apply_rules(case: Case) -> Diagnosis | None:
+    """Returns the diagnosis of the first rule that holds."""
+    for rule in RULES:
+        symptom = rule.symptom(case)
+        tried = symptom and rule.probe(case, symptom)
+        if symptom and tried:
+            return Diagnosis(
+                case.trial.id,
+                rule.cause,
+                symptom.words,
+                tried=tried.words,
+                meaning=rule.meaning,
+                step=symptom.step,
+                evidence={**symptom.numbers, **tried.numbers},
+            )
+    return None
