@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.timeline import Forest, Row, build_forest
+from agentjet.timeline import Forest, Row, build_forest, call_row
 from agentjet.timeline.forest import select, split
 
 SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
@@ -25,7 +25,7 @@ SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
 def row(tokens: Sequence[int], num_sampled: int, *, sequence: int = 0) -> Row:
     """Returns a row whose numbers identify its sampled tokens."""
     sampled = np.arange(num_sampled)
-    return Row(
+    return call_row(
         tokens=np.array(tokens, np.int32),
         logprobs=(-1.0 * sequence - sampled / 64).astype(np.float32),
         versions=(10 * sequence + sampled).astype(np.int32),
@@ -61,18 +61,18 @@ def contexts(forest: Forest) -> list[tuple[int, ...]]:
 
 def chosen_among(forest: Forest) -> np.ndarray:
     """Returns the support set of each target."""
-    return np.array([*forest.sets, b""], object)[forest.support]
+    return np.array([*forest.sets, b""], object)[forest["support"]]
 
 
 def targets(forest: Forest) -> list[tuple[object, ...]]:
     """Every target with its context and numbers, comparable between forests."""
     paths = contexts(forest)
     columns = (
-        forest.advantage,
-        forest.logprob,
-        forest.temperature,
-        forest.version,
-        forest.sequence,
+        forest["advantage"],
+        forest["logprob"],
+        forest["temperature"],
+        forest["version"],
+        forest["sequence"],
         chosen_among(forest),
     )
     numbers = zip(*(column.tolist() for column in columns), strict=True)
@@ -113,18 +113,18 @@ def test_each_sampled_token_is_a_target_in_its_own_context(rows: list[Row]) -> N
     expected = [
         (
             tuple(r.tokens[: at + 1].tolist()),
-            r.advantage,
-            float(r.logprobs[k]),
-            r.temperature,
-            int(r.versions[k]),
-            r.sequence,
+            r["advantage"],
+            float(r["logprob"][k]),
+            r["temperature"],
+            int(r["version"][k]),
+            r["sequence"],
             r.support[k] if r.support else b"",
         )
         for r in rows
-        for k, at in enumerate(range(len(r.tokens) - len(r.logprobs), len(r.tokens)))
+        for k, at in enumerate(range(len(r.tokens) - len(r["logprob"]), len(r.tokens)))
     ]
     assert targets(forest) == expected
-    assert forest.num_sequences == len(rows)
+    assert forest.num_sequences == sum(r.num_targets > 0 for r in rows)
 
 
 @given(row_lists(), st.integers(1, 12))

@@ -335,8 +335,9 @@ class Journal(JournalFile):
 
     def remove_batch(self, batch_id: int) -> None:
         """Delete a composed batch. Its episodes and groups stay."""
-        for table, column in (("batch_members", "batch_id"), ("batch_groups", "batch_id"), ("batches", "id")):
-            self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (batch_id,))
+        for table in ("operations", "batch_members", "batch_groups"):
+            self._db.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch_id,))
+        self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
 
     def undo_batches(self, start: int, reason: str, for_batch: int) -> tuple[int, int]:
         """Drop the groups of the batches from `start` on, counted with `for_batch`, and delete these batches. Returns
@@ -349,6 +350,7 @@ class Journal(JournalFile):
         )
         episodes = self._db.execute("DELETE FROM batch_members WHERE batch_id >= ?", (start,)).rowcount
         self._db.execute("DELETE FROM batch_groups WHERE batch_id >= ?", (start,))
+        self._db.execute("DELETE FROM operations WHERE batch_id >= ?", (start,))
         batches = self._db.execute("DELETE FROM steps WHERE batch_id >= ?", (start,)).rowcount
         self._db.execute("DELETE FROM batches WHERE id >= ?", (start,))
         return batches, episodes
@@ -383,6 +385,17 @@ class Journal(JournalFile):
         for position, episode_id in rows:
             groups.setdefault(position, []).append(episode_id)
         return tuple(tuple(members) for members in groups.values())
+
+    def put_operation(self, number: int, kind: str, batch_id: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?)", (number, kind, batch_id))
+
+    def has_operation(self, number: int, kind: str, batch_id: int) -> bool:
+        query = "SELECT 1 FROM operations WHERE number = ? AND kind = ? AND batch_id = ?"
+        return self._db.execute(query, (number, kind, batch_id)).fetchone() is not None
+
+    def operations(self) -> list[tuple[int, str, int]]:
+        """All operations on the policy, in order: number, kind and batch."""
+        return list(self._db.execute("SELECT number, kind, batch_id FROM operations ORDER BY number"))
 
     def add_step(self, batch_id: int, metrics: Mapping[str, float], learned: float) -> None:
         self._insert("steps", (batch_id, to_json(metrics), learned))

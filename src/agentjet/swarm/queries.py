@@ -10,8 +10,8 @@ from agentjet.errors import NotFound
 from agentjet.protocol import EvaluationView, Event
 from agentjet.swarm import batch_forest, groups
 from agentjet.swarm.journal_file import BRANCHED_FROM
-from agentjet.swarm.mixture import Mixture, places
-from agentjet.swarm.records import Batch, Episode, Group, OutcomeCounts, TaskSetShare
+from agentjet.swarm.mixture import Mixture, TaskSetShare, places
+from agentjet.swarm.records import Batch, Episode, Group, OutcomeCounts
 from agentjet.swarm.state_store import Leases, Store
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.forks import orphans as find_orphans

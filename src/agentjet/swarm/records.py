@@ -140,17 +140,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskSetShare:
-    """A task set's part in the training; see `protocol.TaskSetStatus`."""
-
-    weight: float | None
-    share: float
-    groups_open: int
-    groups_complete: int
-    reward_mean: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class JobSettings:
     """The job settings in force; `given` are those that the server was started with."""
 
@@ -180,9 +169,17 @@ class Batch:
         return tuple(episode_id for group in self.groups for episode_id in group)
 
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
+OPERATIONS = """
+CREATE TABLE operations (
+    number INTEGER PRIMARY KEY, kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
+    batch_id INTEGER NOT NULL REFERENCES batches (id)
+);
+CREATE INDEX operations_of_batch ON operations (batch_id);
+"""
 
-SCHEMA = """
+SCHEMA = (
+    """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 CREATE TABLE groups (
@@ -333,6 +330,8 @@ CREATE TABLE events (
     body TEXT NOT NULL
 );
 """
+    + OPERATIONS
+)
 
 MIGRATIONS = {
     1: """
@@ -385,6 +384,7 @@ MIGRATIONS = {
     ) WITHOUT ROWID;
     ALTER TABLE calls ADD COLUMN untrained TEXT NOT NULL DEFAULT '';
     """,
+    7: OPERATIONS,
 }
 """From each older version to the next."""
 
