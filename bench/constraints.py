@@ -21,7 +21,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
 from agentjet.config import ModelConfig
 from agentjet.rendering import Renderer
-from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import decode_set, pack_sets
 from agentjet.types import Constraint, Conversation, Message, SamplingParams
 
@@ -128,7 +128,7 @@ def report(policy: Policy, prompt: np.ndarray, kind: Kind) -> dict[str, float]:
 
 def row(prompt: np.ndarray, call: list[NewToken], sequence: int) -> Row:
     """A call as the learner gets it."""
-    return Row(
+    return call_row(
         np.concatenate([prompt, [new.token for new in call]]).astype(np.int32),
         np.array([new.logprob for new in call], np.float32),
         np.zeros(len(call), np.int32),

@@ -116,9 +116,7 @@ def exactness(settings: Settings) -> float:
     with tempfile.TemporaryDirectory() as folder:
         small = make_model(Path(folder), 300, quick=True)
         rows = turns(EXACT, 4, repeats=3, tasks=2, vocabulary=300)
-        rows += [
-            dataclasses.replace(row, sequence=row.sequence + 100) for row in subagents(EXACT, vocabulary=300, seed=1)
-        ]
+        rows += [row.with_columns(sequence=row["sequence"] + 100) for row in subagents(EXACT, vocabulary=300, seed=1)]
         return gradient_error(rows, small, budget=200)
 
 

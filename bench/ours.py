@@ -22,7 +22,7 @@ from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.schema import OptimizerConfig
 from agentjet.recipes.advantages import grpo
 from agentjet.rendering import Renderer
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.types import Conversation, Message, SamplingParams
 from bench.workload import StepTime, Workload, report, reward
 
@@ -95,7 +95,7 @@ def _forest(
     advantages = np.concatenate([grpo(np.array(rewards[at : at + repeats])) for at in range(0, len(rewards), repeats)])
     return build_forest(
         [
-            Row(
+            call_row(
                 tokens=np.concatenate([prompt, np.array([t.token for t in completion], np.int32)]),
                 logprobs=np.array([t.logprob for t in completion], np.float32),
                 versions=np.full(len(completion), version, np.int32),

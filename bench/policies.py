@@ -223,9 +223,9 @@ def stall(folder: Path, episodes: int, turns: int, tokens: int) -> dict[str, flo
     swarm = run_state(journal, batch_size=episodes // GROUP_SIZE)
     write_batch(swarm, episodes, turns, tokens)
     batch = swarm.batches.compose()
-    runs = [asyncio.run(longest_gap(lambda: swarm.batches.forest(batch), in_thread=True)) for _ in range(3)]
-    on_loop, _ = asyncio.run(longest_gap(lambda: swarm.batches.forest(batch), in_thread=False))
-    forest = swarm.batches.forest(batch)
+    runs = [asyncio.run(longest_gap(lambda: swarm.batches.training_batch(batch), in_thread=True)) for _ in range(3)]
+    on_loop, _ = asyncio.run(longest_gap(lambda: swarm.batches.training_batch(batch), in_thread=False))
+    forest = swarm.batches.training_batch(batch).forest
     journal.close()
     return {
         "loop_stall_ms": 1e3 * statistics.median(gap for gap, _ in runs),

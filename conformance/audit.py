@@ -155,7 +155,7 @@ def _trained(forest: Forest) -> Iterator[Target]:
     contexts: list[bytes] = []
     for token, parent in zip(forest.tokens.tolist(), forest.parent.tolist(), strict=True):
         contexts.append(_context(contexts[parent] if parent >= 0 else b"", token))
-    targets = zip(forest.node.tolist(), forest.advantage.tolist(), (forest.support >= 0).tolist(), strict=True)
+    targets = zip(forest.node.tolist(), forest["advantage"].tolist(), (forest["support"] >= 0).tolist(), strict=True)
     for node, advantage, is_restricted in targets:
         yield contexts[node], round(advantage, 6), is_restricted
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentjet.compute.embedded.token_sampling import Grammars
-from agentjet.config import JobConfig
+from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.errors import ComputeError
+from agentjet.recipes.recipe import recipe_of
 from agentjet.timeline import Forest
-from agentjet.types import SamplingParams
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import Op, SamplingParams
 from conformance.conversation import Turn
 from tests.fakes import ScriptedCompute
 from tests.timeline.models import Model
@@ -78,13 +80,14 @@ class Policy:
 
     def attach(self, compute: ScriptedCompute) -> None:
         """Keep what `compute` learns."""
-        learn = compute.learn
+        forward_backward = compute.forward_backward
 
-        async def learn_and_keep(batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
-            self.learned.append(forest)
-            return await learn(batch_id, forest, job)
+        async def learn_and_keep(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+            columns = recipe_of(loss.algorithm).columns(batch, {})
+            self.learned.append(batch.forest.with_columns(**columns.values))
+            return await forward_backward(op, batch, loss)
 
-        compute.learn = learn_and_keep  # type: ignore[method-assign]
+        compute.forward_backward = learn_and_keep  # type: ignore[method-assign]
         compute.piece = 3
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from agentjet.compute.embedded.checkpoint import seal, verified_state
-from agentjet.config import JobConfig, ServeConfig
+from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
+from agentjet.config import OptimizerConfig, ServeConfig
 from agentjet.errors import OutOfCache, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway
 from agentjet.protocol import BeginRequest, FinishRequest
-from agentjet.timeline import Forest
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import encode_set
 from agentjet.types import (
     Call,
@@ -26,6 +27,8 @@ from agentjet.types import (
     Conversation,
     Message,
     ModelInfo,
+    Op,
+    PolicyId,
     Sampled,
     SamplingParams,
     TokenScore,
@@ -66,6 +69,8 @@ class ScriptedCompute:
     -0.5. What is asked for under a grammar or truncated was chosen among two tokens.
     """
 
+    capabilities = Capabilities(support_sets=True, adapters=True, prefix_sharing=True, bit_equal_replay=True)
+
     def __init__(self, card: ModelInfo, script: Script, *, piece: int = 1, cache_tokens: int | None = None) -> None:
         """Completions come in pieces of `piece` tokens."""
         self.card = card
@@ -89,7 +94,7 @@ class ScriptedCompute:
         """
         self.may_sample.set()
         self.may_learn = asyncio.Event()
-        """Clear it, and `learn` takes until it is set."""
+        """Clear it, and `forward_backward` takes until it is set."""
         self.may_learn.set()
         self.may_start = asyncio.Event()
         self.may_start.set()
@@ -98,12 +103,21 @@ class ScriptedCompute:
         self.fail_learn: list[Exception] = []
         self.fail_save: list[Exception] = []
         self.die_in_learn = 0
-        """So many of the next `learn` calls end in the worker's death, after the weights changed."""
+        """So many of the next `optim_step` calls end in the worker's death, after the weights changed."""
         self.metrics: dict[str, float] = {}
         """Of every batch, besides the loss."""
         self.deadly: set[int] = set()
         """Batches that kill every worker that tries them."""
-        self._last: tuple[int, dict[str, float]] | None = None
+        self.num_steps = 1
+        """Optimiser steps per batch."""
+        self.die_in_backward = 0
+        """So many of the next `forward_backward` calls end in the worker's death, after the gradient changed."""
+        self.applied: list[int] = []
+        """Numbers of the operations that were applied, by all workers."""
+        self.gradient = ""
+        self.batch_id = -1
+        self.next_operation = 0
+        self._operations: dict[int, tuple[str, dict[str, float]]] = {}
         self._death: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -115,10 +129,13 @@ class ScriptedCompute:
             raise self.fail_start.pop(0)
         self._death = asyncio.get_running_loop().create_future()
         self._end = asyncio.get_running_loop().create_future()
-        self.running, self.version, self.weights, self.learned, self._last = True, 0, "base", [], None
+        self.running, self.version, self.weights, self.learned = True, 0, "base", []
+        self.gradient, self.next_operation, self._operations = "", 0, {}
         return self.card
 
-    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+    async def sample(
+        self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Sampled]:
         asked, number = Asked(tuple(token_ids), params), len(self.asked)
         self.asked.append(asked)
         if self.cache_tokens is not None and len(token_ids) + params.max_tokens > self.cache_tokens:
@@ -145,49 +162,88 @@ class ScriptedCompute:
             )
             await asyncio.sleep(0)
 
-    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+    async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """Each token has the log-probability -1 / its position; the likeliest is token 5, with half of that."""
         scored = [TokenScore(-1 / at, ((5, -0.5 / at),)[:num_likeliest]) for at in range(1, len(token_ids))]
         await self._while_alive(asyncio.sleep(0))
         return scored
 
-    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         await self._while_alive(self.may_learn.wait())
         if self.fail_learn:
             raise self.fail_learn.pop(0)
-        if batch_id in self.deadly:
+        if batch.id in self.deadly:
             self.die("out of memory")
             raise WorkerDied("out of memory")
-        if self._last is not None and self._last[0] == batch_id:
-            return self._last[1]
-        assert batch_id == self.version, f"batch {batch_id} given to version {self.version}"
-        wire = forest.to_wire()
-        seen = hashlib.sha256(f"{self.weights}/{batch_id}/{sorted(wire.items())}".encode())
-        self.weights, self.version = seen.hexdigest(), batch_id + 1
-        self.learned.append(batch_id)
-        self._last = (batch_id, {"policy/loss": float(batch_id), **self.metrics})
+        body = f"{batch.id}/{loss.step}/{sorted(batch.forest.to_wire().items())}/{batch.facts}"
+        if (result := self._repeated(op, body)) is not None:
+            return Outputs(result, self.num_steps)
+        assert batch.id == self.version, f"batch {batch.id} given to version {self.version}"
+        seen = hashlib.sha256(f"{self.gradient}/{self.weights}/{body}".encode())
+        self.gradient, self.batch_id = seen.hexdigest(), batch.id
+        metrics = {"policy/loss": float(batch.id), "forest/tokens_computed": 0.0}
+        self._applied(op, body, metrics)
+        if self.die_in_backward:
+            self.die_in_backward -= 1
+            self.die("killed after forward_backward")
+            raise WorkerDied("killed after forward_backward")
+        return Outputs(metrics, self.num_steps)
+
+    async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
+        await self._while_alive(asyncio.sleep(0))
+        if (result := self._repeated(op, "optim_step")) is not None:
+            return result
+        self.weights = hashlib.sha256(f"{self.weights}/{self.gradient}".encode()).hexdigest()
+        self.gradient = ""
+        metrics = {"optim/grad_norm": 1.0, "optim/steps": 1.0, "optim/skipped_steps": 0.0, **self.metrics}
+        self._applied(op, "optim_step", metrics)
         if self.die_in_learn:
             self.die_in_learn -= 1
             self.die("killed while learning")
             raise WorkerDied("killed while learning")
-        return self._last[1]
+        return metrics
 
-    async def save(self, path: Path) -> CheckpointStamp:
+    async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
+        raise AssertionError("the gateway does not ask for log-probabilities")
+
+    async def publish(self, policy: PolicyId, version: int) -> None:
         await self._while_alive(asyncio.sleep(0))
+        if version == self.version:
+            return
+        assert not self.gradient and version == self.version + 1, f"{version} after {self.version}"
+        self.version = version
+        self.learned.append(self.batch_id)
+
+    def _repeated(self, op: Op, body: str) -> dict[str, float] | None:
+        if op.number == self.next_operation:
+            return None
+        assert op.number < self.next_operation, f"{op.number} after {self.next_operation}"
+        known, result = self._operations[op.number]
+        assert known == body, f"operation {op.number} has another body"
+        return result
+
+    def _applied(self, op: Op, body: str, result: dict[str, float]) -> None:
+        self._operations[op.number] = (body, result)
+        self.applied.append(op.number)
+        self.next_operation += 1
+
+    async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
+        await self._while_alive(asyncio.sleep(0))
+        assert not self.gradient, "saved between forward_backward and optim_step"
         if self.fail_save:
             raise self.fail_save.pop(0)
         path.mkdir()
-        return CheckpointStamp(
-            self.version, seal(path, {"policy_version": self.version, "weights": self.weights, "metrics": {}})
-        )
+        state = {"policy_version": self.version, "operation": self.next_operation, "weights": self.weights}
+        return CheckpointStamp(self.version, seal(path, state), self.next_operation)
 
-    async def load(self, path: Path) -> CheckpointStamp:
+    async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         await self._while_alive(asyncio.sleep(0))
         state = verified_state(path)
         self.version, self.weights = state["policy_version"], state["weights"]
-        return CheckpointStamp(self.version, state["digest"])
+        self.next_operation = state.get("operation", 2 * self.version)
+        return CheckpointStamp(self.version, state["digest"], self.next_operation)
 
-    async def export(self, path: Path, *, adapter: bool = False) -> None:
+    async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
         await self._while_alive(asyncio.sleep(0))
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)

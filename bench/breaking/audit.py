@@ -109,7 +109,7 @@ def audit(journal: Path, books: Books, forests: Path, answers: Mapping[str, set[
         dropped=dict(dropped),
         unscored=dict(unscored),
         lost=_lost(episodes, books) + _lost_calls(journal, episodes, books),
-        trained_twice=_trained_twice(episodes, forests, learned),
+        trained_twice=_trained_twice(episodes, forests, learned) + _operations_out_of_order(journal),
         failures_scored=[row.id for row in finished if row.reward not in books.scoring.get(row.id, [])]
         + sorted(set(books.failed) & {row.id for row in finished}),
         two_effects=_two_effects(answers),
@@ -162,6 +162,20 @@ def _trained_twice(episodes: Mapping[str, Row], forests: Path, learned: list[int
     twice = [id for id, number in times.items() if number > 1]
     recorded = {id for id, row in episodes.items() if row.learned is not None}
     return twice + sorted(recorded ^ set(times))
+
+
+def _operations_out_of_order(journal: Path) -> list[str]:
+    """Operations of the journal that are not a gradient and then its update, numbered on from 0, batch after batch."""
+    with sqlite3.connect(journal) as db:
+        rows = list(db.execute("SELECT number, kind, batch_id FROM operations ORDER BY number"))
+    wrong = []
+    before = -1
+    for place, (number, kind, batch_id) in enumerate(rows):
+        expected = ("forward_backward", "optim_step")[place % 2]
+        if (number, kind) != (place, expected) or batch_id < before:
+            wrong.append(f"operation {number} ({kind} of batch {batch_id})")
+        before = batch_id
+    return wrong
 
 
 def _two_effects(answers: Mapping[str, set[str]]) -> list[str]:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.compute.embedded import EmbeddedCompute
-from agentjet.config import JobConfig, ServeConfig
+from agentjet.compute.protocol import LossSpec, Outputs
+from agentjet.config import OptimizerConfig, ServeConfig
 from agentjet.swarm import Journal
-from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams
 from bench.breaking.plan import TRANSITIONS
 
 Say = Callable[..., None]
@@ -119,7 +120,8 @@ class MortalCompute(EmbeddedCompute):
     def arm(self, verb: str = "", delay: float = 0.0, times: int = 1, hangs: bool = False) -> None:
         """Kill the worker `delay` seconds after it is given `verb`, the next `times` times; stop it if it `hangs`.
 
-        `learn newest` is a batch that was never learned before, `learn` also one that is replayed.
+        `learn newest` is the `forward_backward` of a batch that was never learned before. `accumulated` is the moment
+        between a `forward_backward` and its `optim_step`; it has no delay.
         """
         self._verb, self._delay, self._times = verb, delay, times
         self._signal = signal.SIGSTOP if hangs else signal.SIGKILL
@@ -146,25 +148,39 @@ class MortalCompute(EmbeddedCompute):
         self.say(worker=self.pid)
         return card
 
-    def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
+    def sample(
+        self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Sampled, None]:
         self._strike("sample")
-        return super().sample(token_ids, params)
+        return super().sample(policy, token_ids, params)
 
-    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
-        self._strike("learn")
-        if batch_id >= self._newest:
-            self._newest = batch_id
+    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        self._strike("forward_backward")
+        if batch.id >= self._newest:
+            self._newest = batch.id
             self._strike("learn newest")
-        return await super().learn(batch_id, forest, job)
+        outputs = await super().forward_backward(op, batch, loss)
+        if self._verb == "accumulated" and self._times:  # The gradient exists, and its `optim_step` was not sent.
+            self._times -= 1
+            self._kill("accumulated")
+        return outputs
 
-    async def save(self, path: Path) -> CheckpointStamp:
+    async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
+        self._strike("optim_step")
+        return await super().optim_step(op, optimizer)
+
+    async def publish(self, policy: PolicyId, version: int) -> None:
+        self._strike("publish")
+        await super().publish(policy, version)
+
+    async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         self._strike("save")
         if not self._saves_fail or self.pid is None:
-            return await super().save(path)
+            return await super().save(policy, path)
         self._saves_fail = False
         limits = resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
         try:
-            return await super().save(path)
+            return await super().save(policy, path)
         finally:
             if self.pid is not None:
                 resource.prlimit(self.pid, resource.RLIMIT_FSIZE, limits)

@@ -20,6 +20,7 @@ TRANSITIONS = (
     "add_call",
     "add_undelivered",
     "add_batch",
+    "put_operation",
     "remove_batches",
     "add_step",
     "prune",
@@ -32,9 +33,9 @@ MOMENTS = ("before", "after", "committed")
 """Moments of a transition: before its row is written, after that, and on disk but not yet reported."""
 RARE = ("remove_batches", "add_undelivered")
 """Transitions that must be provoked; short runs leave them out."""
-WORKER_VERBS = ("sample", "learn", "save", "start", "any")
+WORKER_VERBS = ("sample", "forward_backward", "accumulated", "optim_step", "publish", "save", "start", "any")
 """The work of a worker at the moment it is killed; `any`: at a random time."""
-HANGING_VERBS = ("sample", "learn")
+HANGING_VERBS = ("sample", "forward_backward")
 """The work of a worker at the moment it is stopped (SIGSTOP)."""
 REQUESTS = ("begin", "finish", "chat", "abort")
 WIRE = ("request lost", "answer lost", "answer cut", "request twice", "hung up")
@@ -54,7 +55,7 @@ class Fault:
 
 
 SHARES = {
-    "gateway killed at a transition": 44,
+    "gateway killed at a transition": 47,
     "gateway killed at a random time": 12,
     "gateway killed, WAL tail torn": 12,
     "gateway killed under a waiting client": 4,
@@ -92,7 +93,7 @@ def _numbers(num_faults: int) -> dict[str, int]:
     every = sum(SHARES.values())
     numbers = {kind: max(1, share * num_faults // every) for kind, share in SHARES.items()}
     if num_faults >= WHOLE:
-        numbers["gateway killed at a transition"] = max(44, numbers["gateway killed at a transition"])
+        numbers["gateway killed at a transition"] = max(47, numbers["gateway killed at a transition"])
     else:
         for kind in WHOLE_RUNS_ONLY:
             del numbers[kind]
@@ -145,4 +146,5 @@ def _dealt(choices: Sequence[T], number: int) -> list[T]:
 
 def _delay(verb: str, dice: random.Random) -> float:
     """Seconds after the verb was sent: within what it takes on a tiny model."""
-    return {"sample": 0.05, "learn": 0.03, "save": 0.05, "start": 2.0, "any": 1.0}[verb] * dice.random()
+    longest = {"sample": 0.05, "forward_backward": 0.03, "save": 0.05, "start": 2.0, "any": 1.0}
+    return longest.get(verb, 0.005) * dice.random()

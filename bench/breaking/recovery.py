@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.embedded.worker import Worker
-from agentjet.config import JobConfig, ServeConfig
+from agentjet.compute.operations import OperationLog
+from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
-from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams
+from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, Damage, ordered
 from bench.breaking.reference import WEIGHTS
 
@@ -34,52 +35,46 @@ MAX_STARTS = 2
 """Workers that one recovery may take."""
 
 
-class LocalWorker:
-    """A `Compute` whose worker is an object in this process, which loads its model once. It does not sample."""
+class LocalWorker(EmbeddedCompute):
+    """A backend whose worker is an object in this process, which loads its model once. It does not sample."""
 
     def __init__(self, config: ServeConfig) -> None:
+        super().__init__(config)
         self._worker = Worker(io.BytesIO())
-        self._card = ModelInfo(**self._worker._start(config.model_dump(mode="json"), ""))
+        self._info = ModelInfo(**self._worker._start(config.model_dump(mode="json"), ""))
         self._first = copy.deepcopy(self._worker.learner.state())
         self.num_starts = 0
 
     async def start(self, *, dtype: str = "") -> ModelInfo:
+        """Give the policy its first weights back."""
         self.num_starts += 1
         self._worker.learner.restore(copy.deepcopy(self._first))
-        self._worker._metrics = {}
+        self._worker._operations = OperationLog()
         self._worker._change_version(0)
-        return self._card
+        return self._info
 
-    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+    async def sample(
+        self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Sampled]:
+        """Refused."""
         raise ComputeError("this worker does not sample")
         yield
-
-    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
-        return self._done("_learn", batch_id, forest.to_wire(), job.model_dump(mode="json"))
-
-    async def save(self, path: Path) -> CheckpointStamp:
-        return CheckpointStamp(**self._done("_save", str(path)))
-
-    async def load(self, path: Path) -> CheckpointStamp:
-        return CheckpointStamp(**self._done("_load", str(path)))
-
-    async def export(self, path: Path) -> None:
-        self._done("_export", str(path))
 
     async def close(self) -> None:
         """Nothing to end."""
 
     async def died(self) -> WorkerDied:
+        """Never."""
         return await asyncio.Future()
 
-    def _done(self, verb: str, *arguments: Any) -> Any:
-        """As the real one's loop, which makes a `ComputeError` of what is not ours."""
+    async def _ask(self, op: str, **arguments: Any) -> Any:
+        """As the loop of a worker process, which turns foreign errors into a `ComputeError`."""
         try:
-            return getattr(self._worker, verb)(*arguments)
+            return getattr(self._worker, f"_{op}")(**arguments)
         except AgentJetError:
             raise
         except Exception as error:
-            raise ComputeError(f"{verb} failed: {type(error).__name__}: {error}") from error
+            raise ComputeError(f"{op} failed: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +99,7 @@ async def start(config: ServeConfig, compute: LocalWorker) -> Start:
             return Start("stuck", why=f"{compute.num_starts} workers")
         await gateway.versions.save()
         exported = config.server.data_dir / "exported"
-        await compute.export(exported)
+        await compute.export(PolicyId(), exported)
         return Start("recovered", gateway.swarm.policy_version, (exported / WEIGHTS).read_bytes())
     except TimeoutError:
         return Start("stuck", why=gateway.status().waiting_for)

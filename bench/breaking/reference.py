@@ -13,8 +13,10 @@ from typing import Any
 import msgpack
 
 from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.protocol import learn
 from agentjet.config import JobConfig, ServeConfig
-from agentjet.timeline.forest import Forest
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import Op, PolicyId
 from bench.breaking.victims import ROOT, environment
 
 WEIGHTS = "model.safetensors"
@@ -27,15 +29,17 @@ def make_model(folder: Path) -> None:
 
 
 async def undisturbed(settings: dict[str, Any], forests: Path, folder: Path, num_batches: int) -> Path:
-    """Learn the kept forests in order; returns the exported policy."""
+    """Learn the kept batches in order; returns the exported policy."""
     compute = EmbeddedCompute(_config(settings, folder))
     try:
         await compute.start()
+        op = Op.of(PolicyId(), 0)
         for batch_id in range(num_batches):
             kept = msgpack.unpackb((forests / f"{batch_id:06d}.msgpack").read_bytes())
             job = JobConfig.model_validate_json(kept["job"])
-            await compute.learn(batch_id, Forest.from_wire(kept["forest"]), job)
-        await compute.export(folder / "export")
+            _, op = await learn(compute, op, TrainingBatch.from_wire(kept["batch"]), job)
+            await compute.publish(op.policy_id, batch_id + 1)
+        await compute.export(op.policy_id, folder / "export")
     finally:
         await compute.close()
     return folder / "export"

@@ -25,7 +25,7 @@ from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
 from agentjet.gateway import Gateway
 from agentjet.swarm import Batch
-from agentjet.timeline.forest import Forest
+from agentjet.timeline.batch import TrainingBatch
 from bench.breaking.hooks import Disk, JumpingClock, MortalCompute, Trap, die
 
 
@@ -64,13 +64,13 @@ class ForestKeeper:
     """Writes down what is about to be learned, once a batch, and compares when it is made again."""
 
     def __init__(self, gateway: Gateway, folder: Path) -> None:
-        self._forest = gateway.swarm.batches.forest
+        self._build = gateway.swarm.batches.training_batch
         self._folder = folder
-        gateway.swarm.batches.forest = self._keeping  # type: ignore[method-assign]
+        gateway.swarm.batches.training_batch = self._keeping  # type: ignore[method-assign]
 
-    def _keeping(self, batch: Batch) -> Forest:
-        forest = self._forest(batch)
-        kept = {"members": list(batch.episode_ids), "job": batch.job.model_dump_json(), "forest": forest.to_wire()}
+    def _keeping(self, batch: Batch) -> TrainingBatch:
+        training = self._build(batch)
+        kept = {"members": list(batch.episode_ids), "job": batch.job.model_dump_json(), "batch": training.to_wire()}
         path = self._folder / f"{batch.id:06d}.msgpack"
         if path.exists():
             known = msgpack.unpackb(path.read_bytes())
@@ -79,7 +79,7 @@ class ForestKeeper:
         whole = path.with_suffix(".part")
         whole.write_bytes(msgpack.packb(kept))
         whole.replace(path)
-        return forest
+        return training
 
 
 def main() -> int:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from agentjet.config import JobConfig
+from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
+from agentjet.config import OptimizerConfig
 from agentjet.errors import WorkerDied
-from agentjet.timeline import Forest
-from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
 
 MODEL = "scripted"
 ANSWER = "Look at row 42 next"
@@ -59,6 +60,8 @@ def answer_tokens(card: ModelInfo) -> tuple[int, ...]:
 class ScriptedCompute:
     """See `compute.protocol.Compute`. A completion takes `seconds`, its tokens evenly spread over them."""
 
+    capabilities = Capabilities(support_sets=True, adapters=True, prefix_sharing=True, bit_equal_replay=True)
+
     def __init__(self, card: ModelInfo, seconds: float) -> None:
         self._card = card
         self._answer = answer_tokens(card)
@@ -67,7 +70,9 @@ class ScriptedCompute:
     async def start(self, *, dtype: str = "") -> ModelInfo:
         return self._card
 
-    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+    async def sample(
+        self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Sampled]:
         """Every piece has its own due time, counted from the start, so that late ones do not add up."""
         loop = asyncio.get_running_loop()
         began, answer = loop.time(), self._answer
@@ -77,16 +82,28 @@ class ScriptedCompute:
             await asyncio.sleep(max(0.0, began + self._seconds * done / len(answer) - loop.time()))
             yield Sampled(piece, (-0.5,) * len(piece), 0, "stop" if done == len(answer) else None)
 
-    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+    async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        raise AssertionError("the bench asks for no scores")
+
+    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         raise AssertionError("the bench fills no batch")
 
-    async def save(self, path: Path) -> CheckpointStamp:
+    async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
+        raise AssertionError("the bench fills no batch")
+
+    async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
+        raise AssertionError("the bench fills no batch")
+
+    async def publish(self, policy: PolicyId, version: int) -> None:
+        raise AssertionError("the bench fills no batch")
+
+    async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         raise AssertionError("nothing was learned, so nothing is saved")
 
-    async def load(self, path: Path) -> CheckpointStamp:
+    async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
         raise AssertionError("a fresh data dir has no checkpoints")
 
-    async def export(self, path: Path, *, adapter: bool = False) -> None:
+    async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
         raise AssertionError("nobody asks for an export")
 
     async def close(self) -> None:

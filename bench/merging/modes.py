@@ -135,14 +135,9 @@ def side_by_side(trees: Sequence[Forest]) -> Forest:
         end=shifted("end"),
         depth=joined("depth"),
         node=shifted("node"),
-        advantage=joined("advantage"),
-        logprob=joined("logprob"),
-        temperature=joined("temperature"),
-        version=joined("version"),
-        sequence=joined("sequence"),
-        support=joined("support"),
+        targets=(targets := {name: np.concatenate([tree[name] for tree in trees]) for name in trees[0].targets}),
         sets=(),
-        num_sequences=len(np.unique(joined("sequence"))),
+        num_sequences=len(np.unique(targets["sequence"])),
         num_row_tokens=sum(tree.num_row_tokens for tree in trees),
     )
 

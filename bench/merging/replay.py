@@ -19,7 +19,7 @@ import numpy as np
 
 from agentjet.gateway.prompts import Prompt, prepare_prompt
 from agentjet.rendering import Renderer
-from agentjet.timeline import ConversationTree, Row
+from agentjet.timeline import ConversationTree, Row, call_row
 from agentjet.timeline.identity import context_digest
 from agentjet.types import Call, Conversation, Message, ModelInfo, ToolCall
 
@@ -68,7 +68,7 @@ class Replay:
         """One row per call of the conversation."""
         tree, _ = self.play(messages)
         return [
-            Row(
+            call_row(
                 tokens=np.asarray(tree.tokens(call.id), np.int32),
                 logprobs=np.asarray(call.logprobs, np.float32),
                 versions=np.asarray(call.versions, np.int32),

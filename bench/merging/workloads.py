@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentjet.timeline import Row, build_forest
+from agentjet.timeline import Row, build_forest, call_row
 from agentjet.timeline.forest import IntArray
 
 VOCABULARY = 49_152 * 4 // 30
@@ -99,8 +99,8 @@ def timelines(rows: Sequence[Row]) -> list[list[Row]]:
     A call that several timelines contain is in the first of them only: every sampled token is trained once.
     """
     found: list[list[Row]] = []
-    for sequence in sorted({row.sequence for row in rows}):
-        own = sorted((row for row in rows if row.sequence == sequence), key=lambda row: -len(row.tokens))
+    for sequence in sorted({row["sequence"] for row in rows}):
+        own = sorted((row for row in rows if row["sequence"] == sequence), key=lambda row: -len(row.tokens))
         groups: list[list[Row]] = []
         for row in own:
             home = next((group for group in groups if _begins(row, group[-1])), None)
@@ -137,7 +137,7 @@ class _Draw:
 
     def row(self, tokens: IntArray, num_sampled: int, sequence: int) -> Row:
         """Log-probabilities near those of a random model, so that no ratio is clipped away."""
-        return Row(
+        return call_row(
             tokens=tokens,
             logprobs=np.full(num_sampled, -math.log(self._vocabulary), np.float32),
             versions=np.zeros(num_sampled, np.int32),

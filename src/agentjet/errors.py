@@ -112,6 +112,12 @@ class Conflict(RequestError):
     code = "conflict"
 
 
+class OperationConflict(Conflict):
+    """An operation is out of order, or repeats a number with another body."""
+
+    code = "operation_conflict"
+
+
 class TooLarge(RequestError):
     """The request is larger than the server accepts."""
 

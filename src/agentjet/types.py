@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 Mode = Literal["train", "eval"]
 EpisodeStatus = Literal["live", "prepared", "finished", "aborted", "expired"]
 """`prepared`: the reward is on disk. A later `finish` or `abort` decides if it counts."""
+OperationKind = Literal["forward_backward", "optim_step"]
 EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 Fork = Literal["", "template", "edit", "tools", "retry", "role", "branch"]
@@ -185,12 +186,46 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyId:
+    """The name of a policy on a backend."""
+
+    run: str = "default"
+    policy: str = "policy"
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.policy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operation on a policy. `number` counts the policy's operations from 0."""
+
+    run: str
+    policy: str
+    number: int
+
+    @classmethod
+    def of(cls, policy: PolicyId, number: int) -> Self:
+        return cls(policy.run, policy.policy, number)
+
+    @property
+    def policy_id(self) -> PolicyId:
+        return PolicyId(self.run, self.policy)
+
+    def next(self) -> Self:
+        """Returns the policy's next operation."""
+        return replace(self, number=self.number + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointStamp:
     """A checkpoint that the backend wrote or verified."""
 
     policy_version: int
     digest: str
     """Digest of the whole checkpoint. Empty for a checkpoint of AgentJet 0.1."""
+    operation: int = 0
+    """Number of the policy's next operation."""
 
 
 @dataclass(frozen=True, slots=True)

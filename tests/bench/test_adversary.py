@@ -6,7 +6,7 @@ from bench.researching.adversary import (
     ATTACKS,
     HONEST,
     STUDY,
-    Book,
+    StudyLog,
     after_the_data,
     attacks,
     before_the_data,
@@ -24,5 +24,5 @@ def test_one_of_each_kind_is_refused() -> None:
 
 def test_what_is_granted_is_not_counted_as_refused() -> None:
     assert not before_the_data(HONEST)
-    assert not after_the_data(HONEST, STUDY, ending(see(STUDY, Book())))
+    assert not after_the_data(HONEST, STUDY, ending(see(STUDY, StudyLog())))
     assert honest_are_granted()

@@ -57,7 +57,7 @@ def targets(forest: Forest) -> list[tuple[object, ...]]:
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(forest.tokens.tolist(), forest.parent.tolist(), strict=True):
         paths.append(((*paths[parent], token)) if parent >= 0 else (token,))
-    numbers = zip(forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
+    numbers = zip(forest["advantage"].tolist(), forest["sequence"].tolist(), strict=True)
     return sorted((paths[node], *line) for node, line in zip(forest.node.tolist(), numbers, strict=True))
 
 
@@ -65,7 +65,7 @@ def test_every_mode_trains_the_same_tokens_in_the_same_contexts() -> None:
     rows = SYNTHETIC["subagents"](Shape(vocabulary=100, shrink=20))
     by_mode = {mode: targets(lay_out(mode, rows)) for mode in MODES}
     assert by_mode["call"] == by_mode["timeline"] == by_mode["forest"]
-    assert len(by_mode["forest"]) == sum(len(row.logprobs) for row in rows)
+    assert len(by_mode["forest"]) == sum(len(row["logprob"]) for row in rows)
 
 
 def test_a_timeline_is_a_row_that_no_other_continues() -> None:

@@ -58,7 +58,7 @@ def test_a_token_may_be_in_a_file(served: Served, tmp_path: Path) -> None:
 
 
 def test_a_wrong_token_says_where_the_right_one_is(served: Served) -> None:
-    with pytest.raises(Unauthorized, match=r"'token' of its data dir.*AGENTJET_TOKEN"):
+    with pytest.raises(Unauthorized, match=r"file 'token' in the server's data dir.*AGENTJET_TOKEN"):
         run("status", "--url", served.url, "--token", "wrong")
 
 

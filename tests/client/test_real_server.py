@@ -91,7 +91,7 @@ def test_the_way_of_one_episode_and_its_refusals(tmp_path: Path) -> None:
                 pass
             assert left.status == "aborted"
             async with client(served, "not-the-token-not-the-token") as stranger:
-                with pytest.raises(Unauthorized, match=r"'token' of its data dir.*AGENTJET_TOKEN"):
+                with pytest.raises(Unauthorized, match=r"file 'token' in the server's data dir.*AGENTJET_TOKEN"):
                     await stranger.status()
 
     asyncio.run(scenario())

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.timeline.forest import Forest, Row
+from agentjet.timeline.forest import Forest, Row, call_row
 from agentjet.timeline.support import decode_set, encode_set
 from tests.compute.conftest import tokens
 
@@ -86,22 +86,22 @@ class Baseline:
         weights = _weights(self._rows, algorithm)
         total = torch.zeros((), dtype=self._logps[0].dtype)
         for row, logp, reference in zip(self._rows, self._logps, self._references, strict=True):
-            log_ratio = logp - torch.from_numpy(row.logprobs)
+            log_ratio = logp - torch.from_numpy(row["logprob"])
             if algorithm.loss == "gspo":
-                log_ratio = self._sequence_mean(row.sequence) + logp - logp.detach()
-            loss = _loss(log_ratio.exp(), logp, row.advantage, algorithm)
+                log_ratio = self._sequence_mean(row["sequence"]) + logp - logp.detach()
+            loss = _loss(log_ratio.exp(), logp, row["advantage"], algorithm)
             if algorithm.kl_coef:
                 gap = reference - logp
                 loss = loss + algorithm.kl_coef * (gap.exp() - gap - 1)
-            total = total + weights[row.sequence] * loss.sum()
+            total = total + weights[row["sequence"]] * loss.sum()
         return _flat(torch.autograd.grad(total, self._parameters, retain_graph=True))
 
     def _sequence_mean(self, sequence: int) -> Tensor:
         """Returns the mean log-ratio of all tokens of a sequence, over all its calls."""
         ratios = [
-            logp.detach() - torch.from_numpy(row.logprobs)
+            logp.detach() - torch.from_numpy(row["logprob"])
             for row, logp in zip(self._rows, self._logps, strict=True)
-            if row.sequence == sequence
+            if row["sequence"] == sequence
         ]
         return torch.cat(ratios).mean()
 
@@ -135,8 +135,8 @@ def _logits(policy: Policy, ids: Tensor, weights: Weights | None) -> Tensor:
 
 def _of_completion(logits: Tensor, row: Row) -> Tensor:
     """Returns the log-probability of each sampled token, over the tokens of its set."""
-    first = len(row.tokens) - len(row.logprobs)
-    tempered = logits[first - 1 : -1] / float(np.float32(row.temperature))
+    first = len(row.tokens) - len(row["logprob"])
+    tempered = logits[first - 1 : -1] / float(np.float32(row["temperature"]))
     sampled = row.tokens[first:].tolist()
     if not row.support:
         return tempered.log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
@@ -162,7 +162,7 @@ def _weights(rows: Sequence[Row], algorithm: AlgorithmConfig) -> dict[int, float
     """Weight of every token of a sequence, rounded as weights are stored."""
     sizes: dict[int, int] = {}
     for row in rows:
-        sizes[row.sequence] = sizes.get(row.sequence, 0) + len(row.logprobs)
+        sizes[row["sequence"]] = sizes.get(row["sequence"], 0) + len(row["logprob"])
     exact = {
         "token_mean": {s: 1 / sum(sizes.values()) for s in sizes},
         "sequence_mean": {s: 1 / (n * len(sizes)) for s, n in sizes.items()},
@@ -202,11 +202,13 @@ def episodes(policy: Policy, *, temperature: float = 0.9, seed: int = 0, restric
         full = np.concatenate([prompt, completion])
         support = _sets(completion, policy.vocabulary, rng) if restricted and len(rows) % 3 else ()
         nothing = np.zeros(len(completion), np.float32)
-        blank = Row(full, nothing, np.zeros(0, np.int32), 0.0, temperature, sequence, support)
+        blank = call_row(full, nothing, np.zeros(0, np.int32), 0.0, temperature, sequence, support)
         with torch.no_grad():
             old = row_logprobs(policy, blank).double().numpy() + 0.3 * rng.normal(size=len(completion))
         versions = np.zeros(len(completion), np.int32)
-        rows.append(Row(full, old.astype(np.float32), versions, advantages[sequence], temperature, sequence, support))
+        rows.append(
+            call_row(full, old.astype(np.float32), versions, advantages[sequence], temperature, sequence, support)
+        )
         return full
 
     advantages = [float(np.float32(a)) for a in rng.normal(size=12)]

@@ -12,7 +12,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.config import LoraConfig, ModelConfig
-from agentjet.timeline.forest import Row
+from agentjet.timeline.forest import Row, call_row
 from agentjet.types import SamplingParams
 from tests.tiny import make_model
 
@@ -75,7 +75,7 @@ def sampled_rows(
             chosen, logprobs = out[i]
             full = np.concatenate([histories[key], np.array(chosen, np.int32)])
             rows.append(
-                Row(
+                call_row(
                     full,
                     np.array(logprobs, np.float32),
                     np.zeros(len(chosen), np.int32),

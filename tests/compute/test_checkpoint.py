@@ -27,7 +27,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError
 from agentjet.gateway import Gateway
-from agentjet.types import Sampled, SamplingParams
+from agentjet.types import PolicyId, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, TRAINER, Damage
 from bench.breaking.recovery import LocalWorker, Undisturbed, judge
 from bench.breaking.reference import WEIGHTS
@@ -44,9 +44,11 @@ class WordsOfAScript(LocalWorker):
         super().__init__(config)
         self._words = words
 
-    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
+    async def sample(
+        self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Sampled]:
         self._words.version = self._worker._version
-        async for piece in self._words.sample(token_ids, params):
+        async for piece in self._words.sample(policy, token_ids, params):
             yield piece
 
 
@@ -82,7 +84,7 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
             running = Running(gateway, words, Clock(), Clock())
             for _ in range(NUM_BATCHES):
                 await running.batch()
-            await compute.export(data_dir / "exports" / "last")
+            await compute.export(PolicyId(), data_dir / "exports" / "last")
         finally:
             await gateway.close()
         return compute

@@ -6,7 +6,6 @@ batch without mismatch whose advantages are scaled.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ def exact(tiny_folder: Path) -> Forest:
     """A batch whose recorded log-probabilities are the learner's own."""
     policy = make_policy(tiny_folder)
     forest = build_forest(sampled_rows(policy))
-    return replace(forest, logprob=PolicyLearner(policy).logprobs(forest).numpy())
+    return forest.with_columns(logprob=PolicyLearner(policy).logprobs(forest).numpy())
 
 
 @pytest.mark.parametrize("loss", ["clip", "cispo", "gspo"])
@@ -48,8 +47,8 @@ def test_a_correction_scales_what_each_token_teaches(
     tiny_folder: Path, exact: Forest, loss: str, correction: str, scale: list[float]
 ) -> None:
     which = np.arange(exact.num_targets) % len(RHO)
-    stale = replace(exact, logprob=(exact.logprob - np.log(RHO[which])).astype(np.float32))
-    scaled = replace(exact, advantage=exact.advantage * np.array(scale, np.float32)[which])
+    stale = exact.with_columns(logprob=exact["logprob"] - np.log(RHO[which]))
+    scaled = exact.with_columns(advantage=exact["advantage"] * np.array(scale, np.float32)[which])
     if correction == "mis":
         scaled = select(scaled, np.array(scale)[which] > 0)
     ours, metrics = learned(tiny_folder, stale, loss=loss, correction=correction)

@@ -20,7 +20,7 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy, fingerprint
 from agentjet.compute.embedded.worker import Fingerprints
 from agentjet.config import JobConfig, OptimizerConfig
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.forest import Forest, build_forest, call_row
 from tests.compute.conftest import make_policy, sampled_rows
 from tests.tiny import make_model
 
@@ -34,7 +34,7 @@ def job(lr: float = 1e-3) -> JobConfig:
 def batch(policy: Policy, advantage: float | None = None) -> Forest:
     rows = sampled_rows(policy)
     if advantage is not None:
-        rows = [Row(row.tokens, row.logprobs, row.versions, advantage, 1.0, row.sequence) for row in rows]
+        rows = [call_row(row.tokens, row["logprob"], row["version"], advantage, 1.0, row["sequence"]) for row in rows]
     return build_forest(rows)
 
 

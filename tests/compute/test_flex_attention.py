@@ -23,7 +23,7 @@ from agentjet.compute.embedded.forest_attention import (
     interval_mask,
     tile_mask,
 )
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.forest import Forest, build_forest, call_row
 from tests.compute.conftest import tokens
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def a_forest(seed: int) -> Forest:
     rows = []
     for i in range(12):
         branch = np.concatenate([trunks[i % 2], tokens(50 + i % 5, int(rng.integers(1, 90))), tokens(90 + i, 30)])
-        rows.append(Row(branch, np.zeros(5, np.float32), np.zeros(5, np.int32), 1.0, 1.0, i))
+        rows.append(call_row(branch, np.zeros(5, np.float32), np.zeros(5, np.int32), 1.0, 1.0, i))
     return build_forest(rows)
 
 

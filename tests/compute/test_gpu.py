@@ -23,7 +23,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import PrefixSampler
 from agentjet.compute.embedded.worker import make_deterministic
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig
-from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.types import SamplingParams
 from tests.compute.baseline import relative, row_logprobs
 from tests.compute.conftest import make_policy, run, sampled_rows, tokens
@@ -83,7 +83,7 @@ def test_the_sampler_reports_what_a_cpu_computes(tiny_folder: Path) -> None:
     reference = make_policy(tiny_folder)
     for id, (chosen, logprobs) in run(PrefixSampler(policy, 8, 8192), requests).items():
         whole = np.concatenate([requests[id][0], np.int32(chosen)])
-        row = Row(whole, np.float32(logprobs), np.zeros(len(chosen), np.int32), 1.0, 0.8, id)
+        row = call_row(whole, np.float32(logprobs), np.zeros(len(chosen), np.int32), 1.0, 0.8, id)
         with torch.no_grad():
             assert logprobs == pytest.approx(row_logprobs(reference, row).numpy(), abs=1e-3)
 

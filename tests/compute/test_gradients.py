@@ -24,7 +24,7 @@ from torch import Tensor
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig
-from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import encode_set
 from tests.compute.architectures import make_architecture
 from tests.compute.baseline import (
@@ -161,10 +161,9 @@ def test_micro_batches_change_nothing(double: Case, loss: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_branches_without_advantage_are_not_computed_and_change_nothing(double: Case, loss: str) -> None:
     # The second call of sequence 0 is quiet, too, but its tokens count in GSPO's mean over the sequence.
-    assert double.rows[0].sequence == double.rows[1].sequence == 0
+    assert double.rows[0]["sequence"] == double.rows[1]["sequence"] == 0
     quiet = [
-        row if row.sequence < 3 and i != 1 else dataclasses.replace(row, advantage=0.0)
-        for i, row in enumerate(double.rows)
+        row if row["sequence"] < 3 and i != 1 else row.with_columns(advantage=0.0) for i, row in enumerate(double.rows)
     ]
     chosen = algorithm(loss, "sequence_mean", 0.0)
     with Double():
@@ -193,8 +192,10 @@ def test_a_token_without_an_alternative_counts_and_has_no_gradient(tiny_folder: 
     policy = make_policy(tiny_folder)
     prompt, completion = tokens(1, 9), tokens(2, 3)
     alone = tuple(encode_set(np.arange(policy.vocabulary) == token) for token in completion)
-    forced = Row(np.concatenate([prompt, completion]), np.zeros(3, np.float32), np.zeros(3, np.int32), 1.0, 0.7, 0)
-    free = Row(np.concatenate([prompt, tokens(3, 3)]), np.full(3, -5.0, np.float32), forced.versions, -1.0, 1.0, 1)
+    forced = call_row(np.concatenate([prompt, completion]), np.zeros(3, np.float32), np.zeros(3, np.int32), 1.0, 0.7, 0)
+    free = call_row(
+        np.concatenate([prompt, tokens(3, 3)]), np.full(3, -5.0, np.float32), forced["version"], -1.0, 1.0, 1
+    )
     mixed = build_forest([dataclasses.replace(forced, support=alone), free])
     learner = PolicyLearner(policy)
     assert learner.logprobs(mixed)[:3].tolist() == [0.0] * 3
@@ -216,7 +217,7 @@ def test_a_forest_keeps_less_for_its_backward_pass_than_its_rows(tiny_folder: Pa
     }
     for name, sequences in shapes.items():
         rows = [
-            Row(s.astype(np.int32), np.zeros(4, np.float32), np.zeros(4, np.int32), 1.0, 1.0, i)
+            call_row(s.astype(np.int32), np.zeros(4, np.float32), np.zeros(4, np.int32), 1.0, 1.0, i)
             for i, s in enumerate(sequences)
         ]
         forest = _bytes_kept(learner, policy, [rows])

@@ -24,7 +24,7 @@ from agentjet.compute.embedded.token_sampling import Grammars, sample_tokens
 from agentjet.config import JobConfig
 from agentjet.errors import GrammarError
 from agentjet.rendering import Renderer
-from agentjet.timeline.forest import Row, build_forest
+from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.support import EVERYTHING, decode_set, encode_set
 from agentjet.types import Constraint, Conversation, Message, SamplingParams
 from tests.compute.architectures import make_architecture
@@ -70,7 +70,7 @@ def complete(
 
 
 def as_row(prompt: np.ndarray, sampled: Sequence[NewToken], temperature: float = 1.0, sequence: int = 0) -> Row:
-    return Row(
+    return call_row(
         np.concatenate([prompt, [new.token for new in sampled]]).astype(np.int32),
         np.array([new.logprob for new in sampled], np.float32),
         np.zeros(len(sampled), np.int32),
@@ -126,10 +126,10 @@ def test_what_is_reported_is_what_it_was_sampled_from(policy: Policy, name: str)
         assert max(sizes) <= params.top_k
     for row in rows:
         with torch.no_grad():
-            assert row.logprobs == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
+            assert row["logprob"] == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
     metrics = PolicyLearner(policy).learn(build_forest(rows), JobConfig(), 0)
     assert metrics["policy/mismatch_kl"] < 1e-7
-    assert metrics["policy/entropy"] == pytest.approx(-np.concatenate([row.logprobs for row in rows]).mean())
+    assert metrics["policy/entropy"] == pytest.approx(-np.concatenate([row["logprob"] for row in rows]).mean())
 
 
 def test_neighbours_and_seeds(policy: Policy) -> None:
@@ -167,7 +167,7 @@ def test_greedy_takes_the_likeliest_allowed_token(policy: Policy) -> None:
     assert [new.token for new in one] == [new.token for new in other]
     row = as_row(tokens(1, 9), one)
     with torch.no_grad():
-        assert row.logprobs == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
+        assert row["logprob"] == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
 
 
 def test_masks_come_before_temperature_and_truncation() -> None:

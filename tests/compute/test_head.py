@@ -21,7 +21,7 @@ from agentjet.compute.embedded import learner as learner_module
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.timeline.support import decode_set, encode_set
 from tests.compute.baseline import Double, relative
 from tests.compute.conftest import make_policy, sampled_rows, tokens
@@ -31,8 +31,8 @@ class HeadOfEveryTarget(PolicyLearner):
     """The vocabulary multiplied out for one target after the other."""
 
     def _heads(self, hidden: Tensor, rows: Tensor, forest: Forest) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        for target, (node, number) in enumerate(zip(forest.node.tolist(), forest.support.tolist(), strict=True)):
-            logits = self.policy.head(hidden[rows[target]]) / float(forest.temperature[target])
+        for target, (node, number) in enumerate(zip(forest.node.tolist(), forest["support"].tolist(), strict=True)):
+            logits = self.policy.head(hidden[rows[target]]) / float(forest["temperature"][target])
             if number >= 0:
                 outside = torch.from_numpy(~decode_set(forest.sets[number], len(logits)))
                 logits = logits.masked_fill(outside, -torch.inf)
@@ -43,19 +43,19 @@ class HeadOfEveryTarget(PolicyLearner):
 def batch(policy: Policy, seed: int) -> Forest:
     """Repeats that sampled the same tokens, at two temperatures, some chosen among sets."""
     rows = sampled_rows(policy, seed=seed, groups=2)
-    rows += [dataclasses.replace(row, advantage=-0.5, sequence=row.sequence + 100) for row in rows[1:]]
-    rows += [dataclasses.replace(row, temperature=0.7, sequence=row.sequence + 200) for row in rows[::4]]
+    rows += [row.with_columns(advantage=-0.5, sequence=row["sequence"] + 100) for row in rows[1:]]
+    rows += [row.with_columns(temperature=0.7, sequence=row["sequence"] + 200) for row in rows[::4]]
     everything = np.ones(policy.vocabulary, bool)
     for i in range(0, len(rows), 3):
         few = everything.copy()
         few[tokens(i, 40)] = False
         few[rows[i].tokens] = True
-        rows[i] = dataclasses.replace(rows[i], support=tuple(encode_set(few) for _ in rows[i].logprobs))
+        rows[i] = dataclasses.replace(rows[i], support=tuple(encode_set(few) for _ in rows[i]["logprob"]))
     return build_forest(rows)
 
 
 def distinct(forest: Forest) -> int:
-    keys = zip(forest.parent[forest.node].tolist(), forest.temperature, forest.support, strict=True)
+    keys = zip(forest.parent[forest.node].tolist(), forest["temperature"], forest["support"], strict=True)
     return len(set(keys))
 
 
@@ -115,8 +115,8 @@ def test_a_token_outside_its_set_is_refused(tiny_folder: Path) -> None:
     prompt = tokens(1, 5)
     few = np.zeros(policy.vocabulary, bool)
     few[:5] = True
-    row = Row(prompt, np.zeros(1, np.float32), np.zeros(1, np.int32), 1.0, 1.0, 0, (encode_set(few),))
-    other = dataclasses.replace(row, tokens=np.append(prompt[:-1], np.int32(3)), sequence=1)
+    row = call_row(prompt, np.zeros(1, np.float32), np.zeros(1, np.int32), 1.0, 1.0, 0, (encode_set(few),))
+    other = dataclasses.replace(row, tokens=np.append(prompt[:-1], np.int32(3))).with_columns(sequence=1)
     PolicyLearner(policy).logprobs(build_forest([other]))
     with pytest.raises(AssertionError, match="is not in its set"):
         PolicyLearner(policy).logprobs(build_forest([other, row]))

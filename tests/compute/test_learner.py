@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfig, OptimizerConfig
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.timeline.forest import Row, build_forest, select, split
+from agentjet.timeline.forest import build_forest, call_row, select, split
 from tests.compute.baseline import Double, row_logprobs
 from tests.compute.conftest import make_policy, sampled_rows, tokens
 from tests.tiny import make_model
@@ -42,7 +41,7 @@ def test_every_node_sees_its_path_exactly_once() -> None:
     rows = []
     for i in range(5):
         branch = np.concatenate([trunk, tokens(10 + i % 2, 40), tokens(20 + i, 30)])
-        rows.append(Row(branch, np.full(30, -4.0, np.float32), np.zeros(30, np.int32), 1.0 + i, 1.0, i))
+        rows.append(call_row(branch, np.full(30, -4.0, np.float32), np.zeros(30, np.int32), 1.0 + i, 1.0, i))
     forest = build_forest(rows)
     nodes = np.arange(forest.num_nodes)
     interval = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < forest.end[None, :])
@@ -65,7 +64,7 @@ def test_long_runs_and_deep_branches_attend_as_they_should(tiny_folder: Path) ->
     rows = []
     for i in range(6):
         branch = np.concatenate([trunk, tokens(10 + i % 2, 280), tokens(30 + i, 12), tokens(20 + i, 30)])
-        rows.append(Row(branch, np.full(30, -4.0, np.float32), np.zeros(30, np.int32), 1.0 + i, 1.0, i))
+        rows.append(call_row(branch, np.full(30, -4.0, np.float32), np.zeros(30, np.int32), 1.0 + i, 1.0, i))
     learner = PolicyLearner(policy)
     with Double():
         ours = learner.logprobs(build_forest(rows))
@@ -75,12 +74,13 @@ def test_long_runs_and_deep_branches_attend_as_they_should(tiny_folder: Path) ->
 def test_what_has_no_advantage_is_not_computed(policy: Policy) -> None:
     rows = sampled_rows(policy)
     flat = [
-        Row(r.tokens, r.logprobs, r.versions, r.advantage if r.sequence < 4 else 0.0, 1.0, r.sequence) for r in rows
+        call_row(r.tokens, r["logprob"], r["version"], r["advantage"] if r["sequence"] < 4 else 0.0, 1.0, r["sequence"])
+        for r in rows
     ]
     forest = build_forest(flat)
     learner = PolicyLearner(policy)
     assert learner.learn(forest, job(), 0)["forest/tokens_computed"] < 0.6 * forest.num_nodes
-    quiet = [Row(r.tokens, r.logprobs, r.versions, 0.0, 1.0, r.sequence) for r in rows]
+    quiet = [call_row(r.tokens, r["logprob"], r["version"], 0.0, 1.0, r["sequence"]) for r in rows]
     assert learner.learn(build_forest(quiet), job(), 1)["forest/tokens_computed"] == 0
 
 
@@ -93,7 +93,7 @@ def test_split_and_select_keep_every_target_in_its_context(policy: Policy) -> No
         seen[targets] += 1
         assert learner.logprobs(piece).numpy() == pytest.approx(whole[targets], abs=1e-5)
     assert (seen == 1).all()
-    keep = forest.sequence % 2 == 0
+    keep = forest["sequence"] % 2 == 0
     assert learner.logprobs(select(forest, keep)).numpy() == pytest.approx(whole[keep], abs=1e-5)
 
 
@@ -114,19 +114,21 @@ def test_metrics_of_the_policy_are_those_of_the_loss_over_every_sampled_token(po
     """
     rows = []
     for r in sampled_rows(policy):
-        others = len(r.logprobs) - 1
+        others = len(r["logprob"]) - 1
         moved = np.array([1.0, *[-1 / others] * others] if others else [0.0], np.float32)
-        advantage = 1.0 if r.sequence < 4 else 0.0
-        rows.append(Row(r.tokens, r.logprobs - moved, r.versions, advantage, 1.0, r.sequence))
+        advantage = 1.0 if r["sequence"] < 4 else 0.0
+        rows.append(call_row(r.tokens, r["logprob"] - moved, r["version"], advantage, 1.0, r["sequence"]))
     forest = build_forest(rows)
     bounds = {"clip_low": 0.9, "clip_high": 0.2}  # what compensates for it stays inside
     metrics = PolicyLearner(policy).learn(forest, job(AlgorithmConfig.model_validate({"loss": loss, **bounds})), 0)
-    clipped = 0 if loss == "gspo" else sum(r.sequence < 4 and len(r.logprobs) > 1 for r in rows)
+    clipped = 0 if loss == "gspo" else sum(r["sequence"] < 4 and len(r["logprob"]) > 1 for r in rows)
     assert metrics["policy/clip_fraction"] == pytest.approx(clipped / forest.num_targets)
-    assert metrics["policy/entropy"] == pytest.approx(-forest.logprob.mean())
-    quiet = replace(forest, advantage=np.zeros_like(forest.advantage))
+    assert metrics["policy/entropy"] == pytest.approx(-forest["logprob"].mean())
+    quiet = forest.with_columns(advantage=np.zeros_like(forest["advantage"]))
     metrics = PolicyLearner(policy).learn(quiet, job(), 1)
-    assert metrics["policy/entropy"] == pytest.approx(-forest.logprob.mean()) and metrics["policy/clip_fraction"] == 0
+    assert (
+        metrics["policy/entropy"] == pytest.approx(-forest["logprob"].mean()) and metrics["policy/clip_fraction"] == 0
+    )
     assert "policy/mismatch_kl" not in metrics, "it needs log-probabilities that are not computed"
 
 
@@ -140,7 +142,7 @@ def test_learning_raises_what_was_rewarded(tiny_folder: Path, rank: int) -> None
     for version in range(3):
         learner.learn(forest, job(optimizer=OptimizerConfig(lr=3e-3)), version)
     change = learner.logprobs(forest).float().numpy() - before
-    assert change[forest.advantage > 0.5].mean() > change[forest.advantage < -0.5].mean() + 0.01
+    assert change[forest["advantage"] > 0.5].mean() > change[forest["advantage"] < -0.5].mean() + 0.01
 
 
 @pytest.mark.parametrize("dtype, rank", [("float32", 0), ("bfloat16", 0), ("bfloat16", 4)])
@@ -171,13 +173,13 @@ def test_a_replay_from_a_checkpoint_is_equal_bit_by_bit(
 
 def test_a_gradient_that_is_not_finite_changes_nothing(policy: Policy) -> None:
     rows = sampled_rows(policy)
-    rows[0] = Row(rows[0].tokens, rows[0].logprobs, rows[0].versions, math.inf, 1.0, rows[0].sequence)
+    rows[0] = call_row(rows[0].tokens, rows[0]["logprob"], rows[0]["version"], math.inf, 1.0, rows[0]["sequence"])
     before = {name: p.detach().clone() for name, p in policy.trainable().items()}
     learner = PolicyLearner(policy)
     metrics = learner.learn(build_forest(rows), job(), 0)
     assert metrics["optim/skipped_steps"] == 1
     assert all(torch.equal(p, before[name]) for name, p in policy.trainable().items())
-    rows[0] = Row(rows[0].tokens, rows[0].logprobs, rows[0].versions, 1.0, 1.0, rows[0].sequence)
+    rows[0] = call_row(rows[0].tokens, rows[0]["logprob"], rows[0]["version"], 1.0, 1.0, rows[0]["sequence"])
     assert learner.learn(build_forest(rows), job(), 1)["optim/skipped_steps"] == 0
     assert not all(torch.equal(p, before[name]) for name, p in policy.trainable().items())
 

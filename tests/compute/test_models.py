@@ -81,8 +81,8 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path, monkeypatch: pyte
         config = json.dumps({"tokenizer_class": tokenizer_class, **names})
         (folder / "tokenizer_config.json").write_text(config)
         vocabulary = Vocabulary(load(folder).info.tokenizer_path)
-        assert vocabulary.begin("a", first=True) == " a"
-        assert vocabulary.begin("a", first=False) == second
+        assert vocabulary.add_prefix("a", first=True) == " a"
+        assert vocabulary.add_prefix("a", first=False) == second
 
 
 def test_a_model_that_generates_no_text_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentjet.compute.embedded.passes import PrefixPass
 from agentjet.compute.embedded.policy import Policy
-from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest
+from agentjet.timeline.forest import Forest, ForestChunk, Row, build_forest, call_row
 from tests.compute.conftest import make_policy, tokens
 
 WHOLE = 10_000
@@ -32,7 +32,7 @@ def branching(seed: int = 0, depth: int = 3) -> Forest:
     def grow(prefix: np.ndarray, levels: int) -> None:
         for _ in range(rng.integers(1, 4)):
             branch = np.concatenate([prefix, tokens(int(rng.integers(1_000_000)), int(rng.integers(3, 40)))])
-            rows.append(Row(branch, np.full(3, -5.0, np.float32), np.zeros(3, np.int32), 1.0, 1.0, len(rows)))
+            rows.append(call_row(branch, np.full(3, -5.0, np.float32), np.zeros(3, np.int32), 1.0, 1.0, len(rows)))
             if levels:
                 grow(branch, levels - 1)
 

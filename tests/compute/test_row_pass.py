@@ -25,10 +25,12 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
 from agentjet.compute.embedded.sampler import RowSampler
+from agentjet.compute.protocol import learn
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, OutOfCache
-from agentjet.timeline.forest import Row, build_forest
-from agentjet.types import SamplingParams
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import build_forest, call_row
+from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.architectures import BRANCHING, ROWS, make_architecture
 from tests.compute.baseline import (
     Baseline,
@@ -171,7 +173,7 @@ def test_sampler_and_learner_agree(folders: dict[str, Path], kind: str) -> None:
     rows = sampled_rows(policy, groups=2, repeats=2, temperature=0.8)
     with torch.no_grad():
         for row in rows:
-            assert row.logprobs == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
+            assert row["logprob"] == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
     metrics = PolicyLearner(policy).learn(build_forest(rows), JobConfig(), 0)
     assert metrics["policy/mismatch_kl"] < 1e-7
 
@@ -239,7 +241,7 @@ def test_a_cache_that_gives_other_numbers_is_not_used(
     assert "no usable cache between tokens" in caplog.text
     prompt = tokens(1, 20)
     chosen, logprobs = run(sampler, {0: (prompt, SamplingParams(max_tokens=6, seed=1))})[0]
-    row = Row(np.concatenate([prompt, np.int32(chosen)]), np.float32(logprobs), np.zeros(6, np.int32), 1.0, 1.0, 0)
+    row = call_row(np.concatenate([prompt, np.int32(chosen)]), np.float32(logprobs), np.zeros(6, np.int32), 1.0, 1.0, 0)
     with torch.no_grad():
         assert logprobs == pytest.approx(row_logprobs(policy, row).numpy(), abs=1e-4)
 
@@ -298,12 +300,14 @@ def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path], tmp_
         prompt = tokens(1, 9).tolist()
 
         async def sample() -> tuple[list[float], set[int]]:
-            pieces = [piece async for piece in compute.sample(prompt, SamplingParams(max_tokens=5, seed=3))]
+            pieces = [piece async for piece in compute.sample(PolicyId(), prompt, SamplingParams(max_tokens=5, seed=3))]
             return [logp for piece in pieces for logp in piece.logprobs], {piece.policy_version for piece in pieces}
 
         before = await sample()
         forest = build_forest(sampled_rows(make_policy(folders["mamba"]), groups=1))
-        metrics = await compute.learn(0, forest, JobConfig(optimizer=OptimizerConfig(lr=1e-2)))
+        job = JobConfig(optimizer=OptimizerConfig(lr=1e-2))
+        metrics, _ = await learn(compute, Op.of(PolicyId(), 0), TrainingBatch(0, forest), job)
+        await compute.publish(PolicyId(), 1)
         assert metrics["forest/tokens_computed"] >= forest.num_nodes
         after = await sample()
         assert (before[1], after[1]) == ({0}, {1}) and before[0] != after[0]

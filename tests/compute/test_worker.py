@@ -1,7 +1,7 @@
 """The worker process, with real processes and real kills. Pinned here:
 
 1. requests work across the pipe, several at a time; closing a sample cancels it;
-2. `learn` is idempotent in its batch id, and refuses a gap;
+2. operations are idempotent: a gap, or another body under the same number, is refused;
 3. a killed worker is reported at once to every caller, and restarts from a checkpoint to the same weights, bit by
    bit; so does one that was stopped (SIGSTOP), after `server.worker_timeout`;
 4. a failed checkpoint keeps the last good one and removes its partial folder; without a gateway the worker ends;
@@ -34,17 +34,29 @@ from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.embedded.worker_process import Frame
-from agentjet.config import ServeConfig
-from agentjet.errors import CheckpointError, ComputeError, ConfigError, GrammarError, OutOfCache, WorkerDied, WorkerHung
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.compute.protocol import learn
+from agentjet.config import JobConfig, ServeConfig
+from agentjet.errors import (
+    CheckpointError,
+    ComputeError,
+    ConfigError,
+    GrammarError,
+    OperationConflict,
+    OutOfCache,
+    WorkerDied,
+    WorkerHung,
+)
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import Forest, build_forest, call_row
 from agentjet.timeline.support import EVERYTHING
-from agentjet.types import SamplingParams
+from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.conftest import tokens
 from tests.e2e.server import environment, is_running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+POLICY = PolicyId()
 RESTRICTIONS: tuple[dict[str, Any], ...] = ({"grammar": "start: /[a-z]+/\n", "piece_tokens": 4}, {"top_p": 0.8}, {})
 
 
@@ -65,12 +77,19 @@ async def completion(
     logprobs: list[float] = []
     versions: set[int] = set()
     support: list[bytes] = []
-    async for piece in compute.sample(prompt.tolist(), params):
+    async for piece in compute.sample(POLICY, prompt.tolist(), params):
         chosen += piece.tokens
         logprobs += piece.logprobs
         versions.add(piece.policy_version)
         support += piece.support or (EVERYTHING,) * len(piece.tokens)
     return chosen, logprobs, versions, support
+
+
+async def learn_batch(compute: EmbeddedCompute, version: int, forest: Forest, job: JobConfig) -> dict[str, float]:
+    """Train on a batch whose operations are `2 * version` and the next one, and publish."""
+    metrics, _ = await learn(compute, Op.of(POLICY, 2 * version), TrainingBatch(version, forest), job)
+    await compute.publish(POLICY, version + 1)
+    return metrics
 
 
 async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
@@ -86,7 +105,7 @@ async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
     rng = np.random.default_rng(seed)
     return build_forest(
         [
-            Row(
+            call_row(
                 np.concatenate([p, np.array(chosen, np.int32)]),
                 np.array(logprobs, np.float32),
                 np.zeros(len(chosen), np.int32),
@@ -148,23 +167,31 @@ def test_verbs_refusals_and_idempotent_learning(
         for grammar in ("start: nothing\n", 'start: "a" NEVER\nNEVER: /b/ & /c/\n'):
             with pytest.raises(GrammarError):
                 await completion(compute, tokens(0, 5), SamplingParams(max_tokens=9, grammar=grammar))
-        scores = await compute.score(tokens(0, 5).tolist(), 2)
+        scores = await compute.score(POLICY, tokens(0, 5).tolist(), 2)
         assert len(scores) == 4 and all(len(one.likeliest) == 2 and one.logprob < 0 for one in scores)
         with pytest.raises(CheckpointError, match="cannot be read"):
-            await compute.load(tmp_path / "nothing")
-        stream = compute.sample(tokens(0, 5).tolist(), SamplingParams(max_tokens=400, temperature=3.0))
+            await compute.load(POLICY, tmp_path / "nothing")
+        stream = compute.sample(POLICY, tokens(0, 5).tolist(), SamplingParams(max_tokens=400, temperature=3.0))
         first = await anext(stream)
         assert first.policy_version == 0
         await stream.aclose()
         forest = await batch(compute, 1)
         compute.heard.clear()
-        with pytest.raises(ComputeError, match="batch 3 was sent to a policy at version 0"):
-            await compute.learn(3, forest, compute._config.job)
-        metrics = await compute.learn(0, forest, compute._config.job)
-        await compute.save(tmp_path / "once")
-        assert await compute.learn(0, forest, compute._config.job) == metrics
-        await compute.save(tmp_path / "twice")
+        job = compute._config.job
+        with pytest.raises(OperationConflict, match=r"operation 6 .* out of order: the next one is 0"):
+            await learn_batch(compute, 3, forest, job)
+        metrics = await learn_batch(compute, 0, forest, job)
+        await compute.save(POLICY, tmp_path / "once")
+        assert await learn_batch(compute, 0, forest, job) == metrics
+        await compute.save(POLICY, tmp_path / "twice")
         assert weights(tmp_path / "once") == weights(tmp_path / "twice")
+        with pytest.raises(OperationConflict, match=r"operation 0 .* with another body"):
+            await learn_batch(compute, 0, forest.with_columns(advantage=-forest["advantage"]), job)
+        with pytest.raises(ComputeError, match="no policy other/policy"):
+            await compute.publish(PolicyId("other"), 7)
+        before = (await compute.logprobs(POLICY, TrainingBatch(1, forest))).columns["logprob"]
+        reference = (await compute.logprobs(POLICY, TrainingBatch(1, forest), reference=True)).columns["logprob"]
+        assert len(before) == forest.num_targets and not np.array_equal(before, reference)
         assert (await completion(compute, tokens(0, 5), SamplingParams(max_tokens=3)))[2] == {1}
         assert len(compute.heard) == 1, "what was closed is sampled no further"
         await compute.close()
@@ -192,18 +219,18 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
         forests = []
         for version in range(4):
             forests.append(await batch(compute, version))
-            await compute.learn(version, forests[-1], job)
+            await learn_batch(compute, version, forests[-1], job)
             if version == 1:
-                await compute.save(tmp_path / "step_000002")
-        await compute.save(tmp_path / "undisturbed")
+                await compute.save(POLICY, tmp_path / "step_000002")
+        await compute.save(POLICY, tmp_path / "undisturbed")
 
         for moment in moments:
             doomed = {
                 "idle": lambda: asyncio.sleep(0),
-                "stopped": lambda: compute.learn(4, forests[0], job),
+                "stopped": lambda: learn_batch(compute, 4, forests[0], job),
                 "sampling": lambda: completion(compute, tokens(3, 9), SamplingParams(max_tokens=400, temperature=3.0)),
-                "learning": lambda: compute.learn(4, forests[0], job),
-                "saving": lambda: compute.save(tmp_path / "never"),
+                "learning": lambda: learn_batch(compute, 4, forests[0], job),
+                "saving": lambda: compute.save(POLICY, tmp_path / "never"),
             }[moment]()
             waiting = asyncio.ensure_future(doomed)
             await asyncio.sleep(0.02)
@@ -218,12 +245,12 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
                 assert "exit code -9" in str(death)
                 assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
             with pytest.raises(WorkerDied):
-                await compute.export(tmp_path / "never")
+                await compute.export(POLICY, tmp_path / "never")
             await compute.start()
-            version = (await compute.load(tmp_path / "step_000002")).policy_version
+            version = (await compute.load(POLICY, tmp_path / "step_000002")).policy_version
             for v in range(version, 4):
-                await compute.learn(v, forests[v], job)
-            await compute.save(tmp_path / f"after-{moment}")
+                await learn_batch(compute, v, forests[v], job)
+            await compute.save(POLICY, tmp_path / f"after-{moment}")
             assert weights(tmp_path / f"after-{moment}") == weights(tmp_path / "undisturbed")
         await compute.close()
 

@@ -98,9 +98,11 @@ def of_client(**changes: Any) -> Callable[[Evidence], Evidence]:
 
 def of_forest(**changes: Callable[[Any], Any]) -> Callable[[Evidence], Evidence]:
     def change(evidence: Evidence) -> Evidence:
-        assert evidence.forest is not None
-        made = {name: how(getattr(evidence.forest, name).copy()) for name, how in changes.items()}
-        return replace(evidence, forest=replace(evidence.forest, **made))
+        forest = evidence.forest
+        assert forest is not None
+        columns = {name: how(forest[name].copy()) for name, how in changes.items() if name in forest.targets}
+        arrays = {name: how(getattr(forest, name).copy()) for name, how in changes.items() if name not in columns}
+        return replace(evidence, forest=replace(forest.with_columns(**columns), **arrays))
 
     return change
 

@@ -88,7 +88,7 @@ class ScriptedModel:
             expires_at=0,
         )
         asynchronous = AsyncEpisode(None, begun, BeginRequest(task_id=task.id))  # type: ignore[arg-type]
-        return Episode(asynchronous, drive=None)  # type: ignore[arg-type]
+        return Episode(asynchronous, run=None)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.errors import CheckpointError, ConfigError
+from agentjet.types import CheckpointStamp, PolicyId
 from tests.fakes import ScriptedCompute, running
 from tests.tiny import make_model_info
 
@@ -51,7 +52,7 @@ async def test_a_checkpoint_of_other_settings_is_not_passed_over(tmp_path: Path)
         await run.batch()
 
     class Other(ScriptedCompute):
-        async def load(self, path: Path) -> int:
+        async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
             raise ConfigError(f"checkpoint {path} has model.lora.rank = 4, this server 8")
 
     def become_other(compute: ScriptedCompute) -> None:

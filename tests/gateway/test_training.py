@@ -267,7 +267,7 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         assert run.gateway.status().episodes["trained"] == 8
 
 
-@pytest.mark.parametrize("moment", ["forest", "learned"])
+@pytest.mark.parametrize("moment", ["training_batch", "learned"])
 async def test_a_batch_that_the_gateway_cannot_work_with_is_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agentjet.config import AlgorithmConfig
-from agentjet.recipes.losses import correction_weights
+from agentjet.recipes.losses import CORRECTIONS, importance_ratio
 
 RHO = np.array([0.4, 0.9, 1.1, 3.0])
 BEHAVIOUR = np.array([-1.0, -2.0, -0.5, -3.0], np.float32)
@@ -16,21 +16,22 @@ PROXIMAL = (BEHAVIOUR + np.log(RHO)).astype(np.float32)
 @pytest.mark.parametrize(
     ("settings", "weight", "counts"),
     [
-        ({"correction": "none"}, [1, 1, 1, 1], [1, 1, 1, 1]),
         ({"correction": "tis", "correction_high": 2.0}, [0.4, 0.9, 1.1, 2.0], [1, 1, 1, 1]),
         ({"correction": "icepop", "correction_low": 0.5, "correction_high": 5.0}, [0, 0.9, 1.1, 3], [1, 1, 1, 1]),
         ({"correction": "mis", "correction_low": 0.5, "correction_high": 2.0}, [0, 0.9, 1.1, 0], [0, 1, 1, 0]),
     ],
 )
 def test_corrections(settings: dict[str, object], weight: list[float], counts: list[int]) -> None:
-    found, counted = correction_weights(PROXIMAL, BEHAVIOUR, AlgorithmConfig.model_validate(settings))
+    algorithm = AlgorithmConfig.model_validate(settings)
+    found, counted = CORRECTIONS[algorithm.correction](importance_ratio(PROXIMAL, BEHAVIOUR), algorithm)
     assert found.tolist() == pytest.approx(weight, rel=1e-5)
     assert counted.tolist() == [bool(c) for c in counts]
 
 
 def test_far_apart_is_finite() -> None:
     far = np.array([-1000.0, 0.0], np.float32)
-    weight, _ = correction_weights(far, far[::-1].copy(), AlgorithmConfig(correction="mis", correction_low=0.5))
+    rho = importance_ratio(far, far[::-1].copy())
+    weight, _ = CORRECTIONS["mis"](rho, AlgorithmConfig(correction="mis", correction_low=0.5))
     assert np.isfinite(weight).all() and weight.tolist() == [0, 0]
 
 

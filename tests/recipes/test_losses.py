@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentjet.config import AlgorithmConfig
-from agentjet.recipes.losses import cispo_loss, clip_loss, gspo_loss, kl_k3, policy_loss, weights
+from agentjet.recipes.losses import AGGREGATIONS, LOSSES, cispo_loss, clip_loss, gspo_loss, kl_k3
 
 
 def loss_of(ratio: float, advantage: float, **settings: float) -> tuple[float, float, bool]:
@@ -69,7 +69,8 @@ def test_cispo_keeps_a_gradient_outside_the_clip() -> None:
 def test_a_token_without_advantage_is_not_clipped(loss: str) -> None:
     algorithm = AlgorithmConfig.model_validate({"loss": loss})
     ratios = torch.tensor([2.0, -2.0])
-    assert not policy_loss(ratios, torch.zeros(2), ratios, torch.zeros(2), algorithm).clipped.any()
+    columns = {"logprob": torch.zeros(2), "sequence_log_ratio": ratios, "advantage": torch.zeros(2)}
+    assert not LOSSES[loss](ratios, columns, algorithm).clipped.any()
 
 
 def test_a_loss_has_the_defaults_it_was_published_with() -> None:
@@ -95,4 +96,5 @@ def test_aggregation(aggregation: str, expected: float) -> None:
     """Losses [[1, 1, 1, 1], [3]]: 7 / 5; (1 + 3) / 2; 7 / constant 4 / 2 sequences."""
     losses = np.array([1, 1, 1, 1, 3.0])
     algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, "constant": 4})
-    assert float((losses * weights(np.array([0, 0, 0, 0, 1], np.int32), 2, algorithm)).sum()) == pytest.approx(expected)
+    weights = AGGREGATIONS[aggregation](np.array([0, 0, 0, 0, 1], np.int32), 2, algorithm)
+    assert float((losses * weights).sum()) == pytest.approx(expected)

@@ -162,7 +162,7 @@ async def test_template_variables_that_change_the_prompt_are_refused(tmp_path: P
             if honest:
                 await request
                 continue
-            with pytest.raises(openai.BadRequestError, match="another prompt") as refusal:
+            with pytest.raises(openai.BadRequestError, match="would change the prompt") as refusal:
                 await request
             assert refusal.value.param == "chat_template_kwargs"
 

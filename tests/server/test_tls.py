@@ -77,7 +77,7 @@ async def test_our_client_trusts_the_certificate_it_is_told_and_asks_no_proxy(
         async with AsyncSwarm(served.url, TOKEN) as trusting:
             assert (await trusting.status()).state == "sampling"
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))
-        with pytest.raises(ConfigError, match=r"'SSL_CERT_FILE': '.*none'.*}: .*No such file.*; name a file"):
+        with pytest.raises(ConfigError, match=r"'SSL_CERT_FILE': '.*none'.*}: .*No such file.*; set it to a file"):
             AsyncSwarm(served.url, TOKEN)
 
 

@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from agentjet.config import JobConfig
+from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.timeline import ConversationTree, Forest
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import Op
 from tests.fakes import ScriptedCompute
 from tests.server.conversations import TOOLS, Body
 from tests.server.serving import Served, serving
@@ -45,13 +47,13 @@ class Learning:
         self.forests: list[Forest] = []
 
     def attach(self, compute: ScriptedCompute) -> None:
-        learn = compute.learn
+        forward_backward = compute.forward_backward
 
-        async def learn_and_tell(batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
-            self.forests.append(forest)
-            return await learn(batch_id, forest, job)
+        async def learn_and_tell(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+            self.forests.append(batch.forest)
+            return await forward_backward(op, batch, loss)
 
-        compute.learn = learn_and_tell  # type: ignore[method-assign]
+        compute.forward_backward = learn_and_tell  # type: ignore[method-assign]
         compute.piece = 64
 
 

@@ -25,7 +25,7 @@ def advance(world: World, steps: int = 1) -> list[tuple[Batch, Forest]]:
         for group in range(world.job.batch_size):
             world.play(f"v{world.swarm.policy_version}g{group}", 0, 1)
         batch = world.swarm.batches.compose()
-        learned.append((batch, world.swarm.batches.forest(batch)))
+        learned.append((batch, world.forest(batch)))
         world.swarm.batches.learned(batch, {"policy/entropy": 0.5})
     return learned
 
@@ -38,11 +38,11 @@ def test_a_batch_is_on_disk_before_it_is_learned(world: World) -> None:
     groups = [world.play("a", 0, 1), world.play("b", 1, 0)]
     batch = world.swarm.batches.compose()
     assert (batch.id, batch.groups) == (0, tuple((first.id, second.id) for first, second in groups))
-    forest = world.swarm.batches.forest(batch)
+    forest = world.forest(batch)
     world.reopen()
     assert world.swarm.pending == batch and not world.swarm.batches.ready()
     assert world.swarm.batches.resume(None) == [batch]
-    assert same(world.swarm.batches.forest(batch), forest)
+    assert same(world.forest(batch), forest)
 
 
 def test_groups_train_in_the_order_they_were_completed(world: World) -> None:
@@ -64,10 +64,12 @@ def test_the_forest_holds_every_call_once_with_its_advantage(make_world: Make) -
     world.call(bad, 7)
     world.finish(good, 1.0)
     world.finish(bad, 0.0)
-    forest = world.swarm.batches.forest(world.swarm.batches.compose())
+    forest = world.forest(world.swarm.batches.compose())
     assert forest.tokens.tolist() == [1, 2, 7, 8, 3, 9]  # both share 1 2 7
     assert forest.num_row_tokens == 4 + 6 + 3 and forest.num_sequences == 2
-    found = zip(forest.tokens[forest.node].tolist(), forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
+    found = zip(
+        forest.tokens[forest.node].tolist(), forest["advantage"].tolist(), forest["sequence"].tolist(), strict=True
+    )
     assert sorted(found) == [(7, -0.5, 1), (7, 0.5, 0), (8, 0.5, 0), (9, 0.5, 0)]
 
 
@@ -81,9 +83,9 @@ def test_the_sets_that_tokens_were_chosen_among_reach_the_forest_after_a_restart
     world.finish(bound, 1.0)
     batch = world.swarm.batches.compose()
     world.reopen()
-    forest = world.swarm.batches.forest(batch)
-    chosen_among = [forest.sets[number] if number >= 0 else EVERYTHING for number in forest.support]
-    sampled = dict(zip(zip(forest.sequence, forest.tokens[forest.node], strict=True), chosen_among, strict=True))
+    forest = world.forest(batch)
+    chosen_among = [forest.sets[number] if number >= 0 else EVERYTHING for number in forest["support"]]
+    sampled = dict(zip(zip(forest["sequence"], forest.tokens[forest.node], strict=True), chosen_among, strict=True))
     assert sampled == {(0, 7): EVERYTHING, (0, 8): EVERYTHING, (1, 9): EVERYTHING, (1, 7): few, (1, 8): alone}
 
 
@@ -94,8 +96,10 @@ def test_roles_are_compared_by_their_own_reward(make_world: Make) -> None:
         world.call(episode, 7, role="planner")
         world.call(episode, 8, role="critic")
         world.finish(episode, reward, by_role={"critic": critic})
-    forest = world.swarm.batches.forest(world.swarm.batches.compose())
-    found = zip(forest.tokens[forest.node].tolist(), forest.advantage.tolist(), forest.sequence.tolist(), strict=True)
+    forest = world.forest(world.swarm.batches.compose())
+    found = zip(
+        forest.tokens[forest.node].tolist(), forest["advantage"].tolist(), forest["sequence"].tolist(), strict=True
+    )
     assert sorted(found) == [(7, -0.5, 2), (7, 0.5, 0), (8, -0.25, 1), (8, 0.25, 3)]
 
 
@@ -111,9 +115,9 @@ def advantages_by_role(world: World) -> dict[str, list[float]]:
         for number, role in enumerate(by_role):
             world.call(episode, {"solver": 11, "verifier": 12, "once": 13}[role], role=role, suffix=(1, number))
         world.finish(episode, sum(by_role.values()) / len(by_role), by_role=by_role)
-    forest = world.swarm.batches.forest(world.swarm.batches.compose())
+    forest = world.forest(world.swarm.batches.compose())
     told: dict[str, list[float]] = {"solver": [], "verifier": [], "once": []}
-    for node, advantage in zip(forest.node, forest.advantage, strict=True):
+    for node, advantage in zip(forest.node, forest["advantage"], strict=True):
         told[{11: "solver", 12: "verifier", 13: "once"}[int(forest.tokens[node])]].append(float(advantage))
     return told
 
@@ -146,9 +150,9 @@ def test_an_episode_that_names_no_reward_of_a_role_is_not_compared_with_those_th
         world.call(episode, 7, role="critic", suffix=(1, number))
         world.finish(episode, 100.0, by_role=critic)
     batch = world.swarm.batches.compose()
-    forest = world.swarm.batches.forest(batch)
-    assert sorted(forest.advantage.tolist()) == [-0.5, 0.0, 0.5]
-    assert f"1 roles have no reward of their own, such as 'critic' of {episode.id}" in caplog.text
+    forest = world.forest(batch)
+    assert sorted(forest["advantage"].tolist()) == [-0.5, 0.0, 0.5]
+    assert f"1 roles have no reward, such as 'critic' of {episode.id}" in caplog.text
     assert world.swarm.batches.learned(batch, {})["reward/roles_left_out"] == 1
 
 
@@ -164,7 +168,7 @@ def test_learning_counts_versions_and_says_what_it_learned_from(make_world: Make
     world.abort(unneeded, "not needed: the client's run has its steps")
     world.finish(b, 0.0, metrics={"tools": 4.0})
     batch = world.swarm.batches.compose()
-    world.swarm.batches.forest(batch)
+    world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {"optim/lr": 1e-5})
     assert world.swarm.policy_version == 1 and world.swarm.last_step == metrics
     assert metrics == {
@@ -206,7 +210,7 @@ def test_equal_groups_and_answers_that_were_cut_off_are_counted(make_world: Make
             world.call(episode, 7, finish_reason="length" if reward == 0.0 else "stop")
             world.finish(episode, reward)
     batch = world.swarm.batches.compose()
-    world.swarm.batches.forest(batch)
+    world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["groups/zero_variance"], metrics["completion/truncated"]) == (0.5, 0.25)
 
@@ -225,7 +229,7 @@ def test_a_replay_sees_the_same_bytes_and_changes_nothing(world: World) -> None:
     replayed = world.swarm.batches.resume(CheckpointStamp(1, "d"))
     assert replayed == [batch for batch, _ in learned[1:]]
     for batch, (_, forest) in zip(replayed, learned[1:], strict=True):
-        assert same(world.swarm.batches.forest(batch), forest)
+        assert same(world.forest(batch), forest)
         assert world.swarm.batches.learned(batch, {"policy/entropy": 9.9})["policy/entropy"] == 0.5
     assert (world.swarm.queries.status_counts(), world.swarm.queries.events(), world.swarm.last_step) == before
     assert world.swarm.policy_version == 3
@@ -253,8 +257,8 @@ def test_a_durable_checkpoint_lets_tokens_go_but_no_facts(world: World) -> None:
     assert len(world.journal.calls(live.id)) == 1
     assert world.swarm.episode(kept.id) == kept and kept.num_tokens == 2
     assert [batch.id for batch in world.swarm.batches.from_version(2)] == [2]
-    assert world.swarm.batches.forest(world.swarm.batches.from_version(2)[0]).num_targets == 8
-    for too_early in (lambda: world.swarm.batches.from_version(1), lambda: world.swarm.batches.forest(first)):
+    assert world.forest(world.swarm.batches.from_version(2)[0]).num_targets == 8
+    for too_early in (lambda: world.swarm.batches.from_version(1), lambda: world.forest(first)):
         with pytest.raises(CheckpointError, match="checkpoint of version 2"):
             too_early()
 
@@ -304,7 +308,7 @@ def test_what_nobody_heard_is_counted_and_not_trained(make_world: Make) -> None:
     world.finish(bad, 0.0)
     world.swarm.undelivered(good.id, [lost.id])  # too late to change what is trained
     batch = world.swarm.batches.compose()
-    forest = world.swarm.batches.forest(batch)
+    forest = world.forest(batch)
     assert sorted(forest.tokens[forest.node].tolist()) == [5, 8]
     metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["forest/orphans"], metrics["forest/orphan_tokens"], metrics["forest/forks_retry"]) == (2, 2, 1)
@@ -317,7 +321,7 @@ def test_a_batch_that_nobody_heard_is_learned_as_nothing(make_world: Make) -> No
         episode = world.begin()
         world.swarm.undelivered(episode.id, [world.call(episode, 7).id])
         world.finish(episode, reward)
-    forest = world.swarm.batches.forest(world.swarm.batches.compose())
+    forest = world.forest(world.swarm.batches.compose())
     assert (forest.num_nodes, forest.num_targets, forest.num_sequences) == (0, 0, 0)
 
 
@@ -331,6 +335,6 @@ def test_tokens_that_are_not_as_they_were_sampled_are_left_out(make_world: Make)
         "UPDATE calls SET suffix = ? WHERE episode_id = ?", (pack_ints([1, 3]), episodes[0].id)
     )
     batch = world.swarm.batches.compose()
-    forest = world.swarm.batches.forest(batch)
+    forest = world.forest(batch)
     assert forest.tokens.tolist() == [1, 2, 7]
     assert world.swarm.batches.learned(batch, {})["forest/drift"] == 1

@@ -111,7 +111,7 @@ def test_a_versions_rewards_are_metrics_and_its_first_use_an_event(make_world: M
     world.play("a", 0, 1, code_version="v1")
     world.play("a", 1, 1, code_version="v2")
     batch = world.swarm.batches.compose()
-    world.swarm.batches.forest(batch)
+    world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["code/v1/reward_mean"], metrics["code/v2/reward_mean"]) == (0.5, 1.0)
     told = [event.body for event in world.swarm.queries.events() if event.kind == "code_version"]

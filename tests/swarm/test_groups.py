@@ -133,7 +133,7 @@ def test_a_short_group_below_the_minimum_is_dropped_and_counted(make_world: Make
     world.play("b", 0, 1, 1)
     world.play("c", 0, 1, 1)
     batch = world.swarm.batches.compose()
-    world.swarm.batches.forest(batch)
+    world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {})
     assert metrics["groups/dropped"] == metrics["groups/dropped_too_few"] == 1.0
 

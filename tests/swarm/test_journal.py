@@ -27,9 +27,9 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", [6, 7])
+@pytest.mark.parametrize("version", [6, 7, 8])
 def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
-    """The files were written by AgentJet 0.1 and by the schema after it. See `test_recovery` for what must be equal."""
+    """The files were written by AgentJet 0.1 and by the schemas after it."""
     dump = Path(__file__).with_name(f"journal_{version}.sql").read_text()
     with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db:
         db.executescript(dump)
@@ -56,7 +56,8 @@ def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
     assert [episode.dropped for episode in dropped] == ["zero_variance"] * 2
     assert [first.trained_in, second.trained_in, first.instance_id] == [0, 0, "" if version == 6 else "p1"]
     [batch] = swarm.batches.from_version(0)
-    assert batch.groups == ((first.id, second.id),) and swarm.batches.forest(batch).num_targets == 4
+    assert len(world.journal.operations()) == (2 if version == 8 else 0)
+    assert batch.groups == ((first.id, second.id),) and world.forest(batch).num_targets == 4
     [group] = swarm.queries.groups
     assert (group.members, group.task_set, group.id) == ((live.id, prepared.id), "algebra", live.group_id)
     assert swarm.queries.code_versions()["v1"].episodes == 2
@@ -67,7 +68,7 @@ def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
     world.finish(world.swarm.episode(prepared.id), 0.25, by_role={"critic": 1.0})
     assert world.finish(live, 1.0).status == "finished" and world.swarm.batches.ready()
     assert world.begin(mode="eval", client_id="x", instance_id="p2").seq == 9
-    if version == 7:
+    if version > 6:
         with pytest.raises(Conflict, match="Another process"):
             world.begin(mode="eval", client_id="x", instance_id="p1")
     world.close()
@@ -78,7 +79,7 @@ def test_a_schema_before_0_1_is_refused(tmp_path: Path) -> None:
     Journal.open(path).close()
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = '5' WHERE key = 'schema_version'")
-    with pytest.raises(ConfigError, match=r"has journal schema 5, this AgentJet reads 6 to 8: start AgentJet 0\.1"):
+    with pytest.raises(ConfigError, match=r"has journal schema 5, this AgentJet reads 6 to 9: start AgentJet 0\.1"):
         Journal.open(path)
 
 

@@ -279,7 +279,7 @@ def test_what_is_shown_of_task_sets(make_world: Make) -> None:
         world.call(episode, 7)
         world.finish(episode, 0.25)
     batch = world.swarm.batches.compose()
-    world.swarm.batches.forest(batch)
+    world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["batch/share/a"], metrics["batch/share/b"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     assert (metrics["reward/a/mean"], metrics["reward/b/mean"]) == (0.75, 0.25)

@@ -141,7 +141,7 @@ def test_what_is_never_decided_ends_in_doubt(make_world: Make) -> None:
     assert ended.reason.startswith("in doubt: ")
     batch = world.swarm.batches.compose()
     assert doubtful.id not in batch.episode_ids
-    world.swarm.batches.forest(batch)
+    world.forest(batch)
     metrics = world.swarm.batches.learned(batch, {})
     assert (metrics["episodes/in_doubt"], metrics["episodes/expired"]) == (1.0, 0.0) and balanced(world)
 

@@ -178,12 +178,12 @@ class History:
         if self.world.swarm.batches.ready():
             batch = self.world.swarm.batches.compose()
             self.trained += batch.episode_ids
-            assert self.world.swarm.batches.forest(batch).num_targets > 0
+            assert self.world.forest(batch).num_targets > 0
 
     def learn(self) -> None:
         batch = self.world.swarm.pending
         if batch is not None:
-            self.world.swarm.batches.forest(batch)
+            self.world.forest(batch)
             self.world.swarm.batches.learned(batch, {"policy/entropy": 0.25})
 
     def checkpoint(self, back: int) -> None:
@@ -235,7 +235,7 @@ class History:
             batches = swarm.batches.from_version(max(swarm.store.state.durable_version, swarm.policy_version - 2))
         except CheckpointError:
             raise AssertionError("batches above the durable version can always be replayed") from None
-        return [(batch, swarm.batches.forest(batch).to_wire()) for batch in batches]
+        return [(batch, swarm.batches.training_batch(batch).to_wire()) for batch in batches]
 
     def check_books(self) -> None:
         swarm, job = self.world.swarm, self.world.job

@@ -21,7 +21,7 @@ Make = Callable[..., World]
 
 def learn(world: World) -> Batch:
     batch = world.swarm.batches.compose()
-    world.swarm.batches.forest(batch)
+    world.forest(batch)
     world.swarm.batches.learned(batch, {})
     return batch
 
@@ -84,7 +84,7 @@ def test_as_many_batches_wait_as_may_grow_old(make_world: Make) -> None:
     batch = world.swarm.batches.compose()
     with pytest.raises(Later, match="batch has its"):  # b and c wait for two batches, d would wait for a third
         world.begin("d")
-    world.swarm.batches.forest(batch)
+    world.forest(batch)
     world.swarm.batches.learned(batch, {})
     world.begin("d")
     staleness = []

@@ -8,7 +8,9 @@ from typing import Any
 
 from agentjet.config import AlgorithmConfig, JobConfig
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
-from agentjet.swarm import Episode, Journal, SwarmState
+from agentjet.recipes.recipe import recipe_of
+from agentjet.swarm import Batch, Episode, Journal, SwarmState
+from agentjet.timeline.forest import Forest
 from agentjet.types import Call, Message, ToolCall
 
 LEASE = 100.0
@@ -39,6 +41,12 @@ class World:
         self.close()
         self.open()
         return self.swarm
+
+    def forest(self, batch: Batch) -> Forest:
+        """The forest of a batch, with the advantages that its recipe computes."""
+        training = self.swarm.batches.training_batch(batch)
+        columns = recipe_of(batch.job.algorithm).columns(training, {})
+        return training.forest.with_columns(**columns.values)
 
     def begin(self, group: str = "g", *, key: str | None = None, **request: Any) -> Episode:
         asked = {"task_id": "t", "group": group} | request

@@ -73,7 +73,7 @@ def test_a_retried_call_and_the_other_answers_tool_result(
     assert told not in model.renderer.encode_tokens(session.tree.tokens(then.id))
     forest, metrics = train(session.record, ["e"])
     assert metrics["forest/orphans"] == 1
-    assert not set(lost.logprobs) & set(forest.logprob.tolist())
+    assert not set(lost.logprobs) & set(forest["logprob"].tolist())
 
 
 def test_stripped_thinking_forks_and_never_pretends(tiny_models: dict[str, Model]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentjet.timeline import Forest, Row, build_forest
+from agentjet.timeline import Forest, Row, build_forest, call_row
 from agentjet.timeline.forest import select, split
 
 SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
@@ -26,7 +26,7 @@ SETS = ((), (b"", b"\0\1\0", b"\1\0\0") * 2, (b"\0\1\0",) * 6)
 def row(tokens: Sequence[int], num_sampled: int, *, sequence: int = 0) -> Row:
     """Returns a row whose numbers identify its sampled tokens."""
     sampled = np.arange(num_sampled)
-    return Row(
+    return call_row(
         tokens=np.array(tokens, np.int32),
         logprobs=(-1.0 * sequence - sampled / 64).astype(np.float32),
         versions=(10 * sequence + sampled).astype(np.int32),
@@ -62,18 +62,18 @@ def contexts(forest: Forest) -> list[tuple[int, ...]]:
 
 def chosen_among(forest: Forest) -> np.ndarray:
     """Returns the support set of each target."""
-    return np.array([*forest.sets, b""], object)[forest.support]
+    return np.array([*forest.sets, b""], object)[forest["support"]]
 
 
 def targets(forest: Forest) -> list[tuple[object, ...]]:
     """Every target with its context and numbers, comparable between forests."""
     paths = contexts(forest)
     columns = (
-        forest.advantage,
-        forest.logprob,
-        forest.temperature,
-        forest.version,
-        forest.sequence,
+        forest["advantage"],
+        forest["logprob"],
+        forest["temperature"],
+        forest["version"],
+        forest["sequence"],
         chosen_among(forest),
     )
     numbers = zip(*(column.tolist() for column in columns), strict=True)
@@ -114,18 +114,18 @@ def test_each_sampled_token_is_a_target_in_its_own_context(rows: list[Row]) -> N
     expected = [
         (
             tuple(r.tokens[: at + 1].tolist()),
-            r.advantage,
-            float(r.logprobs[k]),
-            r.temperature,
-            int(r.versions[k]),
-            r.sequence,
+            r["advantage"],
+            float(r["logprob"][k]),
+            r["temperature"],
+            int(r["version"][k]),
+            r["sequence"],
             r.support[k] if r.support else b"",
         )
         for r in rows
-        for k, at in enumerate(range(len(r.tokens) - len(r.logprobs), len(r.tokens)))
+        for k, at in enumerate(range(len(r.tokens) - len(r["logprob"]), len(r.tokens)))
     ]
     assert targets(forest) == expected
-    assert forest.num_sequences == len(rows)
+    assert forest.num_sequences == sum(r.num_targets > 0 for r in rows)
 
 
 @given(row_lists(), st.integers(1, 12))
@@ -183,5 +183,6 @@ def test_calls_that_share_the_array_of_their_timeline_give_the_same_forest(rows:
     shared = []
     for row in rows:
         timeline = next(t for t in timelines if np.array_equal(row.tokens, t[: len(row.tokens)]))
-        shared.append(replace(row, tokens=timeline, stop=len(row.tokens)))
-    assert build_forest(shared).to_wire() == build_forest(rows).to_wire()
+        shared.append(replace(row, tokens=timeline))
+    num_row_tokens = sum(len(row.tokens) for row in rows)
+    assert build_forest(shared, num_row_tokens=num_row_tokens).to_wire() == build_forest(rows).to_wire()

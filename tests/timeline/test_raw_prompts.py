@@ -150,7 +150,7 @@ def test_what_is_sent_back_was_heard(tiny_models: dict[str, Model]) -> None:
     assert "".join(message.content for message in (*asked.messages, answer)) == "hello 42\nhello the"
 
 
-@pytest.mark.parametrize(("prompt", "said"), [("", "empty"), ((10_000,), "no token"), ("\ud800", "surrogate")])
+@pytest.mark.parametrize(("prompt", "said"), [("", "empty"), ((10_000,), "not a token id"), ("\ud800", "surrogate")])
 def test_what_is_no_prompt(tiny_models: dict[str, Model], prompt: str | tuple[int, ...], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as refusal:
         ask(Session(tiny_models["chatml"]), prompt, [])

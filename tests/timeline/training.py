@@ -36,7 +36,8 @@ def build_batch(record: Record, episode_ids: Collection[str]) -> tuple[Forest, d
         id: Episode(id, i, "c", "t", "", "g", 1, "train", 0, 0.0, status="finished", reward=float(i))
         for i, id in enumerate(episode_ids)
     }
-    return build(cast(Journal, RecordedJournal(record)), batch, episodes)
+    training, metrics = build(cast(Journal, RecordedJournal(record)), batch, episodes)
+    return training.forest, metrics
 
 
 def train(record: Record, episode_ids: Collection[str]) -> tuple[Forest, dict[str, float]]:
@@ -53,7 +54,7 @@ def train(record: Record, episode_ids: Collection[str]) -> tuple[Forest, dict[st
     assert metrics["forest/orphan_tokens"] == sum(len(call.completion) for call in lost)
     assert metrics["forest/drift"] == 0
     owners: dict[int, set[tuple[str, str]]] = {}
-    for sequence, number in zip(forest.sequence.tolist(), numbers, strict=True):
+    for sequence, number in zip(forest["sequence"].tolist(), numbers, strict=True):
         call = record.tokens[number].call
         owners.setdefault(sequence, set()).add((call.episode_id, call.role))
     speakers = sorted({(call.episode_id, call.role) for call in trained})
@@ -82,13 +83,13 @@ def check_orphans(record: Record) -> set[str]:
 def check_contexts(forest: Forest, record: Record) -> list[float]:
     """Every target stands where it was sampled; returns the targets' numbers."""
     order = np.arange(forest.num_nodes)
-    for node, logprob, version in zip(forest.node, forest.logprob, forest.version, strict=True):
+    for node, logprob, version in zip(forest.node, forest["logprob"], forest["version"], strict=True):
         sampled = record.tokens[float(logprob)]
         seen = np.flatnonzero((order <= node) & (node < forest.end))
         assert tuple(forest.tokens[seen].tolist()) == sampled.context
         assert forest.depth[node] == len(sampled.context) - 1
         assert version == sampled.call.versions[sampled.position]
-    return [float(logprob) for logprob in forest.logprob]
+    return [float(logprob) for logprob in forest["logprob"]]
 
 
 def count_prefixes(rows: Iterable[Sequence[int]]) -> int:

@@ -51,7 +51,7 @@ from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, SwarmState
 from agentjet.timeline.identity import context_digest
 from agentjet.timeline.support import pack_sets
-from agentjet.types import Call, Conversation, ModelInfo
+from agentjet.types import Call, Conversation, ModelInfo, PolicyId
 
 RESAMPLE_SECONDS = 0.05
 """Wait before a call whose worker crashed enters the gate again. The gate is held by then."""
@@ -63,6 +63,7 @@ MAX_CRASHES = 2
 class LoadedModel(Protocol):
     """The model of the present worker. `model` and `renderer` are None until a worker was up once."""
 
+    policy: PolicyId
     model: ModelInfo | None
     renderer: Renderer | None
     num_workers: int
@@ -261,7 +262,7 @@ class CallPath:
             choice=index,
         )
         with _request_errors(call.request):
-            async with aclosing(self._compute.sample(call.prompt.tokens, params)) as pieces:
+            async with aclosing(self._compute.sample(self._loaded.policy, call.prompt.tokens, params)) as pieces:
                 async for piece in pieces:
                     parser.push(piece)
                     if parser.stopped or piece.finish_reason is not None:
@@ -280,7 +281,7 @@ class CallPath:
         if num_likeliest is None:
             return ()
         with _request_errors(call.request):
-            scores = await self._compute.score(tokens, num_likeliest)
+            scores = await self._compute.score(self._loaded.policy, tokens, num_likeliest)
         texts = [call.renderer.token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):

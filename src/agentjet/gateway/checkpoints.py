@@ -406,7 +406,7 @@ class PolicyVersions:
             path = self._config.server.data_dir / "exports" / name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                await self._compute.export(path, adapter=adapter)
+                await self._compute.export(self._engine.policy, path, adapter=adapter)
                 await asyncio.to_thread(remove_old_exports, path.parent, self._config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 

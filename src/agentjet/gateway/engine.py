@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from agentjet.compute import Compute
-from agentjet.config import JobConfig
+from agentjet.compute.protocol import Compute, check_capabilities
+from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied, WorkerHung
 from agentjet.gateway.checkpoints import CheckpointStore
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
@@ -29,7 +29,7 @@ from agentjet.gateway.training_loop import TrainingLoop
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch, SwarmState
-from agentjet.types import CheckpointStamp, EngineState, ModelInfo
+from agentjet.types import CheckpointStamp, EngineState, ModelInfo, Op, PolicyId
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -90,6 +90,7 @@ class Engine:
 
     def __init__(
         self,
+        config: ServeConfig,
         swarm: SwarmState,
         commits: GroupCommit,
         compute: Compute,
@@ -102,6 +103,7 @@ class Engine:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.policy = PolicyId()
         self.state: EngineState = "offline"
         self.reason = ""
         """Cause of the state after a failure, or ''."""
@@ -115,6 +117,7 @@ class Engine:
         self.fatal: AgentJetError | None = None
         """The error after which no further worker was started."""
         self.training = TrainingLoop(
+            self.policy,
             swarm,
             commits,
             compute,
@@ -127,6 +130,7 @@ class Engine:
             sleep=sleep,
             monotonic=monotonic,
         )
+        self._config = config
         self._swarm = swarm
         self._compute = compute
         self._gate = gate
@@ -284,11 +288,12 @@ class Engine:
         """Starts a worker and brings it to the policy version of the journal."""
         self._store.sweep(self._swarm.batches.recorded_digest)
         await self._start_worker()
-        batches = await self._load_newest()
+        batches, operation = await self._load_newest()
         self._swarm.record_origin()
-        await self.training.catch_up(batches)
+        await self.training.catch_up(batches, Op.of(self.policy, operation))
 
     async def _start_worker(self) -> None:
+        self._check_capabilities(self._swarm.job)
         self.num_workers += 1
         model = await self._compute.start(dtype=self._swarm.dtype)
         for change in self._swarm.check_origin(model):
@@ -298,8 +303,8 @@ class Engine:
             self.renderer = await asyncio.to_thread(Renderer, model)
         self.model = model
 
-    async def _load_newest(self) -> list[Batch]:
-        """Loads the newest good checkpoint, if any. Returns the batches to learn after it.
+    async def _load_newest(self) -> tuple[list[Batch], int]:
+        """Loads the newest good checkpoint, if any. Returns the batches to learn after it and their first operation.
 
         Renames unusable checkpoints and tries older ones. Raises `ConfigError` for a checkpoint of other settings, or
         of a version that the journal does not reach: it is intact, so an older one must not replace it. Raises
@@ -313,12 +318,12 @@ class Engine:
                 refused.append(self._quarantine(info, error))
             else:
                 self._store.loaded(info.policy_version)
-                return self._resume(stamp, refused)
+                return self._resume(stamp, refused), stamp.operation
         batches = self._resume(None, refused)
         if refused:  # A failed load may leave any state behind: version 0 needs a fresh worker.
             await self._compute.close()
             await self._start_worker()
-        return batches
+        return batches, 0
 
     def _resume(self, stamp: CheckpointStamp | None, refused: list[str]) -> list[Batch]:
         try:
@@ -330,7 +335,7 @@ class Engine:
 
     async def _load(self, info: CheckpointInfo) -> CheckpointStamp:
         """Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's."""
-        stamp = await self._compute.load(Path(info.path))
+        stamp = await self._compute.load(self.policy, Path(info.path))
         if stamp.policy_version != info.policy_version:
             raise CheckpointError(f"checkpoint {info.path} is damaged: it has policy version {stamp.policy_version}")
         self._swarm.batches.check_checkpoint(stamp)
@@ -346,10 +351,17 @@ class Engine:
         emit_event(self._swarm, "checkpoint", body)
         return f"{error} (renamed to {renamed})"
 
-    def check_context(self, job: JobConfig) -> None:
-        """Raises `ConfigError` if the model is known and `job.max_tokens` leaves no room for a prompt."""
+    def check_job(self, job: JobConfig) -> None:
+        """Raises `ConfigError` if the job needs a missing capability, or leaves no room for a prompt.
+
+        The second check needs a worker that was up once.
+        """
+        self._check_capabilities(job)
         if self.model is not None:
             _check_context(job, self.model)
+
+    def _check_capabilities(self, job: JobConfig) -> None:
+        check_capabilities(self._compute.capabilities, self._config, job)
 
 
 def _check_context(job: JobConfig, model: ModelInfo) -> None:

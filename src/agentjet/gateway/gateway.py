@@ -106,7 +106,15 @@ class Gateway:
         self.tracing = Tracing()
         """Makes no spans until its `tracer` is set."""
         self.engine = Engine(
-            self.swarm, self._commits, compute, self._gate, self.store, metrics, self.changed, tracing=self.tracing
+            config,
+            self.swarm,
+            self._commits,
+            compute,
+            self._gate,
+            self.store,
+            metrics,
+            self.changed,
+            tracing=self.tracing,
         )
         self._admits = self._admission()
         self.versions = PolicyVersions(self.swarm, self._commits, self.engine, self.store, compute, config)
@@ -307,7 +315,7 @@ class Gateway:
         try:
             job: JobConfig = parse_job(body.job)
             ServeConfig.model_validate({**self.config.model_dump(exclude={"job"}), "job": job.model_dump()})
-            self.engine.check_context(job)
+            self.engine.check_job(job)
         except (ConfigError, ValueError) as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
         self.swarm.replace_job(job)

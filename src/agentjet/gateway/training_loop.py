@@ -1,11 +1,15 @@
 """`TrainingLoop`: learns batch after batch on a worker that is up, and runs maintenance tasks between batches.
 
+A batch is learned by operations on the policy: `forward_backward` and `optim_step`, once per optimiser step. Then the
+new weights are published to the sampler.
+
 Invariants:
 * calls sample from `swarm.policy_version`: the gate opens only once the worker has learned all batches of the journal;
 * nothing is saved or exported while a call is inside the gate. Nothing is learned then either, unless
   `job.max_staleness` is above 0;
-* no failure loses a batch: the journal has it before it is learned, and learning is idempotent. Only a batch that
-  `MAX_CRASHES` workers crashed on is quarantined, counted and shown.
+* no failure loses a batch, and none applies it twice. The journal has the batch and each of its operations before the
+  operation is applied. A new worker loads the newest checkpoint and gets the later operations again, with the same
+  numbers. Only a batch that `MAX_CRASHES` workers crashed on is quarantined, counted and shown.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
-from agentjet.compute import Compute
+from agentjet.compute.protocol import Compute, learn
 from agentjet.errors import AgentJetError, CheckpointError, Conflict, Later, WorkerDied
 from agentjet.gateway import observability
 from agentjet.gateway.checkpoints import CheckpointStore
@@ -26,7 +31,7 @@ from agentjet.gateway.observability import DIVERGED, MetricsFile, StepTimer, Tra
 from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.swarm import Batch, SwarmState
-from agentjet.types import CheckpointStamp
+from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +47,7 @@ class TrainingLoop:
 
     def __init__(
         self,
+        policy: PolicyId,
         swarm: SwarmState,
         commits: GroupCommit,
         compute: Compute,
@@ -61,6 +67,9 @@ class TrainingLoop:
         self.num_learned = 0
         """Number of batches that were learned for the first time."""
         self.timer = StepTimer(gate.busy_seconds, monotonic=monotonic)
+        self._policy = policy
+        self._next_operation = Op.of(policy, 0)
+        """First operation of the next batch. Unchanged until the present batch is recorded: a repetition reuses it."""
         self._swarm = swarm
         self._commits = commits
         self._compute = compute
@@ -105,8 +114,12 @@ class TrainingLoop:
         await self._gate.drained()
         return not self.stopping
 
-    async def catch_up(self, batches: Iterable[Batch]) -> None:
-        """Learns the `batches` that the journal has and the loaded checkpoint has not. Then opens the gate."""
+    async def catch_up(self, batches: Iterable[Batch], operation: Op) -> None:
+        """Learns the `batches` that the journal has and the loaded checkpoint has not. Then opens the gate.
+
+        `operation` is the next one of the loaded policy.
+        """
+        self._next_operation = operation
         for batch in batches:
             if self.stopping:
                 return
@@ -136,15 +149,23 @@ class TrainingLoop:
         self._learning = batch.id
         try:
             with observability.batch_context(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
-                forest = await asyncio.to_thread(self._swarm.batches.forest, batch)
+                training = await asyncio.to_thread(self._swarm.batches.training_batch, batch)
                 self.timer.start_learning()
-                metrics = await self._compute.learn(batch.id, forest, batch.job)
-                if batch.id == self._swarm.policy_version:
-                    await self._record(batch, {**metrics, **self.timer.metrics(forest.num_targets)})
+                metrics, following = await learn(
+                    self._compute, self._next_operation, training, batch.job, before=partial(self._journal, batch)
+                )
+                await self._compute.publish(self._policy, batch.id + 1)
+                if not replay:
+                    await self._record(batch, {**metrics, **self.timer.metrics(training.forest.num_targets)})
+                self._next_operation = following
         except Later:  # A failure of the journal, not of the batch.
             self._learning = None
             raise
         self._learning = None
+
+    async def _journal(self, batch: Batch, op: Op, kind: OperationKind) -> None:
+        self._swarm.batches.record_operation(op.number, kind, batch)
+        await self._commits.durable()
 
     async def _record(self, batch: Batch, metrics: dict[str, float]) -> None:
         merged = self._swarm.batches.learned(batch, metrics)
@@ -214,7 +235,8 @@ class TrainingLoop:
         try:
             self.refuse_diverged()
             keep = self._swarm.job.keep_checkpoints
-            info = await self._store.write(version, self._compute.save, self._record_checkpoint, keep=keep)
+            save = partial(self._compute.save, self._policy)
+            info = await self._store.write(version, save, self._record_checkpoint, keep=keep)
         except (CheckpointError, Conflict) as error:
             emit_event(self._swarm, "checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise

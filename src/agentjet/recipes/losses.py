@@ -1,13 +1,15 @@
-"""Policy losses per token, the correction for stale or mismatched samples, and the weights of tokens. Pure functions.
+"""Policy losses per token, corrections for stale or mismatched samples, and aggregations. Pure functions.
 
 Shapes: M targets. `logp` is the policy's log-probability, with gradient. `old` is that of sampling, or of the batch's
-start. Both are at the sampling temperature. `weights` turns token losses into one number.
+start. Both are at the sampling temperature. `AGGREGATIONS` turn token losses into one number.
 
 Each loss also returns the tokens that it clipped, because only the loss has the ratio and its bounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,16 +29,6 @@ class TokenLoss(NamedTuple):
 
     loss: Tensor
     clipped: Tensor
-
-
-def policy_loss(
-    logp: Tensor, old: Tensor, sequence_log_ratio: Tensor | None, advantage: Tensor, algorithm: AlgorithmConfig
-) -> TokenLoss:
-    """Returns the loss that `algorithm.loss` names. Only GSPO needs `sequence_log_ratio`."""
-    if algorithm.loss == "gspo":
-        assert sequence_log_ratio is not None
-        return gspo_loss(logp, sequence_log_ratio, advantage, algorithm)
-    return (clip_loss if algorithm.loss == "clip" else cispo_loss)(logp, old, advantage, algorithm)
 
 
 def clip_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
@@ -88,39 +80,95 @@ def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
     return (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def weights(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
-    """Returns the weight [M] of each token's loss. The batch's loss is the weighted sum, for any micro-batches.
+@dataclass(frozen=True)
+class Loss:
+    """A loss per token: `function(logp, *columns, algorithm)`, with the columns of the targets that it reads.
 
-    `sequence` [M] numbers the (episode, role) of each token. token_mean: 1 / M. sequence_mean: 1 / (tokens of the
-    sequence x sequences). constant: 1 / (constant x sequences), Dr. GRPO (2503.20783).
+    A loss that reads `sequence_log_ratio` needs every token of a sequence.
     """
-    aggregation = algorithm.loss_aggregation
-    if aggregation == "token_mean":
-        return np.full(len(sequence), 1 / len(sequence), np.float32)
-    if aggregation == "constant":
-        return np.full(len(sequence), 1 / (algorithm.constant * num_sequences), np.float32)
+
+    function: Callable[..., TokenLoss]
+    reads: tuple[str, ...] = ("logprob", "advantage")
+
+    def __call__(self, logp: Tensor, columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> TokenLoss:
+        return self.function(logp, *(columns[name] for name in self.reads), algorithm)
+
+
+LOSSES: dict[str, Loss] = {
+    "clip": Loss(clip_loss),
+    "gspo": Loss(gspo_loss, reads=("sequence_log_ratio", "advantage")),
+    "cispo": Loss(cispo_loss),
+}
+"""By the name in `job.algorithm.loss`."""
+
+
+def token_mean(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
+    """1 / M for each token."""
+    return np.full(len(sequence), 1 / len(sequence), np.float32)
+
+
+def sequence_mean(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
+    """1 / (tokens of the token's sequence x sequences)."""
     _, inverse, counts = np.unique(sequence, return_inverse=True, return_counts=True)
     return (1 / (counts[inverse] * num_sequences)).astype(np.float32)
 
 
-def correction_weights(
-    proximal: NDArray[np.float32], behaviour: NDArray[np.float32], algorithm: AlgorithmConfig
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Returns the weight [M] of each token's loss, and the tokens [M] that count in the loss's denominators.
+def constant(sequence: NDArray[np.int32], num_sequences: int, algorithm: AlgorithmConfig) -> NDArray[np.float32]:
+    """1 / (`algorithm.constant` x sequences), Dr. GRPO (2503.20783)."""
+    return np.full(len(sequence), 1 / (algorithm.constant * num_sequences), np.float32)
 
-    `rho = exp(proximal - behaviour)` compares the learner's log-probability at the start of the batch with the one at
-    sampling. They differ for older weights and for another engine.
 
-    * `tis` truncated importance sampling: `min(rho, high)` (IMPALA's truncation, arXiv 1802.01561, on tokens).
-    * `icepop`: rho inside `[low, high]`, 0 outside; every token still counts (2510.18855).
-    * `mis` masked importance sampling: rho inside `[low, high]`; a token outside does not count.
-    * `none`: 1.
+Aggregation = Callable[[NDArray[np.int32], int, AlgorithmConfig], NDArray[np.float32]]
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "constant": constant,
+}
+"""By the name in `job.algorithm.aggregation`: the weight [M] of each token's loss. The batch's loss is the weighted
+sum, for any micro-batches. `sequence` [M] numbers the (episode, role) of each token.
+"""
+
+
+class Correction(NamedTuple):
+    """The weight [M] of each token's loss, and the tokens [M] that count in the loss's denominators."""
+
+    weight: NDArray[np.float32]
+    counts: NDArray[np.bool_]
+
+
+def tis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
+    """Truncated importance sampling: `min(rho, high)` (IMPALA's truncation, arXiv 1802.01561, on tokens)."""
+    return Correction(np.minimum(rho, np.float32(algorithm.correction_high)), np.ones(len(rho), bool))
+
+
+def icepop(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
+    """rho inside `[low, high]`, 0 outside. Every token counts (2510.18855)."""
+    inside = _inside(rho, algorithm)
+    return Correction(np.where(inside, rho, np.float32(0)), np.ones(len(rho), bool))
+
+
+def mis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
+    """Masked importance sampling: rho inside `[low, high]`. A token outside does not count."""
+    inside = _inside(rho, algorithm)
+    return Correction(np.where(inside, rho, np.float32(0)), inside)
+
+
+def _inside(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> NDArray[np.bool_]:
+    return (rho >= algorithm.correction_low) & (rho <= algorithm.correction_high)
+
+
+CORRECTIONS: dict[str, Callable[[NDArray[np.float32], AlgorithmConfig], Correction]] = {
+    "tis": tis,
+    "icepop": icepop,
+    "mis": mis,
+}
+"""By the name in `job.algorithm.correction`."""
+
+
+def importance_ratio(proximal: NDArray[np.float32], behaviour: NDArray[np.float32]) -> NDArray[np.float32]:
+    """`exp(proximal - behaviour)` [M]: the learner's probability at the start of the batch over the one at sampling.
+
+    They differ for older weights and for another engine.
     """
-    every = np.ones(len(proximal), bool)
-    if algorithm.correction == "none":
-        return np.ones(len(proximal), np.float32), every
-    rho = np.exp(np.clip(proximal.astype(np.float64) - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)).astype(np.float32)
-    if algorithm.correction == "tis":
-        return np.minimum(rho, np.float32(algorithm.correction_high)), every
-    inside = (rho >= algorithm.correction_low) & (rho <= algorithm.correction_high)
-    return np.where(inside, rho, np.float32(0)), every if algorithm.correction == "icepop" else inside
+    log_ratio = np.clip(proximal.astype(np.float64) - behaviour, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return np.exp(log_ratio).astype(np.float32)

@@ -9,7 +9,7 @@ with swarm.calling(episode.id):                      # suspends the lease during
 swarm.finish(episode.id, FinishRequest(reward=1.0))
 if swarm.batches.ready():
     batch = swarm.batches.compose()                  # on disk before it is learned
-    metrics = await compute.learn(batch.id, swarm.batches.forest(batch), batch.job)
+    metrics, op = await learn(compute, op, swarm.batches.training_batch(batch), batch.job)
     swarm.batches.learned(batch, metrics)
 print(swarm.queries.waiting_for())
 """

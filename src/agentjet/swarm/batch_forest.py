@@ -9,17 +9,20 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from agentjet.recipes.advantages import ADVANTAGES
 from agentjet.swarm.groups import all_equal
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.forks import OrphanReason, orphans
 from agentjet.timeline.support import unpack_sets
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call
 
 log = logging.getLogger(__name__)
+
+Sequences = dict[str, tuple[ConversationTree, list[Call]]]
+"""The conversation and the trained calls of each role of an episode."""
 
 
 def load_trees(journal: Journal, episode_id: str) -> dict[str, ConversationTree]:
@@ -35,48 +38,78 @@ def find_orphans(journal: Journal, episode_id: str, trees: Mapping[str, Conversa
     return orphans([call for tree in trees.values() for call in tree.calls], journal.undelivered(episode_id))
 
 
-def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tuple[Forest, dict[str, float]]:
-    """Returns the forest with one row per call with sampled tokens, and metrics of the trees.
+def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tuple[TrainingBatch, dict[str, float]]:
+    """Returns the forest with one row per trained call, the facts about episodes and calls, and metrics of the trees.
 
     A sequence is what one episode and one role produced. Orphans are left out. So is a call whose tokens differ from
     the sampled ones; these are counted as `forest/drift`, which is 0 unless the journal is damaged.
     """
-    rows: list[Row] = []
     shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "side_calls", "drift", "truncated"), 0))
-    num_sequences = 0
-    unnamed: list[str] = []
-    for group in batch.groups:
-        members = [episodes[episode_id] for episode_id in group]
-        spoken = [_trained_sequences(journal, episode, shape) for episode in members]
-        named = {role for member in members for role in member.by_role}
-        for i, sequences in enumerate(spoken):
-            unnamed += [
-                f"{role!r} of {members[i].id}" for role in sequences if role in named - members[i].by_role.keys()
-            ]
-            for role, (tree, calls) in sequences.items():
-                advantage = role_advantages(batch, members, role, [role in roles for roles in spoken])[i]
-                rows += _rows(tree, calls, advantage, num_sequences)
-                num_sequences += 1
-    means = {
-        "episode/timelines": shape.pop("timelines") / len(batch.episode_ids),
+    members_E = [episodes[episode_id] for episode_id in batch.episode_ids]
+    sequences_E = [_trained_sequences(journal, episode, shape) for episode in members_E]
+    facts = _facts(batch, members_E, sequences_E)
+    rows: list[Row] = []
+    num_row_tokens = 0
+    trained = [calls for sequences in sequences_E for calls in sequences.values()]
+    for sequence, (tree, calls) in enumerate(trained):
+        rows += _rows(tree, calls, sequence, len(rows))
+        num_row_tokens += sum(tree.num_tokens(call.id) for call in calls)
+    metrics = {
+        "episode/timelines": shape.pop("timelines") / len(members_E),
         "completion/truncated": shape.pop("truncated") / max(1, len(rows)),
+        **_left_out(batch, members_E, facts),
+        **{f"forest/{name}": float(count) for name, count in shape.items()},
     }
-    if unnamed:
-        means["reward/roles_left_out"] = float(len(unnamed))
-        log.warning(
-            "batch %d: %d roles have no reward of their own, such as %s, in groups in which other episodes name one "
-            "for the same role. They are left out, because the episode's reward may have another scale: give by_role "
-            "in every episode, or in none",
-            batch.id,
-            len(unnamed),
-            unnamed[0],
-        )
-    return build_forest(rows), {**means, **{f"forest/{n}": float(c) for n, c in shape.items()}}
+    return TrainingBatch(batch.id, build_forest(rows, num_row_tokens=num_row_tokens), facts), metrics
 
 
-def _trained_sequences(
-    journal: Journal, episode: Episode, shape: Counter[str]
-) -> dict[str, tuple[ConversationTree, list[Call]]]:
+def _facts(batch: Batch, members_E: Sequence[Episode], sequences_E: Sequence[Sequences]) -> Facts:
+    roles = tuple(dict.fromkeys(role for sequences in sequences_E for role in sequences))
+    calls = [
+        (e, roles.index(role), turn)
+        for e, sequences in enumerate(sequences_E)
+        for role, (_, trained) in sequences.items()
+        for turn in range(len(trained))
+    ]
+    of_call = np.asarray(calls, np.int32).reshape(-1, 3)
+    shape_ER = len(members_E), len(roles)
+    spoke = [[role in sequences for role in roles] for sequences in sequences_E]
+    named = [[member.by_role.get(role, np.nan) for role in roles] for member in members_E]
+    return Facts(
+        groups=np.repeat(np.arange(len(batch.groups), dtype=np.int32), [len(group) for group in batch.groups]),
+        rewards=np.asarray([member.reward for member in members_E], np.float64),
+        roles=roles,
+        role_rewards=np.asarray(named, np.float64).reshape(shape_ER),
+        spoke=np.asarray(spoke, bool).reshape(shape_ER),
+        call_episode=of_call[:, 0].copy(),
+        call_role=of_call[:, 1].copy(),
+        call_turn=of_call[:, 2].copy(),
+    )
+
+
+def _left_out(batch: Batch, members_E: Sequence[Episode], facts: Facts) -> dict[str, float]:
+    """Warns of roles without a reward in groups with rewards for that role. The recipe does not train them."""
+    is_named_ER = ~np.isnan(facts.role_rewards)
+    named_in_group_ER = np.zeros_like(is_named_ER)
+    for group in range(len(batch.groups)):
+        named_in_group_ER[facts.groups == group] = is_named_ER[facts.groups == group].any(0)
+    left_out = np.argwhere(facts.spoke & named_in_group_ER & ~is_named_ER)
+    if not len(left_out):
+        return {}
+    episode, role = left_out[0]
+    log.warning(
+        "batch %d: %d roles have no reward, such as %r of %s, in groups in which other episodes have one for the same "
+        "role. They are not trained, because the episode's reward may have another scale: give by_role in every "
+        "episode, or in none",
+        batch.id,
+        len(left_out),
+        facts.roles[role],
+        members_E[episode].id,
+    )
+    return {"reward/roles_left_out": float(len(left_out))}
+
+
+def _trained_sequences(journal: Journal, episode: Episode, shape: Counter[str]) -> Sequences:
     """An episode's conversations and their trained calls by agent role. Roles without trained calls are left out."""
     trees = load_trees(journal, episode.id)
     unheard = find_orphans(journal, episode.id, trees)
@@ -110,50 +143,32 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
     return trained
 
 
-def role_advantages(batch: Batch, members: Sequence[Episode], role: str, spoke: Sequence[bool]) -> list[float]:
-    """The advantages [G] of a group's members for one agent role.
-
-    If any member names a reward for the role, those that name one are compared by it. If none does, all are compared by
-    the episode's reward. With `algorithm.by_role` only members in which the role spoke are compared (Dr. MAS,
-    github.com/langfengQ/DrMAS), each once, however often the role was called, where Dr. MAS counts calls. A member that
-    is not compared has advantage 0, and so has one that is compared with no other.
-    """
-    algorithm = batch.job.algorithm
-    named_G = np.asarray([role in member.by_role for member in members])
-    counts_G = np.asarray(spoke) if algorithm.by_role else np.ones(len(members), bool)
-    if named_G.any():
-        counts_G &= named_G
-    rewards_G = np.asarray([member.by_role.get(role, member.reward) for member in members], np.float64)
-    advantages_G = np.zeros(len(members))
-    if counts_G.any():
-        advantages_G[counts_G] = ADVANTAGES[algorithm.advantage](rewards_G[counts_G])
-    return [float(advantage) for advantage in advantages_G]
-
-
-def _rows(tree: ConversationTree, calls: Sequence[Call], advantage: float, sequence: int) -> list[Row]:
-    """One row per call. Calls of one timeline share its tokens."""
+def _rows(tree: ConversationTree, calls: Sequence[Call], sequence: int, first: int) -> list[Row]:
+    """One row per call, numbered from `first`. Calls of one timeline share its tokens."""
     timelines = tree.timelines(call.id for call in calls)
     tokens = {newest: np.asarray(tree.tokens(newest), np.int32) for newest in set(timelines.values())}
     return [
-        Row(
-            tokens=tokens[timelines[call.id]],
-            logprobs=np.asarray(call.logprobs, np.float32),
-            versions=np.asarray(call.versions, np.int32),
-            advantage=advantage,
-            temperature=call.temperature,
-            sequence=sequence,
-            support=unpack_sets(call.support, len(call.completion)) if call.support else (),
-            stop=tree.num_tokens(call.id),
+        call_row(
+            tokens[timelines[call.id]],
+            np.asarray(call.logprobs, np.float32),
+            np.asarray(call.versions, np.int32),
+            None,
+            call.temperature,
+            sequence,
+            unpack_sets(call.support, len(call.completion)) if call.support else (),
+            number,
+            tree.num_tokens(call.id),
         )
-        for call in calls
+        for number, call in enumerate(calls, first)
     ]
 
 
-def forest_metrics(batch: Batch, forest: Forest) -> dict[str, float]:
+def forest_metrics(batch: TrainingBatch) -> dict[str, float]:
+    forest = batch.forest
     return {
         "forest/tree_token_ratio": forest.tree_token_ratio,
         "forest/tokens": float(forest.num_nodes),
-        "batch/staleness_max": float(batch.id - int(forest.version.min(initial=batch.id))),
+        "batch/staleness_max": float(batch.id - int(forest["version"].min(initial=batch.id))),
     }
 
 

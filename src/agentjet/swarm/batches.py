@@ -23,8 +23,8 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
 from agentjet.swarm.state import Batch, Group, State
 from agentjet.swarm.store import RECENT_STEPS, Store
-from agentjet.timeline.forest import Forest
-from agentjet.types import CheckpointStamp
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import CheckpointStamp, OperationKind
 
 ROLLBACK = "rollback"
 ROLLED_BACK = "rolled_back"
@@ -93,8 +93,8 @@ class Batches:
                 self._endings.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
         return batch
 
-    def forest(self, batch: Batch) -> Forest:
-        """The batch as prefix trees with advantages, from the journal alone: a replay reads the same bytes.
+    def training_batch(self, batch: Batch) -> TrainingBatch:
+        """The forest and the facts of a batch, from the journal alone: a replay reads the same bytes.
 
         May run in another thread; it reads committed rows only. Raises `CheckpointError` when a durable checkpoint
         covers the batch and its tokens were pruned.
@@ -106,9 +106,15 @@ class Batches:
                 episode = self._store.episodes.get(episode_id) or journal.settled_episode(episode_id)
                 assert episode is not None, "the journal keeps episodes longer than batches are replayed"
                 members[episode_id] = episode
-            forest, counts = batch_forest.build(journal, batch, members)
-        self._forest_metrics = {batch.id: {**batch_forest.forest_metrics(batch, forest), **counts}}
-        return forest
+            training, counts = batch_forest.build(journal, batch, members)
+        self._forest_metrics = {batch.id: {**batch_forest.forest_metrics(training), **counts}}
+        return training
+
+    def record_operation(self, number: int, kind: OperationKind, batch: Batch) -> None:
+        """Record an operation on the policy, before it is applied. A replayed operation changes nothing."""
+        if not self._journal.has_operation(number, kind, batch.id):
+            with self._store.transaction():
+                self._journal.put_operation(number, kind, batch.id)
 
     def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """Record that `batch` took the policy to version `batch.id + 1`. A replayed batch changes nothing.

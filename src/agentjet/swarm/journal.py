@@ -11,7 +11,7 @@ Retention:
 * with each snapshot the journal deletes calls that no replay needs, idempotency keys older than `IDEMPOTENCY_SECONDS`,
   all events except the newest `EVENTS_KEPT`, evaluations and rollbacks, and all settled episodes except the newest
   `EPISODES_KEPT`;
-* batches, their members and their metrics are kept.
+* batches, their members, operations and metrics are kept.
 
 An `Origin` is what the weights of a policy follow from, besides the batches of the journal. It is recorded when a data
 dir is created and compared at every start, because from another origin the same `policy_version` would be other
@@ -310,7 +310,12 @@ class Journal:
 
     def remove_batches(self, start: int) -> None:
         """Delete the batches from `start` on, learned or not."""
-        for table, column in (("batch_members", "batch_id"), ("steps", "batch_id"), ("batches", "id")):
+        for table, column in (
+            ("operations", "batch_id"),
+            ("batch_members", "batch_id"),
+            ("steps", "batch_id"),
+            ("batches", "id"),
+        ):
             self._db.execute(f"DELETE FROM {table} WHERE {column} >= ?", (start,))
 
     def drop_settled(self, episode_ids: Iterable[str], reason: str) -> None:
@@ -344,6 +349,17 @@ class Journal:
         for position, episode_id in rows:
             groups.setdefault(position, []).append(episode_id)
         return tuple(tuple(members) for members in groups.values())
+
+    def put_operation(self, number: int, kind: str, batch_id: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?)", (number, kind, batch_id))
+
+    def has_operation(self, number: int, kind: str, batch_id: int) -> bool:
+        query = "SELECT 1 FROM operations WHERE number = ? AND kind = ? AND batch_id = ?"
+        return self._db.execute(query, (number, kind, batch_id)).fetchone() is not None
+
+    def operations(self) -> list[tuple[int, str, int]]:
+        """All operations on the policy, in order: number, kind and batch."""
+        return list(self._db.execute("SELECT number, kind, batch_id FROM operations ORDER BY number"))
 
     def add_step(self, batch_id: int, metrics: Mapping[str, float], learned: float) -> None:
         self.file.insert("steps", (batch_id, to_json(metrics), learned))

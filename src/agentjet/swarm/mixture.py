@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from agentjet.config import JobConfig
 from agentjet.errors import Conflict, Later
-from agentjet.swarm.state import Episode, Group, TaskSetShare
+from agentjet.swarm.state import Episode, Group
 from agentjet.swarm.store import Store
 
 RETRY_SECONDS = 1.0
@@ -30,6 +31,18 @@ OTHERS = "*"
 MAX_CARRY = 2.0
 """Groups that a set may be owed, or be ahead, at most. Rounding owes about one. More comes from sets that join or leave
 in the middle of a batch, and is not made up for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSetShare:
+    """A task set's part in the training; see `protocol.TaskSetStatus`."""
+
+    weight: float | None
+    share: float
+    groups_open: int
+    groups_complete: int
+    reward_mean: float | None
+
 
 # ---- arithmetic --------------------------------------------------------------------------------------------
 

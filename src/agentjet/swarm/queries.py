@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from agentjet.protocol import EvaluationView, Event
 from agentjet.swarm import batch_forest, groups
 from agentjet.swarm.journal import BRANCHED_FROM
-from agentjet.swarm.mixture import Mixture, places
-from agentjet.swarm.state import Batch, Episode, Group, OutcomeCounts, TaskSetShare
+from agentjet.swarm.mixture import Mixture, TaskSetShare, places
+from agentjet.swarm.state import Batch, Episode, Group, OutcomeCounts
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.forks import orphans as find_orphans

@@ -18,7 +18,7 @@ import numpy as np
 from agentjet.swarm.state import Episode, State, changes
 from agentjet.types import Call, Message, NewContext, ToolCall
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 OLDEST_SCHEMA = 6
 """The schema of AgentJet 0.1: the oldest one that is migrated."""
 
@@ -45,6 +45,15 @@ CREATE TABLE instances (
 CREATE INDEX events_of_kind ON events (kind, seq) WHERE kind IN ('evaluation', 'rollback');
 """
 """Tables that this schema added."""
+
+OPERATIONS = """
+CREATE TABLE operations (
+    number INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
+    batch_id INTEGER NOT NULL
+);
+CREATE INDEX operations_of_batch ON operations (batch_id);
+"""
 
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -102,7 +111,7 @@ CREATE TABLE checkpoints (
     policy_version INTEGER PRIMARY KEY,
     digest TEXT NOT NULL
 );
-
+{OPERATIONS}
 CREATE TABLE idempotency (
     scope TEXT NOT NULL,
     key TEXT NOT NULL,
@@ -216,7 +225,7 @@ CREATE TABLE notes (
 ALTER TABLE calls ADD COLUMN untrained TEXT NOT NULL DEFAULT '';
 """
 
-JOINS_OF_7 = """
+JOINS_OF_8 = """
 FROM episodes e
 LEFT JOIN finishes f ON f.episode_id = e.id
 LEFT JOIN aborts a ON a.episode_id = e.id
@@ -227,14 +236,14 @@ LEFT JOIN steps s ON s.batch_id = m.batch_id
 LEFT JOIN notes n ON n.episode_id = e.id
 """
 
-STATUS_OF_7 = """
+STATUS_OF_8 = """
 CASE WHEN f.episode_id IS NOT NULL THEN 'finished' WHEN a.episode_id IS NOT NULL THEN a.status
     WHEN p.episode_id IS NOT NULL THEN 'prepared' ELSE 'live' END
 """
 
-EPISODES_OF_7 = f"""
+EPISODES_OF_8 = f"""
 SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id, e.mode, e.policy_version, e.begun,
-    {STATUS_OF_7}, COALESCE(f.ended, a.ended),
+    {STATUS_OF_8}, COALESCE(f.ended, a.ended),
     CASE WHEN a.episode_id IS NULL THEN COALESCE(f.reward, p.reward) END,
     CASE WHEN a.episode_id IS NULL THEN COALESCE(f.by_role, p.by_role, '{{}}') ELSE '{{}}' END,
     CASE WHEN a.episode_id IS NULL THEN COALESCE(f.metrics, p.metrics, '{{}}') ELSE '{{}}' END,
@@ -246,11 +255,11 @@ SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id
     CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
     e.code_version, e.team, e.at_version, e.temperature, e.instance_id,
     COALESCE(n.noted, '{{}}'), COALESCE(n.refused, '{{}}')
-{JOINS_OF_7}
+{JOINS_OF_8}
 """
 
 
-_FIELDS_OF_7 = [f.name for f in fields(Episode) if f.name != "oldest_version"]
+_FIELDS_OF_8 = [f.name for f in fields(Episode) if f.name != "oldest_version"]
 
 
 def migrate(db: sqlite3.Connection, found: int) -> None:
@@ -262,7 +271,7 @@ def migrate(db: sqlite3.Connection, found: int) -> None:
     if found == OLDEST_SCHEMA:
         for statement in FROM_6.split(";"):
             db.execute(statement)
-    for statement in TABLES.split(";"):
+    for statement in (TABLES if found == 8 else f"{TABLES}{OPERATIONS}").split(";"):
         db.execute(statement)
     meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('base_version', 'durable_version')"))
     base = int(meta.get("base_version", -1))
@@ -270,8 +279,8 @@ def migrate(db: sqlite3.Connection, found: int) -> None:
     version = max(base, 0, 0 if newest is None else newest + 1)
     carry = db.execute("SELECT carry FROM batches ORDER BY id DESC LIMIT 1").fetchone()
     state = State()
-    for row in db.execute(f"{EPISODES_OF_7} ORDER BY e.seq"):
-        values = dict(zip(_FIELDS_OF_7, row, strict=True))
+    for row in db.execute(f"{EPISODES_OF_8} ORDER BY e.seq"):
+        values = dict(zip(_FIELDS_OF_8, row, strict=True))
         values |= {name: json.loads(values[name]) for name in ("by_role", "metrics", "noted", "refused")}
         settled = state.apply(("episode", values))
         state.log.clear()

@@ -137,17 +137,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskSetShare:
-    """A task set's part in the training; see `protocol.TaskSetStatus`."""
-
-    weight: float | None
-    share: float
-    groups_open: int
-    groups_complete: int
-    reward_mean: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class JobSettings:
     """The job settings in force; `given` are those that the server was started with."""
 

@@ -5,7 +5,8 @@ finds the causes of branches and the calls that are not trained. `forest` merges
 distinct token-in-context exists once. `support` encodes the sets of tokens that sampling chose from.
 """
 
-from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from agentjet.timeline.tree import ConversationTree, Match
 
-__all__ = ["ConversationTree", "Forest", "Match", "Row", "build_forest"]
+__all__ = ["ConversationTree", "Facts", "Forest", "Match", "Row", "TrainingBatch", "build_forest", "call_row"]

@@ -3,8 +3,9 @@
 Nodes stand in depth-first order, so the descendants of node i are the interval `i < j < end[i]`. Node i may attend to
 node j exactly when `j <= i < end[j]`. So one integer per node is the whole attention mask; `depth` is the position id.
 
-A target marks a node as sampled by the policy. Several targets may point at one node: two repeats may sample the same
-token in the same context. So the node is computed once, and every target is kept.
+A target is a node whose prediction is learned or measured. Several targets may point at one node: two repeats may
+sample the same token in the same context. So the node is computed once, and every target is kept. Named columns hold
+the facts about targets: the log-probability at sampling, the advantage, and so on.
 
 A forest is cut to bound the memory of a pass. `split` makes forests that stand alone and repeat the path above them.
 `chunk_forest` makes chunks without repeating that path: prefix keys and values stay cached until the last chunk that
@@ -15,9 +16,9 @@ NumPy only. Shapes: N nodes, M targets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,38 +27,88 @@ from agentjet.timeline.support import EVERYTHING, pack_sets, unpack_sets
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
+Column = NDArray[Any]
+"""One value per target."""
+
+NODE_ARRAYS = ("tokens", "parent", "end", "depth", "node")
+INTEGER_COLUMNS = frozenset({"version", "sequence", "support", "call"})
+"""Columns of type int32. All others are float32."""
+SAMPLED_COLUMNS = ("advantage", "call", "logprob", "sequence", "support", "temperature", "version")
+"""The columns of sampled targets with an advantage."""
+
+
+def column_type(name: str) -> type[np.int32] | type[np.float32]:
+    return np.int32 if name in INTEGER_COLUMNS else np.float32
+
+
 TargetIndices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call as the policy saw it: the first `stop` of `tokens` [T] are prompt + completion. The last `len(logprobs)`
-    of these were sampled. Calls of one timeline share its array, so that a batch is linear in tokens.
+    """A token sequence as the policy saw it, with its targets: positions whose prediction is learned or measured.
 
-    `advantage` applies to the whole completion. `sequence` is the number of its (episode, role) within the batch.
+    A target need not have been sampled. `columns` holds one value per target [K], or one value for all of them. Without
+    a column `temperature` it is 1, and without `sequence` the row is a separate sequence.
     """
 
     tokens: IntArray
-    logprobs: FloatArray
-    versions: IntArray
-    advantage: float
-    temperature: float
-    sequence: int
+    at: slice | NDArray[np.integer[Any]]
+    """Positions of the K targets in `tokens`, in the order of `columns`."""
+    columns: Mapping[str, Column | float | int]
     support: tuple[bytes, ...] = ()
-    """The support set of each sampled token (see `support`); empty if all are the whole vocabulary."""
-    stop: int | None = None
-    """None: all of `tokens`."""
+    """The set from which each target was chosen (see `support`); empty if each was chosen from the whole vocabulary."""
+
+    def __getitem__(self, name: str) -> Any:
+        """The values of a column."""
+        return self.columns[name]
+
+    def with_columns(self, **columns: Column | float | int) -> Self:
+        """The same row with further or other columns."""
+        return replace(self, columns={**self.columns, **columns})
 
     @property
-    def length(self) -> int:
-        return len(self.tokens) if self.stop is None else self.stop
+    def num_targets(self) -> int:
+        return len(range(*self.at.indices(len(self.tokens)))) if isinstance(self.at, slice) else len(self.at)
+
+
+def call_row(
+    tokens: IntArray,
+    logprobs: FloatArray,
+    versions: IntArray,
+    advantage: float | None,
+    temperature: float,
+    sequence: int,
+    support: tuple[bytes, ...] = (),
+    call: int = 0,
+    stop: int | None = None,
+) -> Row:
+    """The row of one call: the first `stop` of `tokens` (default: all) are prompt + completion, and the last
+    `len(logprobs)` of these are the targets. Calls of one timeline share its array, so that a batch is linear in
+    tokens.
+
+    `sequence` numbers the (episode, role) and `call` the call within the batch. Without an `advantage` the recipe
+    computes it.
+    """
+    columns: dict[str, Column | float | int] = {
+        "logprob": logprobs,
+        "version": versions,
+        "temperature": temperature,
+        "sequence": sequence,
+        "call": call,
+    }
+    if advantage is not None:
+        columns["advantage"] = advantage
+    stop = len(tokens) if stop is None else stop
+    return Row(tokens, slice(stop - len(logprobs), stop), columns, support)
 
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """A batch as prefix trees. Node arrays are [N]; target arrays are [M]; `parent` is -1 at roots.
+    """A batch as prefix trees. Node arrays are [N], `node` and the arrays of `targets` are [M].
 
-    `support` is the index of a target's support set in `sets`, or -1 for the whole vocabulary.
+    `parent` is -1 at roots; `node` is the node of each target; `column_type` gives the type of a column. The column
+    `support` is the index in `sets` of the set from which a target was chosen, -1 for the whole vocabulary.
     """
 
     tokens: IntArray
@@ -65,15 +116,21 @@ class Forest:
     end: IntArray
     depth: IntArray
     node: IntArray
-    advantage: FloatArray
-    logprob: FloatArray
-    temperature: FloatArray
-    version: IntArray
-    sequence: IntArray
-    support: IntArray
+    targets: Mapping[str, Column]
     sets: tuple[bytes, ...]
     num_sequences: int
     num_row_tokens: int
+
+    def __getitem__(self, name: str) -> Column:
+        """A column of the targets [M]. Raises `KeyError` with the existing columns if the column is missing."""
+        if name not in self.targets:
+            raise KeyError(f"the targets have no column {name!r}; they have {', '.join(sorted(self.targets))}")
+        return self.targets[name]
+
+    def with_columns(self, **columns: NDArray[Any]) -> Self:
+        """The same forest with further or other columns [M]."""
+        typed = {name: np.asarray(values, column_type(name)) for name, values in columns.items()}
+        return replace(self, targets={**self.targets, **typed})
 
     @property
     def num_nodes(self) -> int:
@@ -96,32 +153,39 @@ class Forest:
         return np.append(np.flatnonzero(self.end[1:] != self.end[:-1]) + 1, self.num_nodes)
 
     def to_wire(self) -> dict[str, Any]:
-        """Returns a dict of plain numbers and little-endian byte strings, for the worker's pipe."""
-        wire: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            wire[f.name] = value.tobytes() if isinstance(value, np.ndarray) else value
-        return {**wire, "sets": pack_sets(self.sets), "num_sets": len(self.sets)}
+        """A dict of plain numbers and little-endian byte strings, for the worker's pipe."""
+        return {
+            **{name: getattr(self, name).tobytes() for name in NODE_ARRAYS},
+            "targets": {name: values.tobytes() for name, values in self.targets.items()},
+            "sets": pack_sets(self.sets),
+            "num_sets": len(self.sets),
+            "num_sequences": self.num_sequences,
+            "num_row_tokens": self.num_row_tokens,
+        }
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> Forest:
-        wire = dict(wire)
-        arrays: dict[str, Any] = {"sets": unpack_sets(wire.pop("sets"), wire.pop("num_sets"))}
-        for name, value in wire.items():
-            kind = np.float32 if name in {"advantage", "logprob", "temperature"} else np.int32
-            arrays[name] = np.frombuffer(value, kind) if isinstance(value, bytes) else value
-        return cls(**arrays)
+        return Forest(
+            **{name: np.frombuffer(wire[name], np.int32) for name in NODE_ARRAYS},
+            targets={name: np.frombuffer(values, column_type(name)) for name, values in wire["targets"].items()},
+            sets=unpack_sets(wire["sets"], wire["num_sets"]),
+            num_sequences=wire["num_sequences"],
+            num_row_tokens=wire["num_row_tokens"],
+        )
 
 
-def build_forest(rows: Sequence[Row]) -> Forest:
-    """Merges rows into prefix trees, in O(total tokens), with a shared array counted once.
+def build_forest(rows: Sequence[Row], *, num_row_tokens: int | None = None) -> Forest:
+    """Merge rows into prefix trees, in O(total tokens), with an array that rows share counted once.
 
-    Sorting the timelines as big-endian byte strings puts them in depth-first order. Each then adds the nodes after its
-    longest common prefix with the timeline before. Without rows the forest is empty.
+    `num_row_tokens` is the number of tokens of one row per call, if the rows hold several calls.
+
+    Sorting the token sequences as big-endian byte strings puts them in depth-first order; each then adds the nodes
+    after its longest common prefix with the one before. Without rows the forest is empty.
     """
     if not rows:
-        none, nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return Forest(none, none, none, none, none, nothing, nothing, nothing, none, none, none, (), 0, 0)
+        none = np.zeros(0, np.int32)
+        empty = {name: np.zeros(0, column_type(name)) for name in SAMPLED_COLUMNS}
+        return Forest(none, none, none, none, none, empty, (), 0, 0)
     timelines = {id(row.tokens): row.tokens for row in rows}
     order = sorted(timelines, key=lambda key: timelines[key].astype(">i4").tobytes())
     tokens: list[IntArray] = []
@@ -145,23 +209,19 @@ def build_forest(rows: Sequence[Row]) -> Forest:
         paths[key] = path
         previous = timeline
     depth = np.concatenate(depths)
-    support, sets = _number_sets(rows)
-    sampled = [paths[id(row.tokens)][row.length - len(row.logprobs) : row.length] for row in rows]
+    sets, support = _number_sets(rows)
+    names = set.intersection(*(set(row.columns) for row in rows)) | {"sequence", "temperature"}
+    targets = {name: _column(name, rows) for name in sorted(names)} | {"support": support}
     return Forest(
         tokens=np.concatenate(tokens),
         parent=np.concatenate(parents),
         end=subtree_ends(depth),
         depth=depth,
-        node=np.concatenate(sampled).astype(np.int32),
-        advantage=_repeat([row.advantage for row in rows], rows),
-        logprob=np.concatenate([row.logprobs for row in rows]).astype(np.float32),
-        temperature=_repeat([row.temperature for row in rows], rows),
-        version=np.concatenate([row.versions for row in rows]).astype(np.int32),
-        sequence=np.repeat([row.sequence for row in rows], [len(row.logprobs) for row in rows]).astype(np.int32),
-        support=support,
+        node=np.concatenate([paths[id(row.tokens)][row.at] for row in rows]).astype(np.int32),
+        targets=targets,
         sets=sets,
-        num_sequences=len({row.sequence for row in rows}),
-        num_row_tokens=sum(row.length for row in rows),
+        num_sequences=_num_sequences(targets),
+        num_row_tokens=sum(len(row.tokens) for row in rows) if num_row_tokens is None else num_row_tokens,
     )
 
 
@@ -189,18 +249,25 @@ def subtree_ends(depth: IntArray) -> IntArray:
     return end
 
 
-def _repeat(values: Sequence[float], rows: Sequence[Row]) -> FloatArray:
-    return np.repeat(np.asarray(values, np.float32), [len(row.logprobs) for row in rows])
+def _column(name: str, rows: Sequence[Row]) -> Column:
+    kind = column_type(name)
+    values = [row.columns.get(name, i if name == "sequence" else 1) for i, row in enumerate(rows)]
+    return np.concatenate(
+        [np.broadcast_to(np.asarray(value, kind), row.num_targets) for value, row in zip(values, rows, strict=True)]
+    )
 
 
-def _number_sets(rows: Sequence[Row]) -> tuple[IntArray, tuple[bytes, ...]]:
-    """Returns the number of each target's support set, and each distinct set once."""
+def _num_sequences(targets: Mapping[str, Column]) -> int:
+    return len(np.unique(targets["sequence"])) if "sequence" in targets else 0
+
+
+def _number_sets(rows: Sequence[Row]) -> tuple[tuple[bytes, ...], IntArray]:
+    """The distinct sets of the rows, and the number of each target's set."""
     number = {EVERYTHING: -1}
     parts = [
-        [number.setdefault(one, len(number) - 1) for one in row.support] or np.full(len(row.logprobs), -1)
-        for row in rows
+        [number.setdefault(one, len(number) - 1) for one in row.support] or np.full(row.num_targets, -1) for row in rows
     ]
-    return np.concatenate(parts).astype(np.int32), tuple(number)[1:]
+    return tuple(number)[1:], np.concatenate(parts).astype(np.int32)
 
 
 def select(forest: Forest, keep: NDArray[np.bool_]) -> Forest:
@@ -255,14 +322,9 @@ def restrict(forest: Forest, nodes: NDArray[np.int64], keep: NDArray[np.bool_]) 
         end=np.cumsum(before, dtype=np.int32)[forest.end[nodes]],
         depth=forest.depth[nodes],
         node=index[forest.node[keep]],
-        advantage=forest.advantage[keep],
-        logprob=forest.logprob[keep],
-        temperature=forest.temperature[keep],
-        version=forest.version[keep],
-        sequence=forest.sequence[keep],
-        support=forest.support[keep],
+        targets=(targets := {name: values[keep] for name, values in forest.targets.items()}),
         sets=forest.sets,
-        num_sequences=len(np.unique(forest.sequence[keep])),
+        num_sequences=_num_sequences(targets),
         num_row_tokens=forest.num_row_tokens,
     )
 

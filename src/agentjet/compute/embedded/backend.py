@@ -15,22 +15,25 @@ from typing import Any
 import numpy as np
 
 from agentjet.compute.embedded.worker_process import Frame, Watchdog, activity_of, encode_frame, read_frame_async
-from agentjet.config import JobConfig, ServeConfig
+from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
+from agentjet.config import OptimizerConfig, ServeConfig
 from agentjet.errors import (
     CheckpointError,
     ComputeError,
     ConfigError,
     GrammarError,
+    OperationConflict,
     OutOfCache,
     WorkerDied,
     WorkerHung,
 )
-from agentjet.timeline.forest import Forest
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import unpack_sets
-from agentjet.types import CheckpointStamp, ModelInfo, Sampled, SamplingParams, TokenScore
+from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
 
 _ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (CheckpointError, ComputeError, ConfigError, OutOfCache, GrammarError)
+    error.__name__: error
+    for error in (CheckpointError, ComputeError, ConfigError, GrammarError, OperationConflict, OutOfCache)
 }
 CLOSE_SECONDS = 10.0
 THREAD_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -70,6 +73,11 @@ class EmbeddedCompute:
         self._closing = False
 
     @property
+    def capabilities(self) -> Capabilities:
+        """See `Compute.capabilities`."""
+        return Capabilities(support_sets=True, adapters=True, prefix_sharing=True, bit_equal_replay=True)
+
+    @property
     def pid(self) -> int | None:
         """The worker's process id while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
@@ -95,8 +103,10 @@ class EmbeddedCompute:
         info["end_tokens"] = tuple(info["end_tokens"])
         return ModelInfo(**info)
 
-    async def sample(self, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled, None]:
-        """See `Compute.sample`."""
+    async def sample(
+        self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[Sampled, None]:
+        """See `Sampler.sample`."""
         id = next(self._ids)
         queue: asyncio.Queue[Sampled | Exception] = asyncio.Queue()
         self._streams[id] = queue
@@ -105,6 +115,7 @@ class EmbeddedCompute:
                 {
                     "op": "sample",
                     "id": id,
+                    "policy": dataclasses.asdict(policy),
                     "tokens": np.asarray(token_ids, np.int32).tobytes(),
                     "params": dataclasses.asdict(params),
                 }
@@ -121,30 +132,48 @@ class EmbeddedCompute:
                 with contextlib.suppress(WorkerDied):
                     self._send({"op": "cancel", "id": id})
 
-    async def score(self, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
-        """See `Compute.score`."""
+    async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+        """See `Sampler.score`."""
         tokens = np.asarray(token_ids, np.int32).tobytes()
-        scores = await self._ask("score", tokens=tokens, num_likeliest=num_likeliest)
+        scores = await self._ask("score", policy=dataclasses.asdict(policy), tokens=tokens, num_likeliest=num_likeliest)
         return [TokenScore(logprob, tuple((id, value) for id, value in likeliest)) for logprob, likeliest in scores]
 
-    async def learn(self, batch_id: int, forest: Forest, job: JobConfig) -> dict[str, float]:
-        """See `Compute.learn`."""
+    async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        """See `Learner.forward_backward`."""
+        found = await self._ask(
+            "forward_backward", operation=dataclasses.asdict(op), batch=batch.to_wire(), loss=loss.to_wire()
+        )
+        return Outputs(**found)
+
+    async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
+        """See `Learner.optim_step`."""
         metrics: dict[str, float] = await self._ask(
-            "learn", batch_id=batch_id, forest=forest.to_wire(), job=job.model_dump(mode="json")
+            "optim_step", operation=dataclasses.asdict(op), optimizer=optimizer.model_dump(mode="json")
         )
         return metrics
 
-    async def save(self, path: Path) -> CheckpointStamp:
-        """See `Compute.save`."""
-        return CheckpointStamp(**await self._ask("save", path=str(path)))
+    async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
+        """See `Learner.logprobs`."""
+        found = await self._ask(
+            "logprobs", policy=dataclasses.asdict(policy), batch=batch.to_wire(), reference=reference
+        )
+        return Outputs(columns={"logprob": np.frombuffer(found, np.float32)})
 
-    async def load(self, path: Path) -> CheckpointStamp:
-        """See `Compute.load`."""
-        return CheckpointStamp(**await self._ask("load", path=str(path)))
+    async def publish(self, policy: PolicyId, version: int) -> None:
+        """See `Learner.publish`."""
+        await self._ask("publish", policy=dataclasses.asdict(policy), version=version)
 
-    async def export(self, path: Path, *, adapter: bool = False) -> None:
-        """See `Compute.export`."""
-        await self._ask("export", path=str(path), adapter=adapter)
+    async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
+        """See `Learner.save`."""
+        return CheckpointStamp(**await self._ask("save", policy=dataclasses.asdict(policy), path=str(path)))
+
+    async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
+        """See `Learner.load`."""
+        return CheckpointStamp(**await self._ask("load", policy=dataclasses.asdict(policy), path=str(path)))
+
+    async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
+        """See `Learner.export`."""
+        await self._ask("export", policy=dataclasses.asdict(policy), path=str(path), adapter=adapter)
 
     async def died(self) -> WorkerDied:
         """See `Compute.died`."""

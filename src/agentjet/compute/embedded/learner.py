@@ -1,4 +1,4 @@
-"""Learning on a forest: log-probabilities of the targets, the loss, one optimiser step a mini-batch.
+"""Learning on a forest: log-probabilities of the targets, gradients of a loss, optimiser steps.
 
 * bfloat16 weights have masters and moments in float32.
 * Logits over the vocabulary exist only for positions that predict a target, `HEAD_ROWS` at a time.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,24 +23,54 @@ from torch import Tensor
 
 from agentjet.compute.embedded.passes import pass_of
 from agentjet.compute.embedded.policy import Policy
-from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from agentjet.recipes.losses import correction_weights, kl_k3, policy_loss, weights
+from agentjet.compute.protocol import LossSpec, Outputs, StepMetrics, merged_metrics
+from agentjet.config import JobConfig, OptimizerConfig
+from agentjet.errors import ComputeError
+from agentjet.recipes.losses import kl_k3
+from agentjet.recipes.recipe import MISMATCH, Recipe, recipe_of
+from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Forest, select
 from agentjet.timeline.support import decode_set
 
 HEAD_ROWS = 512
 """Number of distributions whose logits over the vocabulary exist at the same time."""
-MISMATCH = "policy/mismatch_kl"
 
 
 @dataclass(slots=True)
-class _Part:
-    """One micro-batch: a piece of the mini-batch's forest, and the loss inputs of its targets [M]."""
+class _MicroBatch:
+    """A piece of a mini-batch's forest, the weights [M] of its targets, and computed columns [M] of the loss."""
 
     forest: Forest
     weight: NDArray[np.float32]
-    sequence_log_ratio: NDArray[np.float64] | None = None
-    reference: Tensor | None = None
+    computed: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedBatch:
+    """A batch with its columns, as the first `forward_backward` on it made it."""
+
+    batch_id: int
+    loss: LossSpec
+    forest: Forest
+    metrics: Mapping[str, float]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return max(1, min(self.loss.algorithm.mini_batches, self.forest.num_sequences))
+
+    @property
+    def num_steps(self) -> int:
+        return self.loss.algorithm.epochs * self.steps_per_epoch
+
+    def mini_batch(self, step: int) -> Forest:
+        """Returns the whole sequences of one optimiser step. Each epoch deals them at random."""
+        epoch, number = divmod(step, self.steps_per_epoch)
+        if self.steps_per_epoch == 1:
+            return self.forest
+        sequences = np.unique(self.forest["sequence"])
+        np.random.default_rng([abs(s) for s in (self.loss.seed, self.batch_id, epoch)]).shuffle(sequences)
+        chosen = np.array_split(sequences, self.steps_per_epoch)[number]
+        return select(self.forest, np.isin(self.forest["sequence"], chosen))
 
 
 class PolicyLearner:
@@ -56,107 +86,116 @@ class PolicyLearner:
         }
         self._optimizer = torch.optim.AdamW(self.masters(), lr=0.0, fused=True)
         self._reference: dict[str, Tensor] | None = None
+        self._prepared: _PreparedBatch | None = None
+        """The batch between its first and its last step."""
 
-    def learn(self, forest: Forest, job: JobConfig, version: int) -> dict[str, float]:
-        """Learn one batch with `epochs` x `mini_batches` optimiser steps; returns metrics.
+    def forward_backward(self, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+        """Add the gradient of one mini-batch to the accumulated gradient; returns its metrics.
 
-        `version` is the policy version before the batch.
+        Raises `ComputeError` if a later step of a batch comes without its first step.
         """
-        algorithm = job.algorithm
-        self._configure(job.optimizer, version)
-        measured: dict[str, float] = {}
-        if forest.num_targets:  # unbiased, over every sampled token, without a forward pass
-            measured["policy/entropy"] = -float(forest.logprob.mean(dtype=np.float64))
-        if algorithm.correction != "none" and forest.num_targets:
-            forest, corrected = self._corrected(forest, job)
-            measured |= corrected
-        totals = _Totals()
-        num_steps = 0
-        for epoch in range(algorithm.epochs):
-            for mini_batch in self._mini_batches(forest, algorithm, seed=(job.seed, version, epoch)):
-                self._step(mini_batch, job, totals)
-                num_steps += 1
+        recipe = recipe_of(loss.algorithm)
+        if loss.step == 0:
+            self._prepared = self._prepare(batch, loss, recipe)
+        prepared = self._prepared
+        if prepared is None or (prepared.batch_id, prepared.loss) != (batch.id, replace(loss, step=0)):
+            raise ComputeError(f"step {loss.step} of batch {batch.id} came without step 0 of the same batch and loss")
+        if loss.step >= prepared.num_steps:
+            raise ComputeError(f"step {loss.step} of batch {batch.id} is not one of its {prepared.num_steps} steps")
+        if loss.step == prepared.num_steps - 1:
+            self._prepared = None
+        metrics = self._add_gradient(prepared.mini_batch(loss.step), recipe, loss)
+        if loss.step == 0:
+            metrics |= prepared.metrics
+        else:  # Only before the first optimiser step the learner has the weights that sampled.
+            metrics.pop(MISMATCH, None)
+        return Outputs(metrics, num_steps=prepared.num_steps)
+
+    def optim_step(self, optimizer: OptimizerConfig, version: int) -> dict[str, float]:
+        """Apply the accumulated gradient; returns metrics. `version` is the policy version, for the schedule."""
+        self._configure(optimizer, version)
+        norm = self._apply(optimizer)
         return {
-            **totals.metrics(),
-            **measured,
-            "forest/tokens_computed": float(totals.num_computed),
+            "optim/grad_norm": norm,
+            "optim/skipped_steps": float(not math.isfinite(norm)),
             "optim/lr": self._optimizer.param_groups[0]["lr"],
-            "optim/steps": float(num_steps),
+            "optim/steps": 1.0,
             "weights/finite": float(math.isfinite(torch.nn.utils.get_total_norm(self.masters()))),
         }
 
-    def _corrected(self, forest: Forest, job: JobConfig) -> tuple[Forest, dict[str, float]]:
-        """Replace the old log-probabilities by those of the present weights; scale advantages by the correction.
+    @property
+    def has_gradient(self) -> bool:
+        """True between a `forward_backward` and the next `optim_step`."""
+        return any(master.grad is not None for master in self.masters())
 
-        Every loss is linear in the advantage.
-        """
-        proximal = np.zeros(forest.num_targets, np.float32)
-        for piece, targets in self._pass.pieces(forest, job.micro_batch_tokens):
-            proximal[targets] = self.logprobs(piece).float().cpu().numpy()
-        weight, counts = correction_weights(proximal, forest.logprob, job.algorithm)
-        mismatch = kl_k3(torch.from_numpy(forest.logprob.copy()), torch.from_numpy(proximal)).mean()
-        metrics = {
-            MISMATCH: float(mismatch),
-            "policy/correction_mean": float(weight.mean()),
-            "policy/correction_dropped": float((weight == 0).mean()),
-        }
-        corrected = replace(forest, logprob=proximal, advantage=forest.advantage * weight)
-        return corrected if counts.all() else select(corrected, counts), metrics
+    def learn(self, forest: Forest, job: JobConfig, version: int, facts: Facts | None = None) -> dict[str, float]:
+        """Train on a batch; returns metrics. The same steps as `protocol.learn`, without a worker process."""
+        batch, num_steps = TrainingBatch(version, forest, facts), 1
+        steps: list[StepMetrics] = []
+        while len(steps) < num_steps:
+            outputs = self.forward_backward(batch, LossSpec.of(job, len(steps)))
+            steps.append((outputs.metrics, self.optim_step(job.optimizer, version)))
+            num_steps = outputs.num_steps
+        return merged_metrics(steps)
 
-    def _mini_batches(self, forest: Forest, algorithm: AlgorithmConfig, seed: tuple[int, ...]) -> Iterator[Forest]:
-        """Yields random groups of whole sequences, one for each optimiser step."""
-        count = min(algorithm.mini_batches, forest.num_sequences)
-        if count <= 1:
-            yield forest
-            return
-        sequences = np.unique(forest.sequence)
-        np.random.default_rng([abs(s) for s in seed]).shuffle(sequences)
-        for chosen in np.array_split(sequences, count):
-            yield select(forest, np.isin(forest.sequence, chosen))
+    def _prepare(self, batch: TrainingBatch, loss: LossSpec, recipe: Recipe) -> _PreparedBatch:
+        missing = recipe.required(batch) - batch.forest.targets.keys()
+        if missing:
+            raise ComputeError(f"batch {batch.id} lacks the columns {', '.join(sorted(missing))}, which its loss needs")
+        outputs = {}
+        if "logprob" in recipe.needs and batch.forest.num_targets:
+            outputs["logprob"] = self.batch_logprobs(batch.forest, loss.micro_batch_tokens)
+        columns = recipe.columns(batch, outputs)
+        forest = batch.forest.with_columns(**columns.values)
+        if columns.counts is not None and not columns.counts.all():
+            forest = select(forest, columns.counts)
+        return _PreparedBatch(batch.id, loss, forest, columns.metrics)
 
-    def _step(self, forest: Forest, job: JobConfig, totals: _Totals) -> None:
-        algorithm = job.algorithm
-        parts = self._parts(forest, job)
-        if algorithm.loss == "gspo":
-            self._add_sequence_ratios(parts)
-        if algorithm.kl_coef:
-            for part in parts:
-                part.reference = self._reference_logprobs(part.forest)
-        totals.begin_step(forest, parts)
-        for part in parts:
-            self._accumulate(part, algorithm, totals)
+    def _add_gradient(self, forest: Forest, recipe: Recipe, loss: LossSpec) -> dict[str, float]:
+        micro_batches = self._micro_batches(forest, recipe, loss.micro_batch_tokens)
+        if "sequence_log_ratio" in recipe.reads:
+            self._compute_sequence_ratios(micro_batches)
+        if "reference" in recipe.needs:
+            for micro_batch in micro_batches:
+                micro_batch.computed["reference"] = self._reference_logprobs(micro_batch.forest)
+        means = _TokenMeans(forest, micro_batches)
+        for micro_batch in micro_batches:
+            self._accumulate(micro_batch, recipe, means)
         self._pass.finish()
         self._gather_gradients()
-        totals.num_computed += sum(self._pass.num_computed(part.forest) for part in parts)
-        totals.grad_norms.append(self._apply(job.optimizer))
+        num_computed = sum(self._pass.num_computed(micro_batch.forest) for micro_batch in micro_batches)
+        return {**means.values, "forest/tokens_computed": float(num_computed)}
 
-    def _parts(self, forest: Forest, job: JobConfig) -> list[_Part]:
-        """Returns micro-batches within the token budget, each token with its weight in the mini-batch's loss.
-
-        Without a KL term, a token with advantage 0 adds nothing to the loss and is not computed. Weights still count
-        every token. GSPO's sequence means need every token of a sequence that has any advantage.
-        """
-        matters = np.full(forest.num_targets, True) if job.algorithm.kl_coef else forest.advantage != 0
-        if job.algorithm.loss == "gspo":
-            matters = np.isin(forest.sequence, forest.sequence[matters])
-        if not matters.any():
+    def _micro_batches(self, forest: Forest, recipe: Recipe, max_tokens: int) -> list[_MicroBatch]:
+        """Returns the targets that contribute to the loss in micro-batches, with weights that count every target."""
+        contributing = recipe.contributing(forest)
+        if not contributing.any():
             return []
-        weight = weights(forest.sequence, forest.num_sequences, job.algorithm)[matters]
-        forest = select(forest, matters)
-        return [_Part(piece, weight[targets]) for piece, targets in self._pass.pieces(forest, job.micro_batch_tokens)]
+        weight = recipe.weights(forest)[contributing]
+        pieces = self._pass.pieces(select(forest, contributing), max_tokens)
+        return [_MicroBatch(piece, weight[targets]) for piece, targets in pieces]
 
-    def _add_sequence_ratios(self, parts: list[_Part]) -> None:
-        """Set GSPO's sequence means of logp - old, over the tokens of all micro-batches."""
+    def _compute_sequence_ratios(self, micro_batches: list[_MicroBatch]) -> None:
+        """Compute the sequence means of logp - old, over the tokens of all micro-batches."""
         sums: Counter[int] = Counter()
         counts: Counter[int] = Counter()
-        for part in parts:
-            ratios = self.logprobs(part.forest).double().cpu().numpy() - part.forest.logprob
-            for sequence, ratio in zip(part.forest.sequence.tolist(), ratios.tolist(), strict=True):
+        for micro_batch in micro_batches:
+            forest = micro_batch.forest
+            ratios = self.logprobs(forest).double().cpu().numpy() - forest["logprob"]
+            for sequence, ratio in zip(forest["sequence"].tolist(), ratios.tolist(), strict=True):
                 sums[sequence] += ratio
                 counts[sequence] += 1
-        for part in parts:
-            means = [sums[sequence] / counts[sequence] for sequence in part.forest.sequence.tolist()]
-            part.sequence_log_ratio = np.array(means)
+        for micro_batch in micro_batches:
+            means = [sums[sequence] / counts[sequence] for sequence in micro_batch.forest["sequence"].tolist()]
+            micro_batch.computed["sequence_log_ratio"] = _to(np.array(means), self.policy.device)
+
+    def batch_logprobs(self, forest: Forest, max_tokens: int, *, reference: bool = False) -> NDArray[np.float32]:
+        """Returns the log-probabilities [M] of the targets of a whole batch, micro-batch by micro-batch."""
+        compute = self._reference_logprobs if reference else self.logprobs
+        found = np.zeros(forest.num_targets, np.float32)
+        for piece, targets in self._pass.pieces(forest, max_tokens):
+            found[targets] = compute(piece).float().cpu().numpy()
+        return found
 
     def logprobs(self, forest: Forest) -> Tensor:
         """Returns the log-probabilities [M] of the forest's targets, without gradient."""
@@ -191,7 +230,7 @@ class PolicyLearner:
         """
         device = hidden.device
         for first, targets, owner in _distributions(forest, rows.cpu().numpy(), HEAD_ROWS):
-            temperature = _to(forest.temperature[first], device)
+            temperature = _to(forest["temperature"][first], device)
             of, wanted = (torch.from_numpy(x).to(device) for x in (owner, forest.tokens[forest.node[targets]]))
             position = rows[torch.from_numpy(first).to(device)]
             logits = self.policy.head(hidden.index_select(0, position)) / temperature[:, None]  # at least float32
@@ -202,26 +241,26 @@ class PolicyLearner:
                 logits = logits.masked_fill(outside, -torch.inf)
             yield targets, logits.log_softmax(-1)[of, wanted]
 
-    def _accumulate(self, part: _Part, algorithm: AlgorithmConfig, totals: _Totals) -> None:
+    def _accumulate(self, micro_batch: _MicroBatch, recipe: Recipe, means: _TokenMeans) -> None:
         """Forward, loss and backward of one micro-batch. The pass may postpone a part of the backward."""
-        forest, device = part.forest, self.policy.device
+        forest, device = micro_batch.forest, self.policy.device
         hidden, rows = self._pass.hidden(forest)
         cut = hidden.detach().requires_grad_()
         # The head's graph lives for one chunk only. The body's backward runs once, from the summed gradient.
         for chunk, logp in self._heads(cut, rows, forest):
-            old = _to(forest.logprob[chunk], device)
-            advantage = _to(forest.advantage[chunk], device)
-            mean_ratio = None
-            if part.sequence_log_ratio is not None:
-                mean_ratio = _to(part.sequence_log_ratio[chunk], device).to(logp.dtype)
-            loss, clipped = policy_loss(logp, old, mean_ratio, advantage, algorithm)
-            if part.reference is not None:
-                kl = kl_k3(logp, part.reference[torch.from_numpy(chunk).to(device)])
-                loss = loss + algorithm.kl_coef * kl
-                totals.add("policy/kl", kl)
-            (loss * _to(part.weight[chunk], device)).sum().backward()  # type: ignore[no-untyped-call]
-            totals.add("policy/clip_fraction", clipped)
-            totals.add_mismatch(old, logp)
+            here = torch.from_numpy(chunk).to(device)
+            columns = {
+                name: micro_batch.computed[name][here].to(logp.dtype)
+                if name in micro_batch.computed
+                else _to(forest[name][chunk], device)
+                for name in recipe.reads
+            }
+            terms = recipe.token_loss(logp, columns)
+            (terms.loss * _to(micro_batch.weight[chunk], device)).sum().backward()  # type: ignore[no-untyped-call]
+            for name, values in terms.metrics.items():
+                means.add(name, values)
+            if "logprob" in forest.targets:
+                means.add_mismatch(_to(forest["logprob"][chunk], device), logp)
         self._pass.backward(hidden, cut.grad)
         self._gather_gradients()
 
@@ -275,7 +314,9 @@ class PolicyLearner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """The inverse of `state`. Drops an accumulated gradient."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._prepared = None
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state["masters"][name])
@@ -294,45 +335,25 @@ def learning_rate(optimizer: OptimizerConfig, version: int) -> float:
     return optimizer.lr * (optimizer.min_lr_ratio + (1 - optimizer.min_lr_ratio) * shape)
 
 
-class _Totals:
-    """Sums of per-token metrics over a batch, reported as means over tokens and optimiser steps.
+class _TokenMeans:
+    """Means of per-token metrics over a mini-batch.
 
-    The means are over every sampled token of a mini-batch. A skipped token has advantage 0 and is never clipped. With a
-    KL term no token is skipped. The mismatch needs log-probabilities, so its mean is over computed tokens only.
+    The means are over every target of the mini-batch. A skipped token has advantage 0 and is never clipped. With a KL
+    term no token is skipped. The mismatch needs log-probabilities, so its mean is over computed tokens only.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._sampled = 0
-        self._computed = 0
-        self.grad_norms: list[float] = []
-        self.num_computed = 0
-
-    def begin_step(self, forest: Forest, parts: Sequence[_Part]) -> None:
-        """Start an optimiser step with its mini-batch and the computed parts of it."""
-        self._sampled = forest.num_targets
-        self._computed = sum(part.forest.num_targets for part in parts)
-        if self._sampled:
-            self._sums.setdefault("policy/clip_fraction", 0.0)
+    def __init__(self, forest: Forest, micro_batches: Sequence[_MicroBatch]) -> None:
+        self._num_targets = forest.num_targets
+        self._num_computed = sum(micro_batch.forest.num_targets for micro_batch in micro_batches)
+        self.values: dict[str, float] = {"policy/clip_fraction": 0.0} if self._num_targets else {}
 
     def add(self, name: str, values: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().sum()) / self._sampled
+        self.values[name] = self.values.get(name, 0.0) + float(values.detach().sum()) / self._num_targets
 
     def add_mismatch(self, old: Tensor, logp: Tensor) -> None:
-        """Compare the sampler with the learner, before the first optimiser step: only then their weights are equal."""
-        if not self.grad_norms:
-            total = float(kl_k3(old, logp.detach()).sum()) / self._computed
-            self._sums[MISMATCH] = self._sums.get(MISMATCH, 0.0) + total
-
-    def metrics(self) -> dict[str, float]:
-        steps = max(1, len(self.grad_norms))
-        means = {name: total if name == MISMATCH else total / steps for name, total in self._sums.items()}
-        finite = [norm for norm in self.grad_norms if math.isfinite(norm)]
-        return {
-            **means,
-            "optim/grad_norm": sum(finite) / max(1, len(finite)),
-            "optim/skipped_steps": float(len(self.grad_norms) - len(finite)),
-        }
+        """Compare the learner with the sampler."""
+        total = float(kl_k3(old, logp.detach()).sum()) / self._num_computed
+        self.values[MISMATCH] = self.values.get(MISMATCH, 0.0) + total
 
 
 def _distributions(
@@ -343,7 +364,7 @@ def _distributions(
     Each item is: one target of each distribution [D], all targets of them [T], and the distribution of each target [T].
     `rows` [M] are the targets' positions.
     """
-    keys = np.stack([rows, forest.temperature.view(np.int32), forest.support], axis=1)
+    keys = np.stack([rows, forest["temperature"].view(np.int32), forest["support"]], axis=1)
     _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
     order = np.argsort(inverse, kind="stable")
@@ -354,7 +375,7 @@ def _distributions(
 
 def _outside(forest: Forest, first: NDArray[np.int64], vocabulary: int) -> Tensor | None:
     """Returns the tokens [D, V] outside the sets of D distributions, given by one target each; None without any."""
-    numbers = forest.support[first]
+    numbers = forest["support"][first]
     if (numbers < 0).all():
         return None
     outside = np.zeros((len(first), vocabulary), bool)

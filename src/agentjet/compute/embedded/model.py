@@ -263,8 +263,7 @@ def _by_trial(policy: Policy) -> str | None:
         tokens[: PROBE_TRUNK + PROBE_BRANCH],
         np.concatenate([tokens[:PROBE_TRUNK], tokens[PROBE_TRUNK + PROBE_BRANCH :]]),
     ]
-    nothing = np.zeros(0, np.float32)
-    forest = build_forest([Row(row, nothing, nothing.astype(np.int32), 0.0, 1.0, i) for i, row in enumerate(rows)])
+    forest = build_forest([Row(row, slice(0), {}) for row in rows])
     assert forest.num_nodes == len(tokens), "the vocabulary is smaller than the probe"
     plan = _RecordingPlan(forest_plan(forest, policy.device))
     with policy.attention(ATTENTION):

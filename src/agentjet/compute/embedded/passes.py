@@ -179,14 +179,9 @@ def _chains(forest: Forest, rows: _Rows, batch: IntArray, targets: IntArray) -> 
         end=np.repeat(stops, [len(path) for path in paths]).astype(np.int32),
         depth=forest.depth[nodes],
         node=(starts[place] + forest.depth[forest.node[targets]]).astype(np.int32),
-        advantage=forest.advantage[targets],
-        logprob=forest.logprob[targets],
-        temperature=forest.temperature[targets],
-        version=forest.version[targets],
-        sequence=forest.sequence[targets],
-        support=forest.support[targets],
+        targets=(columns := {name: values[targets] for name, values in forest.targets.items()}),
         sets=forest.sets,
-        num_sequences=len(np.unique(forest.sequence[targets])),
+        num_sequences=len(np.unique(columns["sequence"])),
         num_row_tokens=forest.num_row_tokens,
     )
 

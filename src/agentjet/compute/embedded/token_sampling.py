@@ -226,7 +226,6 @@ def _hidden(policy: Policy, tokens: NDArray[np.int32]) -> Tensor:
     if not policy.info.shares_prefixes:
         hidden: Tensor = cast(Any, policy.decoder)(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         return hidden
-    nothing = np.zeros(0, np.float32)
-    forest = build_forest([Row(tokens, nothing, nothing.astype(np.int32), 0.0, 1.0, 0)])
+    forest = build_forest([Row(tokens, slice(0), {})])
     positions = torch.arange(len(tokens), device=policy.device)
     return flat_forward(policy.decoder, ids, positions, forest_plan(forest, policy.device))

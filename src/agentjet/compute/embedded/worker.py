@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -30,16 +31,21 @@ from agentjet.compute.embedded.policy import Policy, fingerprint
 from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker_process import Frame, encode_frame, read_frame
-from agentjet.config import JobConfig, ModelConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError
-from agentjet.timeline.forest import Forest
+from agentjet.compute.operations import OperationLog, body_digest
+from agentjet.compute.protocol import LossSpec
+from agentjet.config import JobConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.errors import AgentJetError, ComputeError, OperationConflict
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import pack_sets
-from agentjet.types import FinishReason, SamplingParams
+from agentjet.types import FinishReason, Op, PolicyId, SamplingParams
 
 ARRIVAL_GAP_SECONDS = 0.004
 """Seconds for which the sampler waits for another request before its next step."""
 ARRIVALS_SECONDS = 0.05
 """Total limit of that wait."""
+LOGPROBS_TOKENS = JobConfig().micro_batch_tokens
+"""Computed tokens of a micro-batch of `logprobs`."""
+OPERATIONS = ("forward_backward", "optim_step")
 _BY_ID = ("sample", "cancel")
 """Requests about one completion. Its tokens are the answer."""
 
@@ -89,8 +95,11 @@ class Worker:
     def __init__(self, output: BinaryIO) -> None:
         self._output = output
         self._inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._policy_id = PolicyId()
         self._version = 0
-        self._metrics: dict[int, dict[str, float]] = {}
+        self._is_published = True
+        """False from an `optim_step` to the next `publish`: the sampler pauses, because it shares the weights."""
+        self._operations = OperationLog()
         self._pieces: dict[int, _Piece] = {}
         self.policy: Policy
         self.sampler: PrefixSampler | RowSampler
@@ -124,7 +133,7 @@ class Worker:
         A step costs nearly the same for one completion as for fifty, and requests arrive together. So the loop waits
         briefly for more requests after each one.
         """
-        if not hasattr(self, "sampler") or self.sampler.is_idle:
+        if not hasattr(self, "sampler") or self.sampler.is_idle or not self._is_published:
             return self._inbox.get()
         try:
             if time.monotonic() < arrivals_end:
@@ -136,7 +145,7 @@ class Worker:
     def _handle(self, frame: Frame) -> None:
         """Handle one request. Boundary: a failure becomes an answer.
 
-        A failed `learn` also ends the process, because the weights may be half changed.
+        A failed operation also ends the process, because gradients or weights may be half changed.
         """
         op = frame["op"]
         try:
@@ -149,7 +158,7 @@ class Worker:
             self._send(
                 {"id": frame["id"], "error": "ComputeError", "message": f"{op} failed: {type(error).__name__}: {error}"}
             )
-            if op == "learn":
+            if op in OPERATIONS:
                 raise
         else:
             if op not in _BY_ID:
@@ -167,7 +176,10 @@ class Worker:
         self.fingerprints = Fingerprints(self.learner, self.sampler.policy)
         return dataclasses.asdict(self.policy.info)
 
-    def _score(self, tokens: bytes, num_likeliest: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    def _score(
+        self, policy: dict[str, str], tokens: bytes, num_likeliest: int
+    ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+        self._require(PolicyId(**policy))
         scores = score(self.sampler.policy, self._token_ids(tokens), num_likeliest)
         return [(one.logprob, one.likeliest) for one in scores]
 
@@ -178,7 +190,8 @@ class Worker:
             raise ComputeError(f"a prompt needs token ids between 0 and {self.policy.vocabulary - 1}")
         return ids
 
-    def _sample(self, id: int, tokens: bytes, params: dict[str, Any]) -> None:
+    def _sample(self, id: int, policy: dict[str, str], tokens: bytes, params: dict[str, Any]) -> None:
+        self._require(PolicyId(**policy))
         prompt = self._token_ids(tokens)
         chosen = SamplingParams(**params)
         self.sampler.submit(id, prompt, chosen)
@@ -217,41 +230,77 @@ class Worker:
     def _change_version(self, version: int) -> None:
         """Send the tokens of the old weights with the old version, then drop the sampler's cache."""
         self._deliver([(id, piece, None) for id, piece in self._pieces.items() if piece.tokens])
-        self._version = version
+        self._version, self._is_published = version, True
         self.sampler.invalidate()
 
-    def _learn(self, batch_id: int, forest: dict[str, Any], job: dict[str, Any]) -> dict[str, float]:
-        if batch_id < self._version:
-            return self._metrics.get(batch_id, {})
-        if batch_id > self._version:
-            raise ComputeError(
-                f"batch {batch_id} was sent to a policy at version {self._version}: the batches between are missing"
-            )
-        metrics = self.learner.learn(Forest.from_wire(forest), JobConfig.model_validate(job), self._version)
-        metrics |= self.fingerprints.changed()
-        self._metrics = {batch_id: metrics}
-        self._change_version(batch_id + 1)
-        trim_malloc()
-        return metrics
+    def _apply(self, op: Op, body: tuple[Any, ...], apply: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Apply an operation, or return the stored result of a repeated one. Raises `OperationConflict`."""
+        self._require(op.policy_id)
+        digest = body_digest(*body)
+        if (stored := self._operations.repeated(op, digest)) is not None:
+            return stored
+        result = apply()
+        self._operations.record(op, digest, result)
+        return result
 
-    def _save(self, path: str) -> dict[str, Any]:
-        digest = checkpoint.save(
-            Path(path),
-            self.policy,
-            self.learner,
-            {"policy_version": self._version, "metrics": self._metrics.get(self._version - 1, {})},
-        )
-        return {"policy_version": self._version, "digest": digest}
+    def _forward_backward(
+        self, operation: dict[str, Any], batch: dict[str, Any], loss: dict[str, Any]
+    ) -> dict[str, Any]:
+        def apply() -> dict[str, Any]:
+            outputs = self.learner.forward_backward(TrainingBatch.from_wire(batch), LossSpec.from_wire(loss))
+            trim_malloc()
+            return {"metrics": dict(outputs.metrics), "num_steps": outputs.num_steps}
 
-    def _load(self, path: str) -> dict[str, Any]:
+        return self._apply(Op(**operation), ("forward_backward", batch, loss), apply)
+
+    def _optim_step(self, operation: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+        def apply() -> dict[str, Any]:
+            self._is_published = False
+            metrics = self.learner.optim_step(OptimizerConfig.model_validate(optimizer), self._version)
+            trim_malloc()
+            return metrics | self.fingerprints.changed()
+
+        return self._apply(Op(**operation), ("optim_step", optimizer), apply)
+
+    def _logprobs(self, policy: dict[str, str], batch: dict[str, Any], reference: bool) -> bytes:
+        self._require(PolicyId(**policy))
+        forest = TrainingBatch.from_wire(batch).forest
+        found = self.learner.batch_logprobs(forest, LOGPROBS_TOKENS, reference=reference)
+        return found.tobytes()
+
+    def _publish(self, policy: dict[str, str], version: int) -> None:
+        self._require(PolicyId(**policy))
+        if not self._is_published or version != self._version:
+            self._change_version(version)
+
+    def _save(self, policy: dict[str, str], path: str) -> dict[str, Any]:
+        self._require(PolicyId(**policy))
+        if self.learner.has_gradient or not self._is_published:
+            raise OperationConflict("a checkpoint needs a published policy without a pending gradient")
+        log = self._operations.state()
+        digest = checkpoint.save(Path(path), self.policy, self.learner, {"policy_version": self._version, **log})
+        return {"policy_version": self._version, "digest": digest, "operation": self._operations.next}
+
+    def _load(self, policy: dict[str, str], path: str) -> dict[str, Any]:
+        self._require(PolicyId(**policy))
         state = checkpoint.load(Path(path), self.policy, self.learner)
         self.fingerprints.reset()
         self._change_version(state["policy_version"])
-        self._metrics = {self._version - 1: state.get("metrics", {})}
-        return {"policy_version": self._version, "digest": state.get("digest", "")}
+        self._operations = OperationLog.restored(state)
+        return {
+            "policy_version": self._version,
+            "digest": state.get("digest", ""),
+            "operation": self._operations.next,
+        }
 
-    def _export(self, path: str, adapter: bool = False) -> None:
+    def _export(self, policy: dict[str, str], path: str, adapter: bool = False) -> None:
+        self._require(PolicyId(**policy))
         checkpoint.export(Path(path), self.policy, adapter=adapter)
+
+    def _require(self, policy: PolicyId) -> None:
+        """Raises `ComputeError` unless the worker has the policy."""
+        if policy != self._policy_id:
+            raise ComputeError(f"this worker has no policy {policy}: it has {self._policy_id}")
 
     def _send(self, frame: Frame) -> None:
         self._output.write(encode_frame(frame))

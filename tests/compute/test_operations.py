@@ -1,0 +1,212 @@
+"""Operations on a policy. Pinned here:
+
+1. each is applied once and in order: a repeated one returns its result, any other number or body is a conflict;
+2. gradients accumulate over calls until the optimiser step;
+3. a recipe computes advantages from facts as swarms did: within groups and roles;
+4. a target need not have been sampled;
+5. the sampler pauses from an optimiser step to its publication.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentjet.compute.embedded.learner import PolicyLearner
+from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.worker import Worker
+from agentjet.compute.operations import MAX_RESULTS, OperationLog
+from agentjet.compute.protocol import Capabilities, LossSpec, check_capabilities
+from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig, ServeConfig
+from agentjet.errors import ComputeError, ConfigError, OperationConflict
+from agentjet.recipes.recipe import recipe_of
+from agentjet.timeline.batch import Facts, TrainingBatch
+from agentjet.timeline.forest import Forest, Row, build_forest
+from agentjet.types import Op, PolicyId, SamplingParams
+from tests.compute.baseline import Double, row_logprobs
+from tests.compute.conftest import make_policy, sampled_rows, tokens
+
+POLICY = PolicyId()
+
+
+def test_operations_are_applied_once_and_in_order() -> None:
+    log = OperationLog()
+    first, second = Op.of(POLICY, 0), Op.of(POLICY, 1)
+    assert log.repeated(first, "a") is None
+    with pytest.raises(OperationConflict, match=r"operation 1 .* the next one is 0"):
+        log.repeated(second, "b")
+    log.record(first, "a", {"x": 1.0})
+    assert log.repeated(first, "a") == {"x": 1.0} and log.repeated(second, "b") is None
+    with pytest.raises(OperationConflict, match="another body"):
+        log.repeated(first, "c")
+    for number in range(1, MAX_RESULTS + 2):
+        log.record(Op.of(POLICY, number), "d", {})
+    with pytest.raises(OperationConflict, match="no longer stored"):
+        log.repeated(first, "a")
+
+
+def test_a_log_survives_a_checkpoint() -> None:
+    log = OperationLog()
+    for number in range(20):
+        log.record(Op.of(POLICY, number), f"digest {number}", {"number": number})
+    restored = OperationLog.restored({"policy_version": 10, **log.state()})
+    assert restored.next == 20
+    assert restored.repeated(Op.of(POLICY, 19), "digest 19") == {"number": 19}
+    assert OperationLog.restored({"policy_version": 7}).next == 14, "a checkpoint of edition 1"
+
+
+def test_gradients_accumulate_until_the_optimiser_step(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder)
+    batches = [TrainingBatch(0, build_forest(sampled_rows(policy, seed=seed))) for seed in (1, 2)]
+    loss = LossSpec.of(JobConfig())
+
+    def gradient(learner: PolicyLearner) -> torch.Tensor:
+        found = torch.cat([master.grad.flatten().clone() for master in learner.masters() if master.grad is not None])
+        for master in learner.masters():
+            master.grad = None
+        return found
+
+    learner = PolicyLearner(policy)
+    alone = []
+    for batch in batches:
+        learner.forward_backward(batch, loss)
+        assert learner.has_gradient
+        alone.append(gradient(learner))
+    for batch in batches:
+        learner.forward_backward(batch, loss)
+    assert torch.allclose(gradient(learner), alone[0] + alone[1], atol=1e-7)
+    assert not learner.has_gradient
+    learner.forward_backward(batches[0], loss)
+    learner.optim_step(OptimizerConfig(), 0)
+    assert not learner.has_gradient
+
+
+def test_a_later_step_of_a_batch_needs_its_first_one(policy: Policy) -> None:
+    batch = TrainingBatch(0, build_forest(sampled_rows(policy)))
+    learner = PolicyLearner(policy)
+    job = JobConfig(algorithm=AlgorithmConfig(epochs=2))
+    with pytest.raises(ComputeError, match="without step 0"):
+        learner.forward_backward(batch, LossSpec.of(job, 1))
+    assert learner.forward_backward(batch, LossSpec.of(job, 0)).num_steps == 2
+    with pytest.raises(ComputeError, match="not one of its 2 steps"):
+        learner.forward_backward(batch, LossSpec.of(job, 2))
+    learner.forward_backward(batch, LossSpec.of(job, 1))
+    with pytest.raises(ComputeError, match="without step 0"):
+        learner.forward_backward(batch, LossSpec.of(job, 1))
+
+
+def facts(**changes: Any) -> Facts:
+    """Two groups of two episodes; the planner speaks in all, the critic in all but the last."""
+    values: dict[str, Any] = {
+        "groups": np.array([0, 0, 1, 1], np.int32),
+        "rewards": np.array([1.0, 0.0, 3.0, 5.0]),
+        "roles": ("planner", "critic"),
+        "role_rewards": np.full((4, 2), np.nan),
+        "spoke": np.array([[True, True], [True, True], [True, True], [True, False]]),
+        "call_episode": np.array([0, 0, 1, 1, 2, 2, 3], np.int32),
+        "call_role": np.array([0, 1, 0, 1, 0, 1, 0], np.int32),
+        "call_turn": np.zeros(7, np.int32),
+    }
+    return Facts(**{**values, **changes})
+
+
+def seven_calls() -> Forest:
+    rows = [
+        Row(tokens(i, 6), slice(4, 6), {"logprob": -5.0, "version": 0, "sequence": i, "call": i, "temperature": 1.0})
+        for i in range(7)
+    ]
+    return build_forest(rows)
+
+
+@pytest.mark.parametrize(
+    ("by_role", "named", "expected"),
+    [
+        (False, {}, [0.5, 0.5, -0.5, -0.5, -1, -1, 1]),
+        (True, {}, [0.5, 0.5, -0.5, -0.5, -1, 0, 1]),
+        (False, {(0, 1): 7.0, (1, 1): 3.0}, [0.5, 2, -0.5, -2, -1, -1, 1]),
+        (False, {(0, 1): 7.0}, [0.5, 0, -0.5, 0, -1, -1, 1]),
+    ],
+)
+def test_advantages_compare_groups_and_roles(
+    by_role: bool, named: dict[tuple[int, int], float], expected: list[float]
+) -> None:
+    role_rewards = np.full((4, 2), np.nan)
+    for at, reward in named.items():
+        role_rewards[at] = reward
+    recipe = recipe_of(AlgorithmConfig(advantage="dr_grpo", by_role=by_role))
+    batch = TrainingBatch(0, seven_calls(), facts(role_rewards=role_rewards))
+    again = TrainingBatch.from_wire(batch.to_wire())
+    for one in (batch, again):
+        assert recipe.columns(one, {}).values["advantage"].tolist() == np.repeat(expected, 2).tolist()
+
+
+def test_a_target_need_not_have_been_sampled(tiny_folder: Path) -> None:
+    policy = make_policy(tiny_folder)
+    policy.model.double()
+    sequence = tokens(1, 12)
+    forest = build_forest([Row(sequence, np.array([3, 7, 11]), {})])
+    assert "logprob" not in forest.targets and forest.num_sequences == 1
+    with pytest.raises(KeyError, match="no column 'logprob'; they have sequence, support, temperature"):
+        forest["logprob"]
+    whole = build_forest([Row(sequence, slice(1, 12), {"logprob": 0.0})])
+    with Double():
+        learner = PolicyLearner(policy)
+        every, some = learner.logprobs(whole), learner.logprobs(forest)
+    assert torch.allclose(some, every[[2, 6, 10]])
+
+
+def test_a_row_with_targets_of_several_calls_is_their_forest(policy: Policy) -> None:
+    rows = sampled_rows(policy, groups=1, repeats=1)
+    first, second = rows
+    starts = [len(row.tokens) - row.num_targets for row in rows]
+    at = np.concatenate([np.arange(start, len(row.tokens)) for start, row in zip(starts, rows, strict=True)])
+    columns = {
+        name: np.concatenate([np.broadcast_to(row[name], row.num_targets) for row in rows]) for name in first.columns
+    }
+    one = build_forest([Row(second.tokens, at, columns)])
+    two = build_forest(rows)
+    assert np.array_equal(one.tokens, two.tokens) and np.array_equal(one.node, two.node)
+    assert all(np.array_equal(one[name], two[name]) for name in two.targets)
+    assert row_logprobs(policy, first).shape == (first.num_targets,)
+
+
+def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, tmp_path: Path) -> None:
+    config = ServeConfig.model_validate(
+        {"model": {"name": str(tiny_folder), "device": "cpu", "dtype": "float32", "threads": 1}}
+    )
+    worker = Worker(io.BytesIO())
+    worker._start(config.model_dump(mode="json"), "")
+    policy, params = asdict(POLICY), asdict(SamplingParams(max_tokens=50, temperature=3.0))
+    worker._sample(1, policy, tokens(1, 5).tobytes(), params)
+    assert worker._next_frame(0.0) is None, "time for a step of the sampler"
+    batch = TrainingBatch(0, build_forest(sampled_rows(worker.policy)))
+    loss = LossSpec.of(JobConfig())
+    worker._forward_backward(asdict(Op.of(POLICY, 0)), batch.to_wire(), loss.to_wire())
+    assert worker._next_frame(0.0) is None, "a gradient changes no weights"
+    with pytest.raises(OperationConflict, match="pending gradient"):
+        worker._save(policy, str(tmp_path / "never"))
+    worker._optim_step(asdict(Op.of(POLICY, 1)), OptimizerConfig().model_dump(mode="json"))
+    worker._inbox.put({"op": "publish"})
+    assert worker._next_frame(0.0) == {"op": "publish"}
+    worker._inbox = queue.SimpleQueue()
+    worker._publish(policy, 1)
+    assert worker._next_frame(0.0) is None and worker._version == 1
+
+
+def test_a_setting_that_needs_a_missing_capability_is_refused() -> None:
+    capabilities = Capabilities(support_sets=False, adapters=False, prefix_sharing=True, bit_equal_replay=False)
+    config = ServeConfig.model_validate({"model": {"lora": {"rank": 8}}})
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 8: this backend trains no adapters"):
+        check_capabilities(capabilities, config, config.job)
+    config = ServeConfig()
+    with pytest.raises(ConfigError, match=r"job\.sampling\.override lacks top_p, top_k"):
+        check_capabilities(capabilities, config, config.job)
+    job = JobConfig.model_validate({"sampling": {"override": ["top_p", "top_k"]}})
+    check_capabilities(capabilities, config, job)

@@ -1,0 +1,130 @@
+"""Batches as operations on the policy.
+
+1. A batch is a `forward_backward` and an `optim_step` per optimiser step. The journal has each of them, in order.
+2. A worker that dies between the two is replaced and reaches the weights of an undisturbed run.
+3. A batch that is learned again because the journal refused it applies nothing twice.
+4. The learner gets facts: groups, rewards, roles and turns.
+5. A setting that needs a missing capability of the backend is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentjet.compute.protocol import LossSpec, Outputs
+from agentjet.errors import ConfigError, InvalidRequest, Later
+from agentjet.protocol import BeginRequest, FinishRequest, JobBody
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.types import Op
+from tests.fakes import ScriptedCompute, running
+
+pytestmark = pytest.mark.anyio
+
+
+async def undisturbed(folder: Path, batches: int, num_steps: int = 1) -> str:
+    """Returns the weights after some batches."""
+    async with running(folder / "undisturbed") as run:
+        run.compute.num_steps = num_steps
+        for _ in range(batches):
+            await run.batch()
+        return run.compute.weights
+
+
+async def test_the_journal_has_the_operations_of_each_batch(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        run.compute.num_steps = 2
+        await run.batch()
+        kinds = ["forward_backward", "optim_step"] * 3
+        assert run.gateway.swarm.store.journal.operations() == [*zip(range(6), kinds, [0, 0, 1, 1, 1, 1], strict=True)]
+        assert run.compute.applied == list(range(6))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+async def test_a_worker_that_dies_between_gradient_and_update_is_replaced(tmp_path: Path, num_steps: int) -> None:
+    expected = await undisturbed(tmp_path, 2, num_steps)
+    async with running(tmp_path / "d", job={"checkpoint_every": 0}) as run:
+        run.compute.num_steps = num_steps
+        await run.batch()
+        run.compute.die_in_backward = 1
+        await run.batch()
+        assert (run.compute.starts, run.compute.learned) == (2, [0, 1])
+        assert run.compute.weights == expected
+        assert len(run.gateway.swarm.store.journal.operations()) == 4 * num_steps
+
+
+async def test_the_operations_after_a_checkpoint_continue_its_numbers(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        run.compute.num_steps = 3
+        await run.batch()
+        run.compute.die()
+        await run.until(lambda: run.compute.starts == 2 and run.gateway.engine.state == "sampling")
+        await run.batch()
+        assert run.compute.applied == list(range(12)), "nothing is replayed"
+
+
+async def test_a_batch_that_the_journal_refused_is_not_applied_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await undisturbed(tmp_path, 2)
+    async with running(tmp_path / "d") as run:
+        learned, refusals = run.gateway.swarm.batches.learned, [Later("disk full", retry_after=0.001)] * 2
+
+        def refusing(*arguments: object) -> dict[str, float]:
+            if refusals:
+                raise refusals.pop()
+            return learned(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(run.gateway.swarm.batches, "learned", refusing)
+        await run.batch()
+        await run.batch()
+        assert (run.compute.starts, run.compute.applied, run.compute.weights) == (1, [0, 1, 2, 3], expected)
+
+
+async def test_the_learner_gets_facts(tmp_path: Path) -> None:
+    batches: list[TrainingBatch] = []
+
+    def watch(compute: ScriptedCompute) -> None:
+        forward_backward = compute.forward_backward
+
+        async def watched(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
+            batches.append(batch)
+            return await forward_backward(op, batch, loss)
+
+        compute.forward_backward = watched  # type: ignore[method-assign]
+
+    async with running(tmp_path / "d", job={"batch_size": 1}, prepare=watch) as run:
+        for reward in (1.0, 0.0):
+            episode = await run.gateway.begin(BeginRequest(task_id="t", wait=5))
+            await run.say(episode.id, "plan", role="planner")
+            await run.say(episode.id, "judge", role="critic")
+            await run.say(episode.id, "judge again", role="critic")
+            await run.gateway.finish(episode.id, FinishRequest(reward=reward, by_role={"critic": 0.5 - reward}))
+        await run.until(lambda: run.gateway.swarm.policy_version == 1)
+    [batch] = batches
+    facts = batch.facts
+    assert facts is not None and "advantage" not in batch.forest.targets
+    assert (facts.roles, facts.groups.tolist(), facts.rewards.tolist()) == (("planner", "critic"), [0, 0], [1.0, 0.0])
+    assert facts.role_rewards[:, 1].tolist() == [-0.5, 0.5] and facts.spoke.all()
+    assert facts.call_episode.tolist() == [0, 0, 0, 1, 1, 1]
+    assert facts.call_role.tolist() == [0, 1, 1] * 2 and facts.call_turn.tolist() == [0, 0, 1] * 2
+    assert set(batch.forest["call"].tolist()) == set(range(6))
+
+
+async def test_a_missing_capability_is_refused_by_name(tmp_path: Path) -> None:
+    def without_sets(compute: ScriptedCompute) -> None:
+        compute.capabilities = replace(compute.capabilities, support_sets=False)
+
+    with pytest.raises(ConfigError, match=r"job\.sampling\.override lacks top_p, top_k: this backend does not report"):
+        async with running(tmp_path / "d", prepare=without_sets):
+            pass
+    job = {"sampling": {"override": ["top_p", "top_k"]}}
+    async with running(tmp_path / "e", job=job, prepare=without_sets) as run:
+        await run.batch()
+        body = run.gateway.job()
+        body.job["sampling"]["override"] = ["top_p"]
+        with pytest.raises(InvalidRequest, match="override lacks top_k"):
+            await run.gateway.replace_job(JobBody(revision=body.revision, job=body.job))
