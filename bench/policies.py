@@ -25,6 +25,7 @@ from rich.table import Table
 from agentjet.config import JobConfig
 from agentjet.errors import Later
 from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.server.http import tune_gc
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.swarm.journal import SNAPSHOT_EVERY
 from agentjet.swarm.schema import settled_row
@@ -223,6 +224,7 @@ def stall(folder: Path, episodes: int, turns: int, tokens: int) -> dict[str, flo
     swarm = run_state(journal, batch_size=episodes // GROUP_SIZE)
     write_batch(swarm, episodes, turns, tokens)
     batch = swarm.batches.compose()
+    idle, _ = asyncio.run(longest_gap(lambda: time.sleep(2), in_thread=True))
     runs = [asyncio.run(longest_gap(lambda: swarm.batches.training_batch(batch), in_thread=True)) for _ in range(3)]
     on_loop, _ = asyncio.run(longest_gap(lambda: swarm.batches.training_batch(batch), in_thread=False))
     forest = swarm.batches.training_batch(batch).forest
@@ -230,6 +232,7 @@ def stall(folder: Path, episodes: int, turns: int, tokens: int) -> dict[str, flo
     return {
         "loop_stall_ms": 1e3 * statistics.median(gap for gap, _ in runs),
         "loop_stall_max_ms": 1e3 * max(gap for gap, _ in runs),
+        "loop_idle_ms": 1e3 * idle,
         "build_s": statistics.median(seconds for _, seconds in runs),
         "stall_on_loop_ms": 1e3 * on_loop,
         "batch_tokens": forest.num_nodes,
@@ -272,6 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, for the tests")
     quick = parser.parse_args().quick
+    tune_gc()  # As the server runs.
     sizes = SIZES[:2] if quick else SIZES
     with tempfile.TemporaryDirectory() as folder:
         curve = {number: costs(Path(folder), number) for number in sizes}
