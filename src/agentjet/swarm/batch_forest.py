@@ -54,6 +54,7 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
     for sequence, (tree, calls) in enumerate(trained):
         rows += _rows(tree, calls, sequence, len(rows))
         num_row_tokens += sum(tree.num_tokens(call.id) for call in calls)
+        tree.clear()
     metrics = {
         "episode/timelines": shape.pop("timelines") / len(members_E),
         "completion/truncated": shape.pop("truncated") / max(1, len(rows)),

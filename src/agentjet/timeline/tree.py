@@ -252,6 +252,14 @@ class ConversationTree:
             hashes[call_id] = ContextHash(node.tokens, before)
         return {call_id: found.digest() for call_id, found in hashes.items()}
 
+    def clear(self) -> None:
+        """Remove all calls, so that their memory is freed without the garbage collector."""
+        for node in self._nodes.values():
+            node.parent = None
+            node.children.clear()
+        self._nodes.clear()
+        self._roots.clear()
+
     def encoded_completion(self, call_id: str) -> bytes:
         """Returns the encoded text of a completion: the body that `Renderer.render` takes."""
         node = self._nodes[call_id]
