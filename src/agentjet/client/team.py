@@ -266,8 +266,6 @@ class AsyncTeam:
                 raise ValueError(f"{member!r} is no name of a member: up to 100 characters, without '/'")
         self._swarms = dict(sorted(swarms.items(), key=lambda item: item[1].url))
         self._connections = {member: swarm.connection for member, swarm in self._swarms.items()}
-        self.anchor = next(iter(self._swarms))
-        """The member whose server decides."""
         self._deciding: set[str] = set()
         """Ids of the team episodes that this client is finishing: `recover` skips them."""
 
