@@ -111,7 +111,7 @@ def compare(
     return result
 
 
-def exactness(settings: Settings) -> float:
+def exactness() -> float:
     """Relative error of the gradient in float64, with several turns, branches, and more than one micro-batch."""
     with tempfile.TemporaryDirectory() as folder:
         small = make_model(Path(folder), 300, quick=True)
@@ -202,7 +202,7 @@ def main() -> None:
         results = {
             name: compare(settings, name, repeats, console, with_calls=not chosen.without_calls) for name in names
         }
-        error = exactness(settings)
+        error = exactness()
     Console(width=120).print(table(results))
     figures = {
         "bench": "merge",

@@ -42,9 +42,9 @@ ASKS_TO_ADD, ASKS_STRICTLY = TWO_QUESTIONS[0], STRICT_TWO_QUESTIONS[0]
 JSON_ANSWER = '{"total":42,"currency":"€"}'
 
 
-def faithful(client: str, name: str, dialect: str, *command: str, remark: str = "") -> Exercise:
+def faithful(client: str, name: str, dialect: str, *command: str) -> Exercise:
     """The conversation of two questions by a client that keeps its history: one timeline."""
-    return Exercise(client, name, dialect, command, TWO_QUESTIONS, ANSWERS[1], remark)
+    return Exercise(client, name, dialect, command, TWO_QUESTIONS, ANSWERS[1])
 
 
 def strict(exercise: Exercise) -> Exercise:

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import httpx
 
 from agentjet.protocol import StatusResponse
 from bench.breaking.client import ClientSettings
+from bench.readme import free_port
 
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.02
@@ -36,11 +36,6 @@ MOST_LIVE = 8
 
 class GivenUp(Exception):
     """The run cannot continue. The message has the reason and the end of the server's log."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def environment() -> dict[str, str]:

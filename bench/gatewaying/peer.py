@@ -18,6 +18,7 @@ from pathlib import Path
 from agentjet.config.loader import cache_dir
 from bench.gatewaying.processes import DidNotStart, module, started
 from bench.gatewaying.scripted import MODEL
+from bench.readme import free_port
 
 PACKAGE = "litellm[proxy]==1.106.2"
 KEY = "sk-bench-bench-bench"
@@ -59,7 +60,7 @@ def proxy(folder: Path) -> Iterator[str]:
     with started(module("backend"), folder / "backend.log") as backend:
         settings = folder / "litellm.yaml"
         settings.write_text(CONFIG.format(model=MODEL, backend=backend, key=KEY))
-        port = _free_port()
+        port = free_port()
         command = [str(venv / "bin" / "litellm"), "--config", str(settings), "--host", "127.0.0.1"]
         command += ["--port", str(port), "--num_workers", "1"]
         # An address, a key or a proxy of the caller's is meant for something else.
@@ -68,11 +69,6 @@ def proxy(folder: Path) -> Iterator[str]:
         with started(command, folder / "litellm.log", ready="Proxy initialized", environment=quiet):
             _until_listening(port)
             yield f"http://127.0.0.1:{port}"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def _until_listening(port: int) -> None:

@@ -106,7 +106,7 @@ TOOL = {
 }
 
 
-def most(path: str, before: bytes, item: bytes, after: bytes, count: int, size: int) -> bytes:
+def most(before: bytes, item: bytes, after: bytes, count: int, size: int) -> bytes:
     """A request with so many items, where they are that small."""
     listed = b",".join(item % i if b"%d" in item else item for i in range(min(count, (size - 200) // (len(item) + 5))))
     return b'{"model": "policy", ' + before + b"[" + listed + b"]" + after + b"}"
@@ -115,14 +115,14 @@ def most(path: str, before: bytes, item: bytes, after: bytes, count: int, size: 
 def near_limits(path: str) -> Iterator[tuple[str, Shape]]:
     """Requests that are within every limit, and as much work as that allows."""
     if path == "/v1/completions":
-        yield "most token ids", lambda path, size: most(path, ITEMS[path], b"7", b"", MOST_VALUES, size)
+        yield "most token ids", lambda path, size: most(ITEMS[path], b"7", b"", MOST_VALUES, size)
     if path in MESSAGE_OF:
-        yield "most messages", lambda path, size: most(path, ITEMS[path], MESSAGE_OF[path], b"", MOST_ITEMS, size)
+        yield "most messages", lambda path, size: most(ITEMS[path], MESSAGE_OF[path], b"", MOST_ITEMS, size)
     if path in PART:
         before = ITEMS.get(path, b"") + b'[{"role": "user", "content": '
-        yield "most parts", lambda path, size: most(path, before, PART[path], b"}]", MOST_ITEMS, size)
+        yield "most parts", lambda path, size: most(before, PART[path], b"}]", MOST_ITEMS, size)
         asked = HELLO[path] + b', "tools": '
-        yield "most tools", lambda path, size: most(path, asked, TOOL[path], b"", MOST_ITEMS // 2, size)
+        yield "most tools", lambda path, size: most(asked, TOOL[path], b"", MOST_ITEMS // 2, size)
 
 
 def shapes_of(path: str) -> Iterator[tuple[str, Shape]]:

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentjet.research.models import Value
+from bench.researching.world import Floats, softmax
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 STEPS = 90
 SAMPLES = 64
@@ -135,11 +135,6 @@ def chances(found: Tasks, plant: Plant, step: int) -> Floats:
 def long_enough(plant: Plant, extra: Ints) -> Floats:
     """The chance that the answer's length suffices; `extra` are its tokens beyond the first."""
     return np.asarray(1 - np.exp(-(extra + 1) / 4.0)) if plant.length_helps else np.ones(extra.shape)
-
-
-def softmax(logits: Floats) -> Floats:
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(shifted / shifted.sum(axis=-1, keepdims=True))
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_without_room_on_one_server_nothing_is_held_on_the_other(tmp_path: Path)
         async with servers.team() as team:
             with pytest.raises(Later):
                 await team.begin("t", wait=0.0)
-        (given_back,) = servers.episodes()[team.anchor]
+        (given_back,) = servers.episodes()[servers.names[0]]
         assert given_back.status == "aborted" and given_back.reason.startswith("not needed: another server")
 
     run(scenario, tmp_path)
@@ -109,7 +109,7 @@ def test_it_begins_when_there_is_room_on_both(tmp_path: Path) -> None:
         taken = await fill(servers.other)
         async with servers.team(retry=Retry(first_delay=0.001, longest_delay=0.01)) as team:
             beginning = asyncio.create_task(team.begin("t", group="g", wait=60.0))
-            await servers.anchor.run.until(lambda: servers.episodes("live")[team.anchor] != [])
+            await servers.anchor.run.until(lambda: servers.episodes("live")[servers.names[0]] != [])
             for episode_id in taken:
                 await servers.other.http.post(f"/swarm/v1/episodes/{episode_id}/abort", json={})
             episode = await beginning

@@ -259,5 +259,5 @@ def test_what_parsers_look_for_is_shown_though_it_is_special(build: Build, tmp_p
     renderer = build("{{ tools }}[TOOL_CALLS]{{ messages[0].content }}", tokenizer_path=str(tmp_path))
     tokens = [*made.encode('[TOOL_CALLS][{"name": "add"}]').ids, END]
     assert renderer.text(tokens) == renderer.stream().push(tokens) == '[TOOL_CALLS][{"name": "add"}]'
-    (tool_call,) = renderer.parse(tokens, conversation(("user", "q"), tools=(TOOL,)), id_prefix="x").tool_calls
-    assert tool_call == ToolCall("x_0", "add", "{}")
+    (tool_call,) = renderer.parse(tokens, conversation(("user", "q"), tools=(TOOL,))).tool_calls
+    assert tool_call == ToolCall("call_0", "add", "{}")

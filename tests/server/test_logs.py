@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
+from agentjet.config.schema import LogFormat
 from agentjet.errors import WorkerDied
 from agentjet.gateway import observability
-from agentjet.server.monitoring import LogFile, LogFormat, configure_handler, redact
+from agentjet.server.monitoring import LogFile, configure_handler, redact
 from tests.server.serving import TOKEN, Keys, serving
 
 

@@ -111,10 +111,6 @@ class ChildServer:
                 start_new_session=True,
             )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def connect(self) -> Swarm:
         """A client with the admin token, once the model is loaded. Raises `ServerEnded` with the end of the log."""
         from agentjet.client import Retry, Swarm

@@ -27,12 +27,13 @@ from agentjet.cli.data_dir import check_data_dir
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import JobConfig, ServeConfig, ServerConfig, server_token
+from agentjet.config.schema import LogFormat
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
 from agentjet.protocol import JobBody
 from agentjet.server import Keys, create_app
 from agentjet.server.http import check_certificate, listen, tune_gc, uvicorn_config
-from agentjet.server.monitoring import LogFile, LogFormat, configure_handler
+from agentjet.server.monitoring import LogFile, configure_handler
 from agentjet.types import Conversation, Message
 
 if TYPE_CHECKING:

@@ -109,6 +109,11 @@ class AgentVersion:
     code_version: str
     agent: Callable[..., Any]
 
+    @classmethod
+    def of(cls, agent: Callable[..., Any], code_version: str | None = None) -> AgentVersion:
+        """The present version of `agent`. Without `code_version`, its name is a hash of the source."""
+        return cls(code_version_of(agent) if code_version is None else code_version, agent)
+
 
 class AgentSource(Protocol):
     """The source that an agent is loaded from."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentjet.client.connection import LOOPBACK, TOKEN_VARIABLE, inherited_environment
+from agentjet.client.connection import LOOPBACK, TOKEN_VARIABLE
 from agentjet.client.episode import AsyncEpisode
 from agentjet.client.threads import in_thread
 from agentjet.errors import ConfigError
@@ -197,7 +197,7 @@ def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] 
     precedence over the key, and a proxy for a server on this machine. The client's token is removed, because it opens
     more than one episode.
     """
-    base = inherited_environment() if inherited is None else inherited
+    base = os.environ if inherited is None else inherited
     kept = {name: value for name, value in base.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
     kept |= {name: os.path.abspath(kept[name]) for name in CERTIFICATES if kept.get(name)}  # It runs in another folder.
     address = urlsplit(episode.base_url)

@@ -127,11 +127,6 @@ def _checked_token(token: str) -> str:
     return token
 
 
-def inherited_environment() -> dict[str, str]:
-    """The environment for a program that the client starts."""
-    return dict(os.environ)
-
-
 @dataclass(frozen=True, slots=True)
 class Retry:
     """Limits of repeated requests, in seconds. Tests replace `clock`, `sleep` and `jitter`."""

@@ -58,11 +58,11 @@ class LiveReload:
     def __init__(
         self,
         first: AgentVersion,
-        code: AgentSource | None = None,
+        code: AgentSource | None,
         *,
-        group_size: int = 1,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        notify: Callable[[str], None] = lambda text: None,
+        group_size: int,
+        sleep: Callable[[float], Awaitable[None]],
+        notify: Callable[[str], None],
     ) -> None:
         """`group_size` members, without spare ones, complete a group."""
         self._code = code

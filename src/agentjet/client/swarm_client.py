@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel
 
-from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource, code_version_of
+from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
 from agentjet.client.connection import Connection, Retry, load_settings
 from agentjet.client.episode import AsyncEpisode, Endpoint, Episode, begin_episode, checked_reward, finish_body
 from agentjet.client.evaluation import (
@@ -198,7 +198,7 @@ class AsyncSwarm:
         eval_tasks = checked_tasks(eval_tasks, named="eval_tasks")
         check_held_out(eval_tasks, eval_every, stop_after)
         code = ModuleSource(agent) if reload is True else reload or None
-        version = AgentVersion(code_version_of(agent) if code_version is None else code_version, agent)
+        version = AgentVersion.of(agent, code_version)
         held_out = None
         if eval_tasks:
 
@@ -255,7 +255,7 @@ class AsyncSwarm:
                 "at_version and temperature need the policy of a server: an endpoint has no versions, and gets the "
                 "agent's own temperature"
             )
-        version = AgentVersion(code_version_of(agent) if code_version is None else code_version, agent)
+        version = AgentVersion.of(agent, code_version)
 
         async def run(pinned: int | None) -> EvalReport:
             async def start(spec: RolloutSpec) -> StartedRollout:

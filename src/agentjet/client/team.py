@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Literal, Self, TypeVar
 from urllib.parse import quote
 
-from agentjet.client.agent_source import AgentVersion, code_version_of
+from agentjet.client.agent_source import AgentVersion
 from agentjet.client.connection import Connection
 from agentjet.client.episode import (
     ABORT_SECONDS,
@@ -266,8 +266,6 @@ class AsyncTeam:
                 raise ValueError(f"{member!r} is no name of a member: up to 100 characters, without '/'")
         self._swarms = dict(sorted(swarms.items(), key=lambda item: item[1].url))
         self._connections = {member: swarm.connection for member, swarm in self._swarms.items()}
-        self.anchor = next(iter(self._swarms))
-        """The member whose server decides."""
         self._deciding: set[str] = set()
         """Ids of the team episodes that this client is finishing: `recover` skips them."""
 
@@ -317,7 +315,7 @@ class AsyncTeam:
         """
         check_run(agent, steps=steps, concurrency=concurrency)
         tasks = require_tasks("train", tasks)
-        version = AgentVersion(code_version_of(agent) if code_version is None else code_version, agent)
+        version = AgentVersion.of(agent, code_version)
         training = TeamTraining(self._swarms, version, tasks, self._deciding, self.recover)
         try:
             return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
@@ -352,7 +350,7 @@ class AsyncTeam:
             check_policy(pinned_to, temperature)
         if len(outside) == len(self._swarms) and (at_version, temperature) != (None, None):
             raise ValueError("at_version and temperature are for the policies of servers: no member plays with one")
-        version = AgentVersion(code_version_of(agent) if code_version is None else code_version, agent)
+        version = AgentVersion.of(agent, code_version)
         try:
             async with AsyncExitStack() as holding:
                 pinned = {

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE
+from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
 
 
 def _check_int64(number: int) -> int:
@@ -23,8 +23,9 @@ def _check_int64(number: int) -> int:
 
 Int64 = Annotated[int, AfterValidator(_check_int64)]
 """An integer that fits the journal and the messages to the worker."""
-TaskSetName = Annotated[str, Field(min_length=1, max_length=256)]
+TaskSetName = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Weight = Annotated[float, Field(gt=0)]
+LogFormat = Literal["text", "json"]
 
 
 class Section(BaseModel):
@@ -374,7 +375,7 @@ class ServerConfig(Section):
     """Maximum number of concurrent calls of one episode, waiting calls included; above it, 429."""
     max_calls_per_client: Int64 = Field(4096, ge=1)
     """Maximum number of concurrent calls of one `client_id` over all its episodes; above it, 429."""
-    log_format: Literal["text", "json"] = "text"
+    log_format: LogFormat = "text"
     """Format of `logs/server.log`: text lines, or one JSON object per line."""
     trace_endpoint: str = ""
     """URL that receives OpenTelemetry spans of calls and steps (OTLP over HTTP), such as

@@ -12,7 +12,16 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from agentjet.errors import InvalidRequest
-from agentjet.types import MAX_TEMPERATURE, MIN_TEMPERATURE, EngineState, EpisodeStatus, FinishReason, Fork, Mode
+from agentjet.types import (
+    MAX_NAME,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    EngineState,
+    EpisodeStatus,
+    FinishReason,
+    Fork,
+    Mode,
+)
 
 
 def _not_too_cold(temperature: float) -> float:
@@ -25,7 +34,7 @@ def _not_too_cold(temperature: float) -> float:
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_not_too_cold)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Range of integers in SQLite and in the messages to the worker."""
-Name = Annotated[str, Field(max_length=256)]
+Name = Annotated[str, Field(max_length=MAX_NAME)]
 LARGEST = 1e12
 """Largest absolute value of a reward or a metric, so that sums of squares stay finite."""
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-LARGEST, le=LARGEST)]
@@ -47,7 +56,7 @@ class Response(BaseModel):
 class BeginRequest(Request):
     """Begin an episode. 429 with `Retry-After` when the present batch needs none."""
 
-    task_id: Annotated[str, Field(min_length=1, max_length=256)]
+    task_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     task_set: Name = ""
     group: Name = ""
     """Episodes with the same group are compared with each other; default: the task's id. Namespaced per client."""

@@ -2,6 +2,5 @@
 
 from agentjet.rendering.chat_template import template_for
 from agentjet.rendering.renderer import Renderer
-from agentjet.rendering.vocabulary import TextStream
 
-__all__ = ["Renderer", "TextStream", "template_for"]
+__all__ = ["Renderer", "template_for"]

@@ -215,9 +215,9 @@ class Renderer:
         """Returns an incremental `text` for streaming."""
         return TextStream(self._vocabulary)
 
-    def parse(self, token_ids: Sequence[int], conversation: Conversation, *, id_prefix: str = "call") -> Message:
+    def parse(self, token_ids: Sequence[int], conversation: Conversation) -> Message:
         """Returns a completion of `conversation` as an assistant message."""
-        return self.parse_text(self.text(token_ids), conversation, id_prefix=id_prefix)
+        return self.parse_text(self.text(token_ids), conversation)
 
     def parse_text(self, text: str, conversation: Conversation, *, id_prefix: str = "call") -> Message:
         """As `parse`, for the text of a completion, such as one cut by a stop string.

@@ -31,6 +31,8 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
 _REPR.maxlist = _REPR.maxdict = 40
 COUNTED = (400, 404, 413, 422, 500)
 """Statuses after which a client does not repeat a call."""
+PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+json": {}}}
+"""Documentation of an error response of a control route in `/openapi.json`."""
 INFERENCE_PATH = re.compile(r"^(/k/[^/]+)?(/v1/.*)", re.DOTALL)
 
 

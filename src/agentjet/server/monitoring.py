@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import get_args
 
 from fastapi import APIRouter, Depends
 from prometheus_client import CollectorRegistry, generate_latest
@@ -25,13 +25,12 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
+from agentjet.config.schema import LogFormat
 from agentjet.gateway import Gateway
 from agentjet.gateway.observability import LogContextFilter
-from agentjet.protocol import Problem
 from agentjet.server.deps import BEARER, VIEWER, Deps, GuardedRoute
+from agentjet.server.error_handlers import PROBLEM
 from agentjet.types import EngineState
-
-LogFormat = Literal["text", "json"]
 
 SECRET_PATTERNS = (
     (re.compile(r"/k/[^/\s\"']+"), "/k/…"),
@@ -176,7 +175,6 @@ def _episodes(counts: dict[str, int]) -> Iterator[Metric]:
 
 READY: tuple[EngineState, ...] = ("sampling", "learning")
 
-_PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+json": {}}}
 router = APIRouter(tags=["operations"], route_class=GuardedRoute)
 
 
@@ -193,13 +191,13 @@ class Readiness(BaseModel):
     state: EngineState
 
 
-@router.get("/healthz", responses={400: _PROBLEM})
+@router.get("/healthz", responses={400: PROBLEM})
 async def healthz() -> Health:
     """Answers 200 while the process is alive. Needs no token."""
     return Health()
 
 
-@router.get("/readyz", response_model=Readiness, responses={400: _PROBLEM, 503: {"model": Readiness}})
+@router.get("/readyz", response_model=Readiness, responses={400: PROBLEM, 503: {"model": Readiness}})
 async def readyz(deps: Deps) -> JSONResponse:
     """Answers 200 while the engine samples or learns and the disk can be written, else 503. Needs no token."""
     state = deps.gateway.engine.state
@@ -213,7 +211,7 @@ async def readyz(deps: Deps) -> JSONResponse:
     response_class=Response,
     responses={
         200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},
-        **dict.fromkeys((400, 401, 403, 500), _PROBLEM),
+        **dict.fromkeys((400, 401, 403, 500), PROBLEM),
     },
 )
 async def get_metrics(deps: Deps) -> Response:

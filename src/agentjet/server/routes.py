@@ -33,7 +33,6 @@ from agentjet.protocol import (
     JobBody,
     LeaseRequest,
     LeaseView,
-    Problem,
     RunRequest,
     StatusResponse,
     TagRequest,
@@ -54,19 +53,19 @@ from agentjet.server.deps import (
     require_lease,
     until_disconnect,
 )
+from agentjet.server.error_handlers import PROBLEM
 from agentjet.types import EpisodeStatus
 
 Stored = TypeVar("Stored")
 STOP_PATIENCE = 20.0
 """Seconds that a stop request waits for the end of the stop."""
 
-_PROBLEM: dict[str, Any] = {"model": Problem, "content": {"application/problem+json": {}}}
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 
 
 def problems_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
     later = {429, 503}
-    return {status: {**_PROBLEM, **({"headers": _RETRY_AFTER} if status in later else {})} for status in statuses}
+    return {status: {**PROBLEM, **({"headers": _RETRY_AFTER} if status in later else {})} for status in statuses}
 
 
 router = APIRouter(

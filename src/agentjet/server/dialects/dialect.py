@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema, from_json, to_json
 from agentjet.errors import Forbidden, InvalidRequest, NotFound, RequestError, Unauthorized
 from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
 from agentjet.protocol import Int64, Temperature
-from agentjet.types import ANY_ANSWER, Call, Constraint, Conversation, Message
+from agentjet.types import Call, Constraint, Conversation, Message
 
 # --- request bodies
 
@@ -297,10 +297,10 @@ def call_request(
     max_tokens: int | None,
     notes: Iterable[str],
     *,
+    constraint: Constraint,
     top_k: int | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
-    constraint: Constraint = ANY_ANSWER,
     choices: int = 1,
 ) -> CallRequest:
     """Returns the canonical request of a body."""
@@ -376,7 +376,7 @@ def sse(payload: dict[str, Any], *, name: str = "") -> str:
     return f"{event}data: {json.dumps(payload, ensure_ascii=False)}\n\n"
 
 
-def role_of(model: str, served: str, header: str, aliases: str = "") -> str:
+def role_of(model: str, served: str, header: str, aliases: str) -> str:
     """Returns the agent role of a request: the header, or what follows `@` in the model's name.
 
     `aliases` are other accepted names, comma-separated; `*` matches any text. Raises `NotFound` for another model.
