@@ -229,6 +229,12 @@ def test_the_line_to_the_worker_has_no_verb_that_nobody_uses() -> None:
     assert verbs - PRIMITIVES == set(re.findall(r"_compute\.(\w+)", asked))
 
 
+def test_the_files_named_in_the_architecture_exist() -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
+    places = (ROOT, SOURCE, SOURCE / "gateway")
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
+
+
 def test_children_do_not_import_from_the_current_folder() -> None:
     started = [
         (path, line)

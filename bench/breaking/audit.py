@@ -5,26 +5,19 @@ The three records are independent. Everything that must be zero is a number here
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from agentjet.swarm import Journal
 from bench.breaking.records import Books
-
-EPISODES = """
-SELECT e.id, f.reward, f.num_calls, f.ended, a.status, a.reason, a.ended, g.state, g.reason, m.batch_id, s.batch_id
-FROM episodes e
-LEFT JOIN finishes f ON f.episode_id = e.id
-LEFT JOIN aborts a ON a.episode_id = e.id
-LEFT JOIN groups g ON g.id = e.group_id
-LEFT JOIN batch_members m ON m.episode_id = e.id
-LEFT JOIN steps s ON s.batch_id = m.batch_id
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +25,7 @@ class Row:
     """An episode as the journal ends with it."""
 
     id: str
+    group_id: int | None
     reward: float | None
     num_calls: int | None
     finished: float | None
@@ -39,8 +33,8 @@ class Row:
     """`aborted` or `expired`."""
     reason: str | None
     lost: float | None
-    group_state: str | None
-    group_reason: str | None
+    dropped: str
+    """Why a finished episode will not train, else empty."""
     batch: int | None
     learned: int | None
 
@@ -76,21 +70,42 @@ def rows(journal: Path) -> dict[str, Row]:
     """Every episode."""
     with sqlite3.connect(journal) as db:
         assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-        return {row[0]: Row(*row) for row in db.execute(EPISODES)}
+        batches = dict(db.execute("SELECT episode_id, batch_id FROM batch_members"))
+        settled = [json.loads(body) for (body,) in db.execute("SELECT body FROM settled_episodes ORDER BY seq")]
+    with closing(Journal.open_read_only(journal)) as opened:
+        unsettled = [asdict(episode) for episode in opened.read_state().episodes.values()]
+    return {episode["id"]: _row(episode, batches.get(episode["id"])) for episode in [*settled, *unsettled]}
+
+
+def _row(episode: Mapping[str, Any], batch: int | None) -> Row:
+    finished, lost = episode["status"] == "finished", episode["status"] in ("aborted", "expired")
+    return Row(
+        id=episode["id"],
+        group_id=episode["group_id"],
+        reward=episode["reward"] if finished else None,
+        num_calls=episode["num_calls"] if finished else None,
+        finished=episode["ended"] if finished else None,
+        lost_as=episode["status"] if lost else None,
+        reason=episode["reason"] if lost else None,
+        lost=episode["ended"] if lost else None,
+        dropped=episode["dropped"],
+        batch=batch,
+        learned=episode["trained_in"],
+    )
 
 
 def audit(journal: Path, books: Books, forests: Path, answers: Mapping[str, set[str]]) -> Audit:
     """Compares the journal of a server that has ended with the other records."""
     episodes = rows(journal)
     finished = [row for row in episodes.values() if row.reward is not None]
-    dropped = Counter(row.group_reason or "?" for row in finished if row.group_state == "dropped")
+    dropped = Counter(row.dropped for row in finished if row.dropped)
     unscored = Counter(row.lost_as or "live" for row in episodes.values() if row.reward is None)
     learned = _learned(journal)
     return Audit(
         begun=len(episodes),
         finished=len(finished),
         trained=sum(row.learned is not None for row in finished),
-        waiting=sum(row.learned is None and row.group_state != "dropped" for row in finished),
+        waiting=sum(row.learned is None and not row.dropped for row in finished),
         dropped=dict(dropped),
         unscored=dict(unscored),
         lost=_lost(episodes, books) + _lost_calls(journal, episodes, books),
@@ -135,7 +150,7 @@ def _lost_calls(journal: Path, episodes: Mapping[str, Row], books: Books) -> lis
 
 def _must_have_calls(row: Row | None) -> bool:
     """Live, or finished and waiting: nothing has let its calls go."""
-    return row is not None and row.lost_as is None and row.batch is None and row.group_state != "dropped"
+    return row is not None and row.lost_as is None and row.batch is None and not row.dropped
 
 
 def _trained_twice(episodes: Mapping[str, Row], forests: Path, learned: list[int]) -> list[str]:
@@ -187,13 +202,12 @@ def stuck(journal: Path, books: Books, since: float, offset: float) -> list[Stuc
             if hung < since or row is None or row.lost is None:
                 continue
             last_life = hung + offset
-            group = db.execute("SELECT group_id FROM episodes WHERE id = ?", (id,)).fetchone()[0]
-            composed, last_reward = db.execute(
-                "SELECT b.composed, MAX(f.ended) FROM batch_groups g JOIN batches b ON b.id = g.batch_id "
-                "JOIN batch_members m ON m.batch_id = b.id JOIN finishes f ON f.episode_id = m.episode_id "
-                "WHERE g.group_id = ?",
-                (group,),
-            ).fetchone()
+            mates = [mate for mate in episodes.values() if mate.group_id == row.group_id and mate.batch is not None]
+            composed = None
+            if mates:
+                batch = mates[0].batch
+                (composed,) = db.execute("SELECT composed FROM batches WHERE id = ?", (batch,)).fetchone()
+                last_reward = max(mate.finished or 0.0 for mate in episodes.values() if mate.batch == batch)
             waited = 0.0 if composed is None else max(0.0, composed - max(last_reward, last_life))
             found.append(Stuck(id, row.lost - last_life, waited))
     return found

@@ -49,12 +49,12 @@ class Trap:
         self._tears = False
         self._sprung = False
         """The row is written: the commit that has it on disk is the end."""
-        self._changes = journal._db.total_changes
+        self._changes = journal.file.db.total_changes
         """As of the last commit: some have nothing to write."""
         for name in TRANSITIONS:
             setattr(journal, name, self._guarded(name, getattr(journal, name)))
-        self._commit = journal.commit
-        journal.commit = self._committing  # type: ignore[method-assign]
+        self._commit = journal.file.commit
+        journal.file.commit = self._committing  # type: ignore[method-assign]
 
     def arm(self, at: str = "", when: str = "", skip: int = 0, tears: bool = False) -> None:
         """Be ready to die at that point, after passing it `skip` times. Without arguments: be ready no longer."""
@@ -81,7 +81,7 @@ class Trap:
         return guarded
 
     def _committing(self) -> None:
-        changes = self._journal._db.total_changes
+        changes = self._journal.file.db.total_changes
         is_it = changes > self._changes and (self._sprung or self._reached("commit"))
         self._changes = changes
         if is_it and self._when == "before":
@@ -95,7 +95,7 @@ class Trap:
     def _keep_wal(self) -> None:
         """Keeps the log as it was before the commit that is never reported. SQLite must not checkpoint the log during
         that time."""
-        self._journal._db.execute("PRAGMA wal_autocheckpoint = 0")
+        self._journal.file.db.execute("PRAGMA wal_autocheckpoint = 0")
         shutil.copyfile(f"{self._journal.path}-wal", self._folder / "wal-before")
 
     def _end(self) -> None:
@@ -196,7 +196,7 @@ class Disk:
 
     def full(self, seconds: float) -> None:
         """Not one page more: SQLite itself reports a full disk."""
-        self._journal._db.execute("PRAGMA max_page_count = 1")  # Means: as it is now.
+        self._journal.file.db.execute("PRAGMA max_page_count = 1")  # Means: as it is now.
         self._later(seconds, self._room)
 
     def refuse(self, seconds: float) -> None:
@@ -208,7 +208,7 @@ class Disk:
         asyncio.get_running_loop().call_later(seconds, end)
 
     def _room(self) -> None:
-        self._journal._db.execute(f"PRAGMA max_page_count = {NO_PAGE_LIMIT}")
+        self._journal.file.db.execute(f"PRAGMA max_page_count = {NO_PAGE_LIMIT}")
         self._say(disk="journal full")
 
     def _accept(self) -> None:

@@ -74,7 +74,7 @@ async def _sprung(scene: Scene, fault: Fault) -> bool:
     server = scene.server
     tears = fault.kind == "gateway killed, WAL tail torn"
     await server.order("trap", at=fault.at, when=fault.when, skip=fault.skip, tears=tears)
-    if fault.at == "remove_batch":
+    if fault.at == "remove_batches":
         await server.order("worker", verb="learn newest", delay=0.0, times=POISON)
         if await server.dead(2 * MOMENT_SECONDS):
             scene.tally.faults["worker killed"] += POISON

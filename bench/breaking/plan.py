@@ -14,16 +14,14 @@ from typing import TypeVar
 T = TypeVar("T")
 WHOLE = 150
 TRANSITIONS = (
-    "add_episode",
+    "add_facts",
+    "put_snapshot",
+    "add_settled",
     "add_call",
     "add_undelivered",
-    "add_promise",
-    "add_finish",
-    "add_abort",
-    "put_group",
     "add_batch",
     "put_operation",
-    "remove_batch",
+    "remove_batches",
     "add_step",
     "prune",
     "remember",
@@ -33,7 +31,7 @@ TRANSITIONS = (
 """Methods of the journal that write while the server runs; `commit` has them on disk."""
 MOMENTS = ("before", "after", "committed")
 """Moments of a transition: before its row is written, after that, and on disk but not yet reported."""
-RARE = ("remove_batch", "add_undelivered")
+RARE = ("remove_batches", "add_undelivered")
 """Transitions that must be provoked; short runs leave them out."""
 WORKER_VERBS = ("sample", "forward_backward", "accumulated", "optim_step", "publish", "save", "start", "any")
 """The work of a worker at the moment it is killed; `any`: at a random time."""

@@ -31,9 +31,9 @@ class TimedSync:
     """A journal's wait for the disk, and how long each took; or none at all."""
 
     def __init__(self, journal: Journal, *, wait: bool) -> None:
-        self._sync = journal.sync if wait else lambda: None
+        self._sync = journal.file.sync if wait else lambda: None
         self.waits: list[float] = []
-        journal.sync = self  # type: ignore[method-assign]
+        journal.file.sync = self  # type: ignore[method-assign]
 
     def __call__(self) -> None:
         began = time.perf_counter()
@@ -63,7 +63,7 @@ def counters(timed: TimedSync) -> Counters:
 async def serve(data_dir: Path, seconds: float, *, wait: bool) -> None:
     gateway = Gateway(config(data_dir), ScriptedCompute(make_model_info(data_dir / "tokenizer"), seconds))
     if not wait:
-        gateway._journal._db.execute("PRAGMA synchronous = OFF")
+        gateway._journal.file.db.execute("PRAGMA synchronous = OFF")
     timed = TimedSync(gateway._journal, wait=wait)
     app = create_app(gateway, Keys.open(data_dir))
     app.add_api_route("/counters", lambda: counters(timed))

@@ -67,7 +67,7 @@ async def test_a_tagged_checkpoint_outlives_rotation(tmp_path: Path) -> None:
         for _ in range(4):
             await up.batch()
         assert versions(up) == [1, 4, 5]
-        assert up.gateway._journal.durable_version() == 4, "a tag holds back no pruning"
+        assert up.gateway.swarm.store.state.durable_version == 4, "a tag holds back no pruning"
         await up.gateway.versions.untag("good")
         await up.batch()
         assert versions(up) == [5, 6]

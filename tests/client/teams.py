@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from agentjet.client import AsyncSwarm, AsyncTeam, AsyncTeamEpisode, Retry
-from agentjet.swarm.records import Episode
+from agentjet.swarm.state import Episode
 from agentjet.types import Task
 from tests.server.serving import TOKEN, Served, serving
 

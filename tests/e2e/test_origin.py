@@ -13,7 +13,7 @@ from tests.e2e.server import Server
 from tests.e2e.test_serve import refused
 from tests.tiny import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.thorough]
 
 
 def learn_and_kill(model: Path, data_dir: Path) -> str:
@@ -25,7 +25,6 @@ def learn_and_kill(model: Path, data_dir: Path) -> str:
     return weights
 
 
-@pytest.mark.thorough
 def test_other_adapters_are_refused(tmp_path: Path) -> None:
     model, data_dir = make_model(tmp_path / "tiny"), tmp_path / "run"
     learn_and_kill(model, data_dir)

@@ -67,7 +67,7 @@ def test_serve_learn_stop_and_resume(model: Path, tmp_path: Path) -> None:
     with Server(model, data_dir) as server:
         assert server.get("/status")["policy_version"] == 1
         server.batch()
-        assert [event for event in (data_dir / "metrics.jsonl").read_text().splitlines() if '"step": 2' in event]
+        server.until(lambda: '"step": 2' in (data_dir / "metrics.jsonl").read_text())  # written after the journal
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 4])

@@ -4,9 +4,10 @@ was finished is lost. Counted from both journals.
 
 from __future__ import annotations
 
-import sqlite3
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import openai
@@ -14,6 +15,8 @@ import pytest
 
 from agentjet import Swarm, Task, Team
 from agentjet.client import Retry, TeamEpisode
+from agentjet.swarm import Journal
+from agentjet.swarm.store import Store
 from tests.e2e.server import Server
 from tests.tiny import make_model
 
@@ -58,12 +61,10 @@ class Pair:
             server.__exit__()
 
 
-def finished_parts(journal: Path) -> dict[str, tuple[str, float]]:
-    with sqlite3.connect(f"file:{journal}?mode=ro", uri=True) as database:
-        rows = database.execute(
-            "SELECT e.team, e.group_name, f.reward FROM episodes e JOIN finishes f ON f.episode_id = e.id"
-        )
-        return {team: (group, reward) for team, group, reward in rows}
+def finished_parts(path: Path) -> dict[str, tuple[str, float]]:
+    with closing(Journal.open_read_only(path)) as journal:
+        finished = Store(journal, time.time).recent_episodes(10_000, status="finished")
+    return {episode.team: (episode.group, episode.reward or 0.0) for episode in finished}
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -193,7 +193,7 @@ async def test_a_checkpoint_without_a_digest_counts_where_agentjet_0_1_may_have_
         await run.batch()
         swarm = run.gateway.swarm
         if known:
-            swarm._journal._set_meta("undigested_until", "1")
+            swarm._journal.file.set_meta("undigested_until", "1")
         for version, counts in ((1, known), (2, False)):
             stamp = CheckpointStamp(version, "")
             if counts:
@@ -218,7 +218,7 @@ async def test_only_what_this_server_wrote_or_loaded_counts(tmp_path: Path) -> N
         assert json.loads((Path(info.path) / "state.json").read_text())["policy_version"] == 4
         assert versions(run) == [3, 4]
         assert [path.name for path in run.gateway.store.unusable()] == ["unusable_000004"]
-        assert run.gateway.swarm._journal.durable_version() == 3
+        assert run.gateway.swarm.store.state.durable_version == 3
 
 
 async def test_an_older_one_that_was_not_verified_is_kept_until_enough_good_ones_are_there(tmp_path: Path) -> None:

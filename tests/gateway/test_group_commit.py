@@ -23,6 +23,7 @@ import pytest
 
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.swarm import Journal
 from tests.fakes import Running, running
 
 pytestmark = pytest.mark.anyio
@@ -30,13 +31,13 @@ pytestmark = pytest.mark.anyio
 
 def on_disk(data_dir: Path) -> int:
     """Episodes that another process would see."""
-    with closing(sqlite3.connect(data_dir / "journal.sqlite")) as db:
-        return int(db.execute("SELECT COUNT(*) FROM episodes").fetchone()[0])
+    with closing(Journal.open_read_only(data_dir / "journal.sqlite")) as journal:
+        return journal.read_state().num_episodes
 
 
 def statements(run: Running) -> list[str]:
     seen: list[str] = []
-    run.gateway._journal._db.set_trace_callback(seen.append)
+    run.gateway._journal.file.db.set_trace_callback(seen.append)
     return seen
 
 
@@ -56,9 +57,9 @@ async def test_many_changes_are_one_commit_and_on_disk_before_anybody_is_told(tm
 async def test_what_was_not_committed_is_not_on_disk(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         run.gateway.swarm.begin(BeginRequest(task_id="t", mode="eval"))
-        assert run.gateway.swarm.store.journal.has_uncommitted and on_disk(tmp_path / "d") == 0
-        await asyncio.sleep(0.01)
-        assert not run.gateway.swarm.store.journal.has_uncommitted and on_disk(tmp_path / "d") == 1
+        assert run.gateway.swarm.store.file.has_uncommitted and on_disk(tmp_path / "d") == 0
+        await run.gateway.durable()
+        assert not run.gateway.swarm.store.file.has_uncommitted and on_disk(tmp_path / "d") == 1
 
 
 async def test_one_that_fails_undoes_its_own_change_only(tmp_path: Path) -> None:
@@ -87,9 +88,9 @@ def breaking(run: Running, where: str, error: Exception) -> None:
     if where == "the code":
         run.gateway.swarm.store.commit = fails  # type: ignore[method-assign]
     elif where == "the thread":
-        run.gateway._journal._log.wait = fails  # type: ignore[method-assign, union-attr]
+        run.gateway._journal.file._log.wait = fails  # type: ignore[method-assign, union-attr]
     else:
-        real = run.gateway._journal._db
+        real = run.gateway._journal.file.db
 
         class Broken:
             def execute(self, statement: str, *args: object) -> sqlite3.Cursor:
@@ -98,7 +99,7 @@ def breaking(run: Running, where: str, error: Exception) -> None:
             def __getattr__(self, name: str) -> object:
                 return getattr(real, name)
 
-        run.gateway._journal._db = Broken()  # type: ignore[assignment]
+        run.gateway._journal.file.db = Broken()  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("where", ["the database", "the code", "the thread"])
@@ -116,7 +117,7 @@ async def test_whatever_fails_a_commit_refuses_all_who_wait(tmp_path: Path, wher
         for result in results:
             assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
             assert "then restart the server" in result.message
-        assert run.gateway.swarm.store.journal.refusal and not run.gateway.swarm.store.journal.has_uncommitted
+        assert run.gateway.swarm.store.file.refusal and not run.gateway.swarm.store.file.has_uncommitted
     async with running(tmp_path / "d") as run:
         await run.gateway.finish(kept, FinishRequest(reward=1))
 
@@ -125,10 +126,10 @@ class SlowDisk:
     """A journal's wait for the disk, which ends when it is let."""
 
     def __init__(self, run: Running) -> None:
-        self._sync = run.gateway._journal.sync
+        self._sync = run.gateway._journal.file.sync
         self.asked = 0
         self.lets = threading.Semaphore(0)
-        run.gateway._journal.sync = self  # type: ignore[method-assign]
+        run.gateway._journal.file.sync = self  # type: ignore[method-assign]
 
     def __call__(self) -> None:
         self.asked += 1
@@ -137,9 +138,9 @@ class SlowDisk:
 
 
 async def turns(number: int = 20) -> None:
-    """Give the loop and the thread time."""
+    """Let everything that is ready run. The thread of the disk is blocked, so more time would change nothing."""
     for _ in range(number):
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
 
 
 async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
@@ -148,10 +149,10 @@ async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
         run.gateway.swarm.store.on_event = lambda event: (
             event.kind == "episode" and seen.append(event.body["episode_id"])
         )
-        await turns()  # What the start wrote is done with.
+        await run.gateway.durable()
         disk, request = SlowDisk(run), BeginRequest(task_id="a", mode="eval")
         first = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
-        await turns()
+        await run.until(lambda: disk.asked == 1)
         again = asyncio.create_task(run.gateway.begin(request, idempotency_key="k"))
         later = [asyncio.create_task(begin(run, task)) for task in "bc"]
         await turns()
@@ -159,6 +160,7 @@ async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
         assert (disk.asked, seen, on_disk(tmp_path / "d")) == (1, [], 1)
         disk.lets.release()
         held = (await first).id
+        await run.until(lambda: disk.asked == 2)
         await turns()
         assert not any(task.done() for task in later) and seen == [held]
         disk.lets.release()
@@ -171,7 +173,7 @@ async def test_nobody_is_told_before_the_disk_has_it(tmp_path: Path) -> None:
 async def test_an_agent_that_leaves_while_the_disk_is_waited_for_heard_nothing(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         episode = await run.gateway.begin(BeginRequest(task_id="a"))
-        await turns()
+        await run.gateway.durable()
         disk = SlowDisk(run)
         asking = asyncio.create_task(run.say(episode.id))
         await run.until(lambda: run.gateway.swarm.episode(episode.id).num_calls == 1)
@@ -203,7 +205,7 @@ async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, mon
         )
         for result in results:
             assert isinstance(result, Later) and (result.status, result.code) == (503, "journal_unavailable")
-        assert not swarm.store.journal.has_uncommitted and not seen
+        assert not swarm.store.file.has_uncommitted and not seen
     async with running(tmp_path / "d") as run:
         assert run.gateway.swarm.episode(kept).status == "live"
         await run.gateway.finish(kept, FinishRequest(reward=1))
@@ -213,10 +215,10 @@ async def test_a_disk_that_fails_a_sync_is_not_trusted_again(tmp_path: Path, mon
 async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_path: Path, write: str) -> None:
     async with running(tmp_path / "d") as run:
         kept = await begin(run, "kept")
-        db, seen = run.gateway._journal._db, []
+        db, seen = run.gateway._journal.file.db, []
         run.gateway.swarm.store.on_event = lambda event: seen.append(event)
         if write == "commit":
-            real = run.gateway._journal._db
+            real = run.gateway._journal.file.db
 
             class Refusing:
                 def execute(self, statement: str, *args: object) -> sqlite3.Cursor:
@@ -227,9 +229,9 @@ async def test_a_disk_that_refuses_undoes_the_whole_group_and_all_are_told(tmp_p
                 def __getattr__(self, name: str) -> object:
                     return getattr(real, name)
 
-            run.gateway._journal._db = Refusing()  # type: ignore[assignment]
+            run.gateway._journal.file.db = Refusing()  # type: ignore[assignment]
             results = await asyncio.gather(*(begin(run, f"t{i}") for i in range(3)), return_exceptions=True)
-            run.gateway._journal._db = real
+            run.gateway._journal.file.db = real
         else:
 
             async def too_large() -> None:

@@ -78,7 +78,7 @@ async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
 ) -> None:
     async with serving(tmp_path / "d") as served:
         journal = served.run.gateway._journal
-        database, journal._db = journal._db, FullDisk(journal._db)  # type: ignore[assignment]
+        database, journal.file.db = journal.file.db, FullDisk(journal.file.db)  # type: ignore[assignment]
         for _ in range(3):
             refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
             assert (refused.status_code, refused.json()["code"]) == (503, "journal_unavailable")
@@ -89,10 +89,8 @@ async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
         ready = await served.http.get("/readyz")
         assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "sampling"})
         assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR"]
-        journal._db = database
-        await served.run.until(
-            lambda: not served.run.gateway.swarm.store.journal.refusal
-        )  # by itself: nothing is asked
+        journal.file.db = database
+        await served.run.until(lambda: not served.run.gateway.swarm.store.file.refusal)  # by itself: nothing is asked
         assert (await served.http.get("/readyz")).status_code == 200
         assert (await served.http.get("/swarm/v1/status")).json()["waiting_for"].startswith("clients")
         assert [record.levelname for record in caplog.records if path in record.message] == ["ERROR", "WARNING"]

@@ -9,7 +9,7 @@ import pytest
 
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.swarm import Batch
-from agentjet.swarm.records import pack_ints
+from agentjet.swarm.schema import pack_ints
 from agentjet.timeline.forest import Forest
 from agentjet.timeline.identity import context_digest
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
@@ -267,7 +267,7 @@ def test_checkpoints_only_move_forward(world: World) -> None:
     advance(world, steps=2)
     world.swarm.batches.checkpointed(2)
     world.swarm.batches.checkpointed(1)
-    assert world.journal.durable_version() == 2
+    assert world.swarm.store.state.durable_version == 2
 
 
 def test_an_empty_journal_starts_at_the_checkpoint(world: World) -> None:
@@ -331,7 +331,9 @@ def test_tokens_that_are_not_as_they_were_sampled_are_left_out(make_world: Make)
     for episode, reward in zip(episodes, (0.0, 1.0), strict=True):
         world.call(episode, 7, context=context_digest([1, 2, 7]))
         world.finish(episode, reward)
-    world.journal._db.execute("UPDATE calls SET suffix = ? WHERE episode_id = ?", (pack_ints([1, 3]), episodes[0].id))
+    world.journal.file.db.execute(
+        "UPDATE calls SET suffix = ? WHERE episode_id = ?", (pack_ints([1, 3]), episodes[0].id)
+    )
     batch = world.swarm.batches.compose()
     forest = world.forest(batch)
     assert forest.tokens.tolist() == [1, 2, 7]

@@ -8,11 +8,13 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentjet.errors import ConfigError, Later
+from agentjet.errors import ConfigError, Conflict, Later, NotFound
 from agentjet.swarm import Journal
+from agentjet.swarm.store import Store
 from tests.swarm.world import World
 
 
@@ -25,55 +27,60 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, 6])
-def test_an_older_schema_is_brought_forward(tmp_path: Path, version: int) -> None:
-    world = World(tmp_path, batch_size=1)
-    world.play("learned", 0, 1)
-    batch = world.swarm.batches.compose()
-    world.swarm.batches.learned(batch, {})
-    episode = world.begin(task_set="algebra")
-    call = world.call(episode, 7)
-    world.close()
-    newer = {"episodes": "instance_id"}
-    dropped = [
-        "TABLE operations",
-        "INDEX episodes_of_client",
-        "INDEX episodes_of_instance",
-        "TABLE checkpoints",
-        "TABLE notes",
-    ]
-    if version < 4:
-        newer["episodes"] += " temperature"
-    if version < 3:
-        newer = {"calls": "allowed", "episodes": "code_version team at_version temperature instance_id"}
-        newer |= {"groups": "task_set code_version", "batches": "carry"}
-        dropped += ["INDEX episodes_of_team", "INDEX episodes_of_code", "TABLE promises"]
-    if version < 2:
-        newer["calls"] += " ask fork retry_of context"
-        dropped.append("TABLE undelivered")
-    newer["calls"] = f"{newer.get('calls', '')} untrained"
-    with closing(sqlite3.connect(world.path)) as db, db:  # as that schema had it
-        for what in dropped:
-            db.execute(f"DROP {what}")
-        for table, columns in newer.items():
-            for column in columns.split():
-                db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        if version < 5:
-            db.execute("ALTER TABLE batches ADD COLUMN seed INTEGER NOT NULL DEFAULT 0")
-        origin = ("model", "small") if version < 6 else ("origin", '{"model.name": "small"}')
-        db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", origin)
-        db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
-    world.open()
-    assert world.journal.origin == {"model.name": "small"}
-    assert world.journal.undigested_until() == 1
-    assert world.swarm.batches.from_version(0) == [batch]
-    assert world.swarm.queries.groups[0].task_set == episode.task_set == "algebra"
-    assert world.swarm.tree(episode.id, "").calls == (call,)
-    world.call(episode, 8, parent=call, kept=3)
-    assert world.swarm.queries.orphans(episode.id) == {}
+@pytest.mark.parametrize("version", [6, 7, 8])
+def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
+    """The files were written by AgentJet 0.1 and by the schemas after it."""
+    dump = Path(__file__).with_name(f"journal_{version}.sql").read_text()
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db:
+        db.executescript(dump)
+    world = World(tmp_path, batch_size=1, algorithm={"drop_zero_variance": True})
+    swarm = world.swarm
+    assert swarm.policy_version == 1 and swarm.last_step["policy/entropy"] == 0.5
+    assert world.journal.undigested_until() == (1 if version == 6 else -1)
+    assert swarm.queries.status_counts() == {
+        "live": 1,
+        "prepared": 1,
+        "finished": 5,
+        "aborted": 1,
+        "expired": 0,
+        "trained": 2,
+        "waiting": 0,
+        "dropped": 2,
+    }
+    newest = swarm.queries.recent_episodes(10)
+    assert [episode.seq for episode in newest] == [8, 7, 6, 5, 4, 3, 2, 1]
+    prepared, live, evaluated, lost, *dropped, second, first = newest
+    assert (prepared.reward, prepared.by_role, prepared.num_tokens) == (0.25, {"critic": 1.0}, 1)
+    assert (live.num_calls, live.num_tokens, live.oldest_version) == (2, 2, 1)
+    assert (evaluated.reward, lost.reason) == (0.5, "broken")
+    assert [episode.dropped for episode in dropped] == ["zero_variance"] * 2
+    assert [first.trained_in, second.trained_in, first.instance_id] == [0, 0, "" if version == 6 else "p1"]
+    [batch] = swarm.batches.from_version(0)
+    assert len(world.journal.operations()) == (2 if version == 8 else 0)
+    assert batch.groups == ((first.id, second.id),) and world.forest(batch).num_targets == 4
+    [group] = swarm.queries.groups
+    assert (group.members, group.task_set, group.id) == ((live.id, prepared.id), "algebra", live.group_id)
+    assert swarm.queries.code_versions()["v1"].episodes == 2
+    _, continued = swarm.tree(live.id, "").calls
+    world.call(live, 8, parent=continued, kept=5)
     world.reopen()
-    assert len(world.swarm.tree(episode.id, "").calls) == 2
+    assert len(world.swarm.tree(live.id, "").calls) == 3
+    world.finish(world.swarm.episode(prepared.id), 0.25, by_role={"critic": 1.0})
+    assert world.finish(live, 1.0).status == "finished" and world.swarm.batches.ready()
+    assert world.begin(mode="eval", client_id="x", instance_id="p2").seq == 9
+    if version > 6:
+        with pytest.raises(Conflict, match="Another process"):
+            world.begin(mode="eval", client_id="x", instance_id="p1")
     world.close()
+
+
+def test_a_schema_before_0_1_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal.open(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value = '5' WHERE key = 'schema_version'")
+    with pytest.raises(ConfigError, match=r"has journal schema 5, this AgentJet reads 6 to 9: start AgentJet 0\.1"):
+        Journal.open(path)
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
@@ -94,8 +101,8 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 
 def test_every_commit_waits_for_the_disk(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
-    assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
-    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert journal.file.db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+    assert journal.file.db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     journal.close()
 
 
@@ -106,12 +113,12 @@ def test_what_was_acknowledged_is_in_the_files_of_a_killed_server(world: World, 
     copy = tmp_path / "copy"
     shutil.copytree(world.path.parent, copy)  # as a kill leaves them: never closed
     journal = Journal.open(copy / world.path.name)
-    assert journal.episode(episode.id) == world.swarm.episode(episode.id)
+    assert Store(journal, lambda: 0.0).episode(episode.id) == world.swarm.episode(episode.id)
     journal.close()
 
 
 def fill_disk(world: World) -> None:
-    db = world.journal._db
+    db = world.journal.file.db
     pages = db.execute("PRAGMA page_count").fetchone()[0]
     db.execute(f"PRAGMA max_page_count = {pages}")
 
@@ -142,7 +149,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(world: World) -> None:
     )
     assert now == before
     assert len(world.swarm.tree(live.id, "").calls) == 1
-    world.journal._db.execute("PRAGMA max_page_count = 1000000")
+    world.journal.file.db.execute("PRAGMA max_page_count = 1000000")
     assert world.finish(finished, 1.0).status == "finished"
 
 
@@ -180,3 +187,40 @@ def test_old_keys_are_forgotten_with_the_tokens(world: World) -> None:
     scope = "begin/anonymous"
     assert world.journal.recall(scope, "old") is None
     assert world.journal.recall(scope, "new") is not None
+
+
+def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentjet.swarm.store.SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr("agentjet.swarm.journal.EPISODES_KEPT", 4)
+    episodes = []
+    for number in range(20):
+        episodes.append(world.begin(mode="eval", key=str(number)))
+        world.call(episodes[-1], 7)
+        world.finish(episodes[-1], 1.0)
+        assert world.journal.num_facts() <= 11
+    assert world.swarm.queries.status_counts()["finished"] == 20
+    with_calls = [episode for episode in episodes if world.journal.calls(episode.id)]
+    assert 0 < len(with_calls) <= 5, "calls of ended episodes go with the next snapshot"
+    with pytest.raises(NotFound):
+        world.swarm.episode(episodes[0].id)
+    assert [episode.seq for episode in world.reopen().queries.recent_episodes(3)] == [20, 19, 18]
+
+
+def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
+    lost = world.begin("a", team="red")
+    waiting = world.play("a", 0.0, team="red")[0]
+    world.abort(lost)
+    world.begin(mode="eval")
+    evaluated = world.begin(mode="eval", team="red")
+    world.finish(evaluated, 1.0)
+
+    def seqs(**wanted: Any) -> list[int]:
+        return [episode.seq for episode in world.swarm.queries.recent_episodes(**({"limit": 10} | wanted))]
+
+    assert seqs() == [4, 3, 2, 1]
+    assert seqs(limit=2) == [4, 3]
+    assert seqs(limit=2, before=evaluated.id) == [3, 2]
+    assert seqs(before=waiting.id) == [1]
+    assert seqs(status="finished") == [4, 2]
+    assert seqs(status="aborted", team="red") == [1]
+    assert seqs(team="red") == [4, 2, 1]

@@ -123,7 +123,7 @@ def test_a_mistyped_setting_counts_once_something_was_recorded(tmp_path: Path) -
 def test_a_data_dir_without_a_record_takes_what_its_policy_comes_up_with(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.begin()
-    world.journal._set_meta("origin", '{"model.name":"small"}')  # as the schema before this one is brought forward
+    world.journal.file.set_meta("origin", '{"model.name":"small"}')  # as the schema before this one is brought forward
     world.close()
     with pytest.raises(ConfigError, match=r"model.name = 'small'; 'large' would"):
         Journal.open(world.path, model=settings("large"))

@@ -16,16 +16,16 @@ from agentjet.swarm.journal_file import CHECKPOINT_EVERY, WalSync
 
 def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
-    journal.defer_commits()
+    journal.file.defer_commits()
     before = journal.path.stat().st_size
     for _ in range(CHECKPOINT_EVERY):
-        with journal.transaction():
+        with journal.file.transaction():
             journal.add_event("state", 0.0, {"text": "x" * 4000})
-        journal.commit()
-        with journal.transaction():  # Open while the other connection moves what is committed.
-            journal.sync()
+        journal.file.commit()
+        with journal.file.transaction():  # Open while the other connection moves what is committed.
+            journal.file.sync()
     assert journal.path.stat().st_size > before + CHECKPOINT_EVERY * 4000 / 2
-    journal.commit()
+    journal.file.commit()
     assert len(journal.events(0, 1000)) == CHECKPOINT_EVERY
     journal.close()
 
@@ -33,12 +33,12 @@ def test_the_log_is_moved_under_a_writer(tmp_path: Path) -> None:
 def test_the_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentjet.swarm.journal_file.LONGEST_LOG", 50)
     journal = Journal.open(tmp_path / "journal.sqlite")
-    journal.defer_commits()
+    journal.file.defer_commits()
     for _ in range(200):
-        with journal.transaction():
+        with journal.file.transaction():
             journal.add_event("state", 0.0, {"text": "x" * 4000})
-        journal.commit()
-        journal.sync()
+        journal.file.commit()
+        journal.file.sync()
     assert os.stat(f"{journal.path}-wal").st_size < 70 * 4200
     assert len(journal.events(0, 1000)) == 200
     journal.close()
@@ -46,7 +46,7 @@ def test_the_log_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_disk_without_room_for_the_move_fails_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
-    journal.defer_commits()
+    journal.file.defer_commits()
     sync = WalSync(journal.path)
 
     class Full:
@@ -65,7 +65,7 @@ def test_a_disk_without_room_for_the_move_fails_nobody(tmp_path: Path, caplog: p
 
 def test_a_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal.open(tmp_path / "journal.sqlite")
-    journal.defer_commits()
+    journal.file.defer_commits()
     sync = WalSync(journal.path)
 
     def fails(file: int) -> None:

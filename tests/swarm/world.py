@@ -31,7 +31,7 @@ class World:
 
     def open(self) -> None:
         self.journal = Journal.open(self.path)
-        self.journal._db.execute("PRAGMA synchronous = OFF")  # no test pulls the plug; waiting for the disk is slow
+        self.journal.file.db.execute("PRAGMA synchronous = OFF")  # no test pulls the plug; waiting for the disk is slow
         self.swarm = SwarmState(self.journal, self.job, clock=lambda: self.now)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgpack
 import numpy as np
@@ -171,3 +172,17 @@ def test_repeats_that_sampled_the_same_token_share_a_node() -> None:
 
 def test_no_rows_are_an_empty_forest() -> None:
     assert (build_forest([]).num_nodes, build_forest([]).num_targets) == (0, 0)
+
+
+@given(rows=row_lists())
+def test_calls_that_share_the_array_of_their_timeline_give_the_same_forest(rows: list[Row]) -> None:
+    timelines: list[np.ndarray] = []
+    for row in sorted(rows, key=lambda row: -len(row.tokens)):
+        if not any(np.array_equal(row.tokens, timeline[: len(row.tokens)]) for timeline in timelines):
+            timelines.append(row.tokens)
+    shared = []
+    for row in rows:
+        timeline = next(t for t in timelines if np.array_equal(row.tokens, t[: len(row.tokens)]))
+        shared.append(replace(row, tokens=timeline))
+    num_row_tokens = sum(len(row.tokens) for row in rows)
+    assert build_forest(shared, num_row_tokens=num_row_tokens).to_wire() == build_forest(rows).to_wire()

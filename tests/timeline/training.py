@@ -10,7 +10,7 @@ import numpy as np
 from agentjet.config import JobConfig
 from agentjet.swarm.batch_forest import build
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.records import Batch, Episode
+from agentjet.swarm.state import Batch, Episode
 from agentjet.timeline import Forest
 from agentjet.timeline.forks import orphans
 from tests.timeline.agents import Record, meaning

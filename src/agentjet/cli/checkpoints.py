@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -210,12 +211,12 @@ def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
     store = CheckpointStore(data_dir)
     journal = Journal.open(data_dir / JOURNAL)
     try:
-        held = journal.job_settings()
+        held, recorded = journal.job_settings(), journal.read_state()
         if held is None:
             raise ConfigError(f"{str(data_dir)!r} has no job settings: its server was never started by this AgentJet")
-        MetricsFile(data_dir / METRICS).check_journal(journal.policy_version())
+        MetricsFile(data_dir / METRICS).check_journal(recorded.policy_version)
         target = find_checkpoint(store, version)
-        check_rollback(journal, target)
+        check_rollback(journal, recorded, target)
         state = _verified(store, journal, target)
         swarm = SwarmState(journal, held.given)
         new = swarm.policy_version + 1
@@ -234,6 +235,7 @@ def branch(source: Path, version: str, data_dir: Path) -> int:
     """
     from agentjet.gateway.checkpoints import CheckpointStore
     from agentjet.swarm import Journal
+    from agentjet.swarm.store import Store
 
     _check_journal(source)
     if data_dir.exists():
@@ -255,8 +257,9 @@ def branch(source: Path, version: str, data_dir: Path) -> int:
             stamp = CheckpointStamp(target, _sealed(copy, state))
         journal = Journal.open(partial / JOURNAL)
         try:
-            with journal.transaction():
-                journal.set_base_version(target)
+            started = Store(journal, time.time)
+            with started.transaction():
+                started.start_at(target)
                 journal.put_checkpoint(stamp)
                 journal.branch(origin, f"{source.resolve()}@{target}")
         finally:
@@ -297,7 +300,7 @@ def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[st
     state = verified_state(store.path(version))
     if state["policy_version"] != version:
         raise CheckpointError(f"checkpoint {store.path(version)} is damaged: it has version {state['policy_version']}")
-    check_stamp(journal, CheckpointStamp(version, state.get("digest", "")))
+    check_stamp(journal, journal.read_state(), CheckpointStamp(version, state.get("digest", "")))
     check_state_origin(journal, state)
     return {key: value for key, value in state.items() if key not in SEAL_KEYS}
 

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,12 +119,14 @@ def _of_server(url: str | None, token: str | None, token_file: Path | None) -> I
 def _of_data_dir(data_dir: Path) -> Iterator[EpisodeSource]:
     from agentjet.gateway import views
     from agentjet.swarm import Journal
+    from agentjet.swarm.store import Store
 
     journal = Journal.open_read_only(data_dir / JOURNAL)
     try:
+        store = Store(journal, time.time)
         yield EpisodeSource(
-            lambda before: [views.view(episode) for episode in journal.recent_episodes(PAGE, before=before)],
-            lambda episode_id: views.recorded_tree(journal, episode_id),
+            lambda before: [views.view(episode) for episode in store.recent_episodes(PAGE, before=before)],
+            lambda episode_id: views.recorded_tree(store, episode_id),
         )
     finally:
         journal.close()

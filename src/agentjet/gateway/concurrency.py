@@ -217,7 +217,7 @@ class GroupCommit:
                 raise
             return
         self._under_way = waiting
-        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.store.journal.sync)
+        synced = asyncio.get_running_loop().run_in_executor(self._disk, self._swarm.store.file.sync)
         synced.add_done_callback(self._synced)
 
     def _synced(self, done: asyncio.Future[None]) -> None:
@@ -238,7 +238,7 @@ class GroupCommit:
         """Refuses present and later waiters: the state of the journal on disk is unknown."""
         is_known = isinstance(error, Later)
         log.critical("the journal could not be written to disk: %s", error, exc_info=None if is_known else error)
-        self._failed = error if is_known else self._swarm.store.journal.refuse_writes(error)
+        self._failed = error if is_known else self._swarm.store.file.refuse_writes(error)
         _refuse(waiting, self._failed)
 
 

@@ -89,7 +89,7 @@ class Gateway:
         self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
         metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
         try:
-            metrics.check_journal(self._journal.policy_version())
+            metrics.check_journal(self._journal.read_state().policy_version)
         except ConfigError:
             self._journal.close()
             raise
@@ -288,22 +288,12 @@ class Gateway:
     ) -> list[EpisodeView]:
         """Returns the newest episodes, newest first, as they are on disk.
 
-        `team` and `status` filter them. `before` limits them to episodes that began before that episode. A filter by
-        status may read all episodes. Raises `Later`, and `NotFound` for an unknown `before`.
+        `team` and `status` filter them. `before` limits them to episodes that began before that episode. Raises
+        `Later`, and `NotFound` for an unknown `before`.
         """
         await self.durable()
-        if before:
-            self.swarm.episode(before)
-        if status in ("live", "prepared"):  # Held in memory.
-            found = self.swarm.queries.recent_episodes(limit, team=team, status=status, before=before)
-            return list(map(views.view, found))
-
-        def read() -> list[EpisodeView]:
-            with self._journal.reading() as journal:
-                found = journal.recent_episodes(limit, team=team, status=status, before=before)
-                return list(map(views.view, found))
-
-        return await offload(LARGE, read)
+        found = self.swarm.queries.recent_episodes(limit, team=team, status=status, before=before)
+        return list(map(views.view, found))
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
@@ -424,7 +414,7 @@ class Gateway:
                 if (deadline := self.swarm.no_deadline_before()) is not None:
                     pause = min(pause, max(0.001, deadline - self._clock()))
                 await self.changed.wait(pause)
-                if self.swarm.store.journal.refusal and now() >= next_try:
+                if self.swarm.store.file.refusal and now() >= next_try:
                     next_try = now() + DISK_RETRY_SECONDS
                     self.swarm.store.probe_disk()
                 if self.swarm.is_due():

@@ -149,7 +149,7 @@ class TrainingLoop:
         self._learning = batch.id
         try:
             with observability.batch_context(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
-                training = self._swarm.batches.training_batch(batch)
+                training = await asyncio.to_thread(self._swarm.batches.training_batch, batch)
                 self.timer.start_learning()
                 metrics, following = await learn(
                     self._compute, self._next_operation, training, batch.job, before=partial(self._journal, batch)

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from dataclasses import asdict
 
-from agentjet.errors import NotFound
 from agentjet.gateway.observability import DIVERGED, has_diverged
 from agentjet.protocol import (
     REPORTED_BATCHES,
@@ -21,6 +20,7 @@ from agentjet.protocol import (
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
+from agentjet.swarm.store import Store
 from agentjet.timeline.forks import orphans
 from agentjet.types import Call, EngineState, Message
 
@@ -78,8 +78,8 @@ def zero_variance(swarm: SwarmState) -> ZeroVariance | None:
 
 def waiting_for(swarm: SwarmState, state: EngineState, reason: str) -> str:
     """Returns the cause that training waits for, or ''."""
-    if swarm.store.journal.refusal:
-        return f"the disk. {swarm.store.journal.refusal}"
+    if swarm.store.file.refusal:
+        return f"the disk. {swarm.store.file.refusal}"
     if state not in ("sampling", "learning"):
         return reason or WAITING_FOR[state]
     return DIVERGED if has_diverged(swarm.last_step) else swarm.queries.waiting_for()
@@ -106,12 +106,9 @@ def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> Episo
     return EpisodeTree(**_facts(episode), calls=[_call(call, orphaned.get(call.id, ""), renderer) for call in calls])
 
 
-def recorded_tree(journal: Journal, episode_id: str) -> EpisodeTree:
+def recorded_tree(store: Store, episode_id: str) -> EpisodeTree:
     """Returns an episode of a journal with its calls, without texts. Raises `NotFound`."""
-    episode = journal.episode(episode_id)
-    if episode is None:
-        raise NotFound(f"Episode {episode_id!r} is not in {journal.path}.", code="episode_not_found")
-    return tree(journal, episode, None)
+    return tree(store.journal, store.episode(episode_id), None)
 
 
 def _facts(episode: Episode) -> dict[str, object]:

@@ -201,7 +201,7 @@ async def healthz() -> Health:
 async def readyz(deps: Deps) -> JSONResponse:
     """Answers 200 while the engine samples or learns and the disk can be written, else 503. Needs no token."""
     state = deps.gateway.engine.state
-    found = Readiness(ready=state in READY and not deps.gateway.swarm.store.journal.refusal, state=state)
+    found = Readiness(ready=state in READY and not deps.gateway.swarm.store.file.refusal, state=state)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)
 
 

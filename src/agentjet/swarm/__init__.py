@@ -16,6 +16,6 @@ print(swarm.queries.waiting_for())
 
 from agentjet.swarm.episodes import SwarmState
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.records import Batch, Episode, Group
+from agentjet.swarm.state import Batch, Episode, Group
 
 __all__ = ["Batch", "Episode", "Group", "Journal", "SwarmState"]

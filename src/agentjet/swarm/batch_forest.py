@@ -11,11 +11,10 @@ import numpy as np
 
 from agentjet.swarm.groups import all_equal
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.records import Batch, Episode
+from agentjet.swarm.state import Batch, Episode
 from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import Row, build_forest, call_row
 from agentjet.timeline.forks import OrphanReason, orphans
-from agentjet.timeline.identity import context_digest
 from agentjet.timeline.support import unpack_sets
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call
@@ -50,16 +49,19 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
     sequences_E = [_trained_sequences(journal, episode, shape) for episode in members_E]
     facts = _facts(batch, members_E, sequences_E)
     rows: list[Row] = []
+    num_row_tokens = 0
     trained = [calls for sequences in sequences_E for calls in sequences.values()]
     for sequence, (tree, calls) in enumerate(trained):
-        rows += [_row(tree, call, sequence, number) for number, call in enumerate(calls, len(rows))]
+        rows += _rows(tree, calls, sequence, len(rows))
+        num_row_tokens += sum(tree.num_tokens(call.id) for call in calls)
+        tree.clear()
     metrics = {
         "episode/timelines": shape.pop("timelines") / len(members_E),
         "completion/truncated": shape.pop("truncated") / max(1, len(rows)),
         **_left_out(batch, members_E, facts),
         **{f"forest/{name}": float(count) for name, count in shape.items()},
     }
-    return TrainingBatch(batch.id, build_forest(rows), facts), metrics
+    return TrainingBatch(batch.id, build_forest(rows, num_row_tokens=num_row_tokens), facts), metrics
 
 
 def _facts(batch: Batch, members_E: Sequence[Episode], sequences_E: Sequence[Sequences]) -> Facts:
@@ -119,6 +121,7 @@ def _trained_sequences(journal: Journal, episode: Episode, shape: Counter[str]) 
 def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Counter[str]) -> list[Call]:
     """The calls of a tree whose sampled tokens are trained. The others are counted in `shape`."""
     trained = []
+    digests = tree.context_digests()
     for call in tree.calls:
         if call.fork:
             shape[f"forks_{call.fork}"] += 1
@@ -127,7 +130,7 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
         elif call.id in unheard:
             shape["orphans"] += 1
             shape["orphan_tokens"] += len(call.completion)
-        elif call.context and call.context != context_digest(tree.tokens(call.id)):
+        elif call.context and call.context != digests[call.id]:
             shape["drift"] += 1
             log.error(
                 "the tokens of call %s of episode %s differ from the sampled ones: the call is not trained",
@@ -141,17 +144,24 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
     return trained
 
 
-def _row(tree: ConversationTree, call: Call, sequence: int, number: int) -> Row:
-    return call_row(
-        np.asarray(tree.tokens(call.id), np.int32),
-        np.asarray(call.logprobs, np.float32),
-        np.asarray(call.versions, np.int32),
-        None,
-        call.temperature,
-        sequence,
-        unpack_sets(call.support, len(call.completion)) if call.support else (),
-        number,
-    )
+def _rows(tree: ConversationTree, calls: Sequence[Call], sequence: int, first: int) -> list[Row]:
+    """One row per call, numbered from `first`. Calls of one timeline share its tokens."""
+    timelines = tree.timelines(call.id for call in calls)
+    tokens = {newest: np.asarray(tree.tokens(newest), np.int32) for newest in set(timelines.values())}
+    return [
+        call_row(
+            tokens[timelines[call.id]],
+            np.asarray(call.logprobs, np.float32),
+            np.asarray(call.versions, np.int32),
+            None,
+            call.temperature,
+            sequence,
+            unpack_sets(call.support, len(call.completion)) if call.support else (),
+            number,
+            tree.num_tokens(call.id),
+        )
+        for number, call in enumerate(calls, first)
+    ]
 
 
 def forest_metrics(batch: TrainingBatch) -> dict[str, float]:

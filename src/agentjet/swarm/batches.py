@@ -11,9 +11,11 @@ the next batch that is learned.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agentjet.errors import CheckpointError, ConfigError
@@ -21,9 +23,8 @@ from agentjet.swarm import batch_forest, groups
 from agentjet.swarm.groups import STALE, SURPLUS, Endings
 from agentjet.swarm.journal import Journal
 from agentjet.swarm.mixture import Mixture
-from agentjet.swarm.queries import Queries
-from agentjet.swarm.records import Batch
-from agentjet.swarm.state_store import Store
+from agentjet.swarm.state import Batch, Group, State
+from agentjet.swarm.store import RECENT_STEPS, Store
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, OperationKind
 
@@ -57,21 +58,18 @@ class Rollback:
 class Batches:
     """Composes batches, builds their forests and records what was learned."""
 
-    def __init__(
-        self, store: Store, mixture: Mixture, endings: Endings, queries: Queries, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: Store, mixture: Mixture, endings: Endings, clock: Callable[[], float]) -> None:
         self._store = store
         self._journal = store.journal
         self._mixture = mixture
         self._endings = endings
-        self._queries = queries
         self._clock = clock
         self._forest_metrics: dict[int, dict[str, float]] = {}
 
     def ready(self) -> bool:
         """True if the present batch has its groups and may be composed."""
         store = self._store
-        if store.pending is not None or self._queries.num_pinned() or groups.training_is_over(store):
+        if store.pending is not None or store.num_pinned() or groups.training_is_over(store):
             return False
         return self._mixture.chosen() is not None
 
@@ -87,10 +85,11 @@ class Batches:
             carry=self._mixture.carry(chosen),
         )
         with store.transaction():
-            self._journal.add_batch(batch, [group.id for group in chosen])
+            self._journal.add_batch(batch)
             for group in chosen:
-                del store.groups[group.id]
-            store.pending, store.carry = batch, batch.carry
+                store.put_group(replace(group, state="batched"))
+            store.record("run", composed=True, carry=batch.carry)
+            store.set(pending=batch)
             self._mixture.start_batch()
             if not store.job.max_staleness:
                 self._endings.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
@@ -99,11 +98,18 @@ class Batches:
     def training_batch(self, batch: Batch) -> TrainingBatch:
         """The forest and the facts of a batch, from the journal alone: a replay reads the same bytes.
 
-        Raises `CheckpointError` when a durable checkpoint covers the batch and its tokens were pruned.
+        May run in another thread; it reads committed rows only. Raises `CheckpointError` when a durable checkpoint
+        covers the batch and its tokens were pruned.
         """
         self._check_reach(batch.id)
-        members = {episode_id: self._queries.episode(episode_id) for episode_id in batch.episode_ids}
-        training, counts = batch_forest.build(self._journal, batch, members)
+        with self._journal.reading() as journal:
+            members = {}
+            for episode_id in batch.episode_ids:
+                episode = self._store.episodes.get(episode_id) or journal.settled_episode(episode_id)
+                assert episode is not None, "the journal keeps episodes longer than batches are replayed"
+                members[episode_id] = episode
+            with _collector_paused():
+                training, counts = batch_forest.build(journal, batch, members)
         self._forest_metrics = {batch.id: {**batch_forest.forest_metrics(training), **counts}}
         return training
 
@@ -125,14 +131,17 @@ class Batches:
         merged = {
             **batch_forest.episode_metrics([store.episodes[episode_id] for episode_id in batch.episode_ids]),
             **batch_forest.share_metrics(batch, store.episodes),
-            **batch_forest.loss_metrics(self._journal.dropped_groups(batch.id), self._journal.lost_episodes(batch.id)),
+            **batch_forest.loss_metrics(store.state.lost("groups", batch.id), store.state.lost("episodes", batch.id)),
             **self._forest_metrics.get(batch.id, {}),
             **metrics,
         }
         merged = {name: value for name, value in merged.items() if math.isfinite(value)}
         with store.transaction():
             self._journal.add_step(batch.id, merged, self._clock())
-            store.advance(batch, merged)
+            store.record("run", policy_version=batch.id + 1, composed=False)
+            store.set(pending=None, last_step=merged, recent_steps=(*store.recent_steps, merged)[-RECENT_STEPS:])
+            for episode_id in batch.episode_ids:
+                store.put(replace(store.episodes[episode_id], trained_in=batch.id))
             self._mixture.start_batch()
             self._endings.drop_groups(groups.stale(store), "stale", STALE, self._clock())
             store.emit("step", {"policy_version": batch.id + 1, "metrics": merged})
@@ -145,17 +154,27 @@ class Batches:
         """
         store = self._store
         assert store.pending is not None and batch.id == store.pending.id, "only the pending batch can be given up"
-        now, members = self._clock(), set(batch.episode_ids)
         with store.transaction():
-            self._journal.remove_batch(batch.id)
-            store.pending, store.carry = None, self._journal.carry()
-            for group in self._journal.unlearned_groups():
-                if members & set(group.members):
-                    groups.drop(store, group, "poisoned", now)
+            pending = self._pending_groups()
+            self._journal.remove_batches(batch.id)
+            store.record("run", composed=False, carry=self._journal.carry())
+            store.set(pending=None)
+            for group in pending:
+                groups.drop(store, group, "poisoned", self._clock())
             store.emit(
                 "batch",
                 {"batch": batch.id, "state": "set_aside", "reason": reason, "episodes": list(batch.episode_ids)},
             )
+
+    def _pending_groups(self) -> list[Group]:
+        """The groups of the pending batch as they were before its composition."""
+        found = []
+        for members in () if self._store.pending is None else self._store.pending.groups:
+            first = self._store.episodes[members[0]]
+            assert first.group_id is not None
+            group = Group(first.group_id, first.client_id, first.group, first.begun, first.begun, members, "complete")
+            found.append(replace(group, task_set=first.task_set, code_version=first.code_version))
+        return found
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
@@ -164,9 +183,10 @@ class Batches:
 
         Pass the *oldest* checkpoint that is kept, so that recovery can use it.
         """
-        if policy_version > self._journal.durable_version():
+        if policy_version > self._store.state.durable_version:
             with self._store.transaction():
-                self._journal.prune(policy_version, self._clock())
+                self._store.record("run", durable_version=policy_version)
+                self._store.snapshot()
 
     def from_version(self, policy_version: int) -> list[Batch]:
         """The batches that a worker at `policy_version` has yet to learn, in order, with the pending batch.
@@ -183,7 +203,7 @@ class Batches:
 
     def check_checkpoint(self, stamp: CheckpointStamp) -> None:
         """See `check_stamp`."""
-        check_stamp(self._journal, stamp)
+        check_stamp(self._journal, self._store.state, stamp)
 
     def recorded_digest(self, policy_version: int) -> str | None:
         """Digest of the checkpoint of that version; None if none was recorded."""
@@ -198,15 +218,14 @@ class Batches:
             return self.from_version(0)
         version = stamp.policy_version
         with self._store.transaction():
-            if self._journal.is_empty():
-                self._journal.set_base_version(version)
-                self._store.policy_version = version
+            if self._store.state.is_empty:
+                self._store.start_at(version)
             if stamp.digest and self._journal.checkpoint_digest(version) is None:
                 self._journal.put_checkpoint(stamp)
         return self.from_version(version)
 
     def _check_reach(self, policy_version: int) -> None:
-        durable = self._journal.durable_version()
+        durable = self._store.state.durable_version
         if policy_version < durable:
             raise CheckpointError(
                 f"The journal cannot replay from policy version {policy_version}: batches before {durable} were "
@@ -221,28 +240,49 @@ class Batches:
         `checkpoint` has the weights of `to` under the number of the version that follows the present one.
         """
         store, journal = self._store, self._journal
-        check_rollback(journal, to)
+        check_rollback(journal, store.state, to)
         version, now = store.policy_version + 1, self._clock()
         assert checkpoint.policy_version == version, "versions only rise"
         with store.transaction():
             journal.put_checkpoint(checkpoint)
-            if store.pending is not None:
-                journal.remove_batch(store.pending.id)
-            undone, trained = journal.undo_batches(to, ROLLED_BACK, version)
-            journal.set_base_version(version)
-            store.load()
-            live, waiting = store.live(), store.counts()["waiting"]
+            undone = journal.batches(to, store.policy_version)
+            trained = [episode_id for batch in undone for episode_id in batch.episode_ids]
+            for group in self._pending_groups():
+                store.put_group(group)
+            journal.remove_batches(to)
+            journal.drop_settled(trained, ROLLED_BACK)
+            store.start_at(version)
+            store.record("run", composed=False, carry=journal.carry())
+            num_groups = sum(len(batch.groups) for batch in undone)
+            store.record("rollback", episodes=len(trained), groups=num_groups, reason=ROLLED_BACK)
+            store.set(pending=None, last_step={}, recent_steps=tuple(journal.recent_steps(RECENT_STEPS)))
+            live, waiting = store.live(), store.state.counts["waiting"]
             for episode in live:
                 self._endings.end_unscored(episode, ROLLED_BACK_REASON, now)
             self._endings.drop_groups(list(store.groups.values()), ROLLED_BACK, ROLLED_BACK_REASON, now)
-            done = Rollback(to, version, undone, trained, waiting, len(live))
+            done = Rollback(to, version, len(undone), len(trained), waiting, len(live))
             store.emit(ROLLBACK, asdict(done))
         return done
 
 
-def check_rollback(journal: Journal, version: int) -> None:
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector, which would visit millions of tokens and block the event loop for 0.1 s at a time.
+
+    The trees of a batch are freed by their reference counts.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def check_rollback(journal: Journal, state: State, version: int) -> None:
     """Raises `CheckpointError` unless the present weights descend from that earlier version."""
-    now = journal.policy_version()
+    now = state.policy_version
     if version >= now:
         raise CheckpointError(f"policy version {version} is not before the present one, {now}: name an earlier one")
     for done in journal.events_of(ROLLBACK):
@@ -256,7 +296,7 @@ def check_rollback(journal: Journal, version: int) -> None:
 # ---- checkpoints that belong to a journal ------------------------------------------------------------------
 
 
-def check_stamp(journal: Journal, stamp: CheckpointStamp) -> None:
+def check_stamp(journal: Journal, state: State, stamp: CheckpointStamp) -> None:
     """Raises `CheckpointError` unless the checkpoint belongs to the journal. Raises `ConfigError` if the journal ends
     before the checkpoint, because then the journal may have lost its end.
 
@@ -267,15 +307,15 @@ def check_stamp(journal: Journal, stamp: CheckpointStamp) -> None:
         raise CheckpointError(
             f"The checkpoint of policy version {version} has another digest than the one in the journal."
         )
-    if journal.is_empty():
+    if state.is_empty:
         return
-    if version > (end := journal.policy_version()):
+    if version > (end := state.policy_version):
         raise ConfigError(
             f"The checkpoint of policy version {version} is newer than the journal, which ends at {end}. If another "
             f"run wrote the checkpoint, move it away. Otherwise the journal lost its end. {WAY_OUT}"
         )
     is_old = not stamp.digest and version <= journal.undigested_until()
-    if recorded is None and not is_old and not journal.began_at(version):
+    if recorded is None and not is_old and version != state.base_version:
         raise CheckpointError(
             f"The journal did not record a checkpoint of policy version {version}: they belong to different runs."
         )

@@ -24,12 +24,11 @@ from agentjet.protocol import AbortRequest, BeginRequest, EvaluationRequest, Fin
 from agentjet.swarm import groups
 from agentjet.swarm.batches import Batches
 from agentjet.swarm.groups import REPLACED, STALLED, Endings, announce
-from agentjet.swarm.journal import Journal
-from agentjet.swarm.journal_file import of_worker
+from agentjet.swarm.journal import Journal, of_worker
 from agentjet.swarm.mixture import Mixture
 from agentjet.swarm.queries import Queries
-from agentjet.swarm.records import Batch, Episode, new_episode_id
-from agentjet.swarm.state_store import Leases, Store, load_or_create_job
+from agentjet.swarm.state import Batch, Episode, new_episode_id
+from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import MAX_NAME, Call, EpisodeStatus, ModelInfo
 
@@ -52,19 +51,19 @@ class SwarmState:
         """An empty journal starts with `job`, at the checkpoint of `policy_version`. A journal with history has its own
         version, and perhaps job settings that replaced `job`. `stopwatch` is a monotonic clock: see `Leases`.
         """
-        with journal.transaction():
-            if policy_version is not None and journal.is_empty():
-                journal.set_base_version(policy_version)
-            self.job_notice = load_or_create_job(journal, job)
-            """A sentence for the log if the settings in force differ from `job`, else empty."""
         self._journal = journal
         self._clock = clock
         self.store = Store(journal, clock)
+        with self.store.transaction():
+            if policy_version is not None and self.store.state.is_empty:
+                self.store.start_at(policy_version)
+            self.job_notice = self.store.start_job(job)
+            """A sentence for the log if the settings in force differ from `job`, else empty."""
         self._leases = Leases(clock, stopwatch)
         self._mixture = Mixture(self.store, clock)
         self._endings = Endings(self.store, self._leases)
         self.queries = Queries(self.store, self._leases, self._mixture, clock)
-        self.batches = Batches(self.store, self._mixture, self._endings, self.queries, clock)
+        self.batches = Batches(self.store, self._mixture, self._endings, clock)
         self._seen_revisions = (-1, -1)
         self._earliest: float | None = None
         """No deadline is before it, as of `_seen_revisions`."""
@@ -79,7 +78,7 @@ class SwarmState:
     @property
     def job_revision(self) -> int:
         """Number of the settings in force; each change counts, from 1."""
-        return self.store.settings.revision
+        return self.store.job_revision
 
     @property
     def policy_version(self) -> int:
@@ -102,10 +101,8 @@ class SwarmState:
 
     def replace_job(self, job: JobConfig) -> None:
         """Put other settings in force from here on. A batch keeps those it was composed with."""
-        settings = self.store.settings
         with self.store.transaction():
-            self.store.settings = replace(settings, revision=settings.revision + 1, job=job)
-            self._journal.put_job_settings(self.store.settings)
+            self.store.put_job(job)
 
     def check_origin(self, info: ModelInfo) -> list[str]:
         """Compare a new worker, before it loads or learns anything, with the origin of the policy.
@@ -167,7 +164,7 @@ class SwarmState:
         with self.store.transaction():
             episode = Episode(
                 id=new_episode_id(now),
-                seq=self._journal.next_episode_seq(),
+                seq=self.store.state.num_episodes + 1,
                 client_id=request.client_id,
                 task_id=request.task_id,
                 task_set=request.task_set,
@@ -184,9 +181,10 @@ class SwarmState:
             )
             if joined is not None:
                 groups.join(self.store, joined, episode)
-            self._journal.add_episode(episode)
             self.store.put(episode)
-            counts = self.store.code_versions.get(episode.code_version)
+            if episode.instance_id:
+                self._journal.add_instance(episode.client_id, episode.instance_id)
+            counts = self.store.state.code_versions.get(episode.code_version)
             if counts is not None and counts.episodes == 1 and episode.mode == "train":
                 body = {"code_version": episode.code_version, "client_id": episode.client_id}
                 self.store.emit("code_version", body)
@@ -207,10 +205,10 @@ class SwarmState:
         `Conflict` (`client_replaced`) for a process that was itself replaced: two running ones would end each other's
         episodes.
         """
-        newest = self._journal.newest_instance(request.client_id) if request.instance_id else ""
-        if newest in ("", request.instance_id):
+        known = self._journal.instances(request.client_id) if request.instance_id else []
+        if not known or known[-1] == request.instance_id:
             return
-        if self._journal.has_instance(request.client_id, request.instance_id):
+        if request.instance_id in known:
             raise Conflict(
                 f"Another process of client {request.client_id!r} has begun episodes since and taken the places of "
                 "this one: end this process, or give the two different names (client_id) or the same instance_id.",
@@ -246,7 +244,6 @@ class SwarmState:
         now = self._clock()
         with self.store.transaction():
             episode = _scored(episode, request, status="prepared")
-            self._journal.add_promise(episode, now)
             self.store.put(episode)
             self.store.remember(scope, idempotency_key, request, episode_id)
             groups.member_scored(self.store, episode, now)
@@ -270,10 +267,6 @@ class SwarmState:
         now = self._clock()
         with self.store.transaction():
             episode = _scored(episode, request, status="finished", ended=now)
-            self._journal.add_finish(episode)
-            if promised and episode.mode == "train" and episode.group_id not in self.store.groups:
-                # Its group was dropped since. The journal has the reason.
-                episode = self._journal.episode(episode_id) or episode
             self.store.put(episode)
             self.store.remember(scope, idempotency_key, request, episode_id)
             groups.member_scored(self.store, episode, now)
@@ -305,8 +298,8 @@ class SwarmState:
     # ---- calls ---------------------------------------------------------------------------------------------
 
     def episode(self, episode_id: str) -> Episode:
-        """Any episode since the data dir was made. Raises `NotFound`."""
-        return self.queries.episode(episode_id)
+        """Any episode that the journal keeps. Raises `NotFound`."""
+        return self.store.episode(episode_id)
 
     def heartbeat(self, episode_id: str) -> Episode:
         """Renew the lease of a live episode. Raises `Conflict` when the episode has ended; the code is its status."""
@@ -345,11 +338,13 @@ class SwarmState:
             )
         with self.store.transaction():
             self._journal.add_call(call, encoded_suffix, encoded_completion)
-            num_tokens = episode.num_tokens + (0 if call.untrained else len(call.completion))
-            self.store.put(replace(episode, num_calls=episode.num_calls + 1, num_tokens=num_tokens))
-            if call.versions and not call.untrained:
-                oldest = self.store.oldest.get(episode.id, call.versions[0])
-                self.store.oldest[episode.id] = min(oldest, call.versions[0])
+            num_tokens, oldest = episode.num_tokens, episode.oldest_version
+            if not call.untrained:
+                num_tokens += len(call.completion)
+                oldest = min([version for version in (oldest, *call.versions[:1]) if version is not None], default=None)
+            num_calls = episode.num_calls + 1
+            self.store.put(replace(episode, num_calls=num_calls, num_tokens=num_tokens, oldest_version=oldest))
+            self.store.keep_tree((call.episode_id, call.role))
             tree.add(call, encoded_suffix, encoded_completion)
         self._leases.renew(episode)
 
@@ -360,7 +355,6 @@ class SwarmState:
             return
         with self.store.transaction():
             episode = replace(episode, noted=_counted(episode.noted, noted), refused=_counted(episode.refused, refused))
-            self._journal.put_notes(episode)
             self.store.put(episode)
 
     def undelivered(self, episode_id: str, call_ids: Sequence[str]) -> None:

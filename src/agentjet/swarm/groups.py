@@ -18,8 +18,8 @@ from typing import Any
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
-from agentjet.swarm.records import Episode, Group
-from agentjet.swarm.state_store import Leases, Store
+from agentjet.swarm.state import Episode, Group
+from agentjet.swarm.store import Leases, Store
 from agentjet.types import EpisodeStatus
 
 MAX_STEPS_RETRY_SECONDS = 60.0
@@ -80,7 +80,7 @@ def admit(store: Store, mixture: Mixture, request: BeginRequest, now: float) -> 
             raise Conflict(str(full), code=full.code) from None
         raise
     return Group(
-        store.journal.next_group_id(),
+        store.state.num_groups + 1,
         request.client_id,
         name,
         opened=now,
@@ -182,7 +182,10 @@ def stale(store: Store) -> list[Group]:
     return [
         group
         for group in store.groups.values()
-        if any(store.oldest.get(member, too_old) < too_old for member in group.members)
+        if any(
+            (version := store.episodes[member].oldest_version) is not None and version < too_old
+            for member in group.members
+        )
     ]
 
 
@@ -235,7 +238,7 @@ def _reason_to_drop(store: Store, members: Sequence[Episode]) -> str:
         return "no_tokens"
     if job.algorithm.drop_zero_variance and all_equal(members):
         cap = job.algorithm.max_dropped_groups or 10 * job.batch_size
-        if store.journal.dropped_groups(store.next_batch).get("zero_variance", 0) < cap:
+        if store.state.lost("groups", store.state.next_batch).get("zero_variance", 0) < cap:
             return "zero_variance"
     return ""
 
@@ -249,10 +252,10 @@ def all_equal(members: Sequence[Episode]) -> bool:
 
 def drop(store: Store, group: Group, reason: str, now: float) -> None:
     """Drop a group; it will not be trained. Drops are counted by reason."""
-    dropped = replace(group, state="dropped", reason=reason, closed=now, for_batch=store.next_batch)
+    dropped = replace(group, state="dropped", reason=reason, closed=now)
     store.put_group(dropped)
     for episode in [store.episodes[member] for member in group.members]:
-        if episode.status == "finished":
+        if episode.status in ("finished", "prepared"):
             store.put(replace(episode, dropped=reason))
     _announce(store, dropped)
 
@@ -289,8 +292,8 @@ class Endings:
 
     def end_unscored(self, episode: Episode, reason: str, now: float, *, status: EpisodeStatus = "aborted") -> Episode:
         """End an episode without a reward, and free its place in its group."""
-        episode = replace(episode, status=status, ended=now, reason=reason, reward=None, by_role={}, metrics={})
-        self._store.journal.add_abort(episode, self._store.next_batch)
+        unscored: dict[str, Any] = {"reward": None, "by_role": {}, "metrics": {}, "dropped": ""}
+        episode = replace(episode, status=status, ended=now, reason=reason, **unscored)
         self._store.put(episode)
         self.release(episode)
         member_lost(self._store, episode, now)
@@ -317,8 +320,7 @@ class Endings:
         self._store.journal.add_undelivered(self._store.undelivered_calls(episode.id))
         announce(self._store, episode)
         self._leases.remove(episode)
-        for key in [key for key in self._store.trees if key[0] == episode.id]:
-            del self._store.trees[key]
+        self._store.forget_trees(episode.id)
 
     def _abort_live_members(self, group: Group, reason: str, now: float) -> None:
         """Prepared members stay, because their reward is promised."""

@@ -3,61 +3,206 @@
 A transaction is on disk when it ends (`synchronous=FULL`), or, after `defer_commits`, when the next `commit` and `sync`
 have returned, so that several share one wait. The journal stores and finds; the rules are elsewhere. Times are Unix
 seconds.
+
+Retention:
+
+* facts are deleted once a snapshot contains their effect. The store writes a snapshot with each checkpoint, and after
+  every `SNAPSHOT_EVERY` facts;
+* with each snapshot the journal deletes calls that no replay needs, idempotency keys older than `IDEMPOTENCY_SECONDS`,
+  all events except the newest `EVENTS_KEPT`, evaluations and rollbacks, and all settled episodes except the newest
+  `EPISODES_KEPT`;
+* batches, their members, operations and metrics are kept.
+
+An `Origin` is what the weights of a policy follow from, besides the batches of the journal. It is recorded when a data
+dir is created and compared at every start, because from another origin the same `policy_version` would be other
+weights. Keys are settings, except `model_weights` (the fingerprint of the weights under `model.name`) and
+`branched_from` (the data dir and the policy version that a branch began at).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from agentjet.config import JobConfig
+from agentjet.config import JobConfig, ModelConfig
+from agentjet.errors import ConfigError
 from agentjet.protocol import Event
 from agentjet.swarm.journal_file import JournalFile
-from agentjet.swarm.records import (
-    EPISODES_FROM,
+from agentjet.swarm.schema import (
     SELECT_CALLS,
-    SELECT_EPISODES,
-    STATUS,
-    Batch,
-    Episode,
-    Group,
-    JobSettings,
-    OutcomeCounts,
     RecordedCall,
     pack_floats,
     pack_ints,
     read_call,
-    read_episode,
+    settled_row,
     to_json,
-    unpack_ints,
 )
-from agentjet.types import Call, CheckpointStamp, EpisodeStatus
+from agentjet.swarm.state import Batch, Episode, Fact, JobSettings, State
+from agentjet.types import Call, CheckpointStamp, EpisodeStatus, ModelInfo
 
 IDEMPOTENCY_SECONDS = 86_400.0
-"""Seconds for which an idempotency key is kept at least, longer than any client repeats a request."""
+"""Longer than any client repeats a request."""
 EVENTS_KEPT = 100_000
+EPISODES_KEPT = 2_000_000
+SNAPSHOT_EVERY = 20_000
+"""Facts after which a snapshot is written without a checkpoint. A start reads at most so many facts."""
 
 
-class Journal(JournalFile):
-    """Typed rows in and out of the file. Construct it with `Journal.open`."""
+Origin = Mapping[str, str | int]
 
-    # ---- versions ------------------------------------------------------------------------------------------
+BRANCHED_FROM = "branched_from"
+FREE = ("model.device", "model.threads")
+"""Change the weights by rounding only, and depend on the machine: logged, not refused."""
 
-    def is_empty(self) -> bool:
-        """True if no episode has begun and no batch exists."""
-        return not self._db.execute("SELECT 1 FROM episodes UNION ALL SELECT 1 FROM batches LIMIT 1").fetchone()
 
-    def policy_version(self) -> int:
-        newest = self._db.execute("SELECT MAX(batch_id) FROM steps").fetchone()[0]
-        base = int(self._meta("base_version", "0"))
-        return base if newest is None else max(base, int(newest) + 1)
+def of_settings(model: ModelConfig) -> Origin:
+    """The part of an origin that is known before a worker runs."""
+    origin: dict[str, str | int] = {"model.name": model.name, "model.lora.rank": model.lora.rank}
+    if model.lora.rank:
+        origin["model.lora.alpha"] = model.lora.alpha
+        origin["model.lora.target_modules"] = ",".join(sorted(map(str.strip, model.lora.target_modules.split(","))))
+    if model.dtype != "auto":
+        origin["model.dtype"] = model.dtype
+    return origin
 
-    def set_base_version(self, policy_version: int) -> None:
-        """Start an empty journal, or continue one after a rollback, at the version of a checkpoint."""
-        self._set_meta("base_version", str(policy_version))
-        self._set_meta("durable_version", str(policy_version))
+
+def of_worker(card: ModelInfo) -> Origin:
+    """The part of an origin that a worker reports, before it loads or learns anything."""
+    origin: dict[str, str | int] = {"model.dtype": card.dtype, "model.device": card.device}
+    if card.weights:
+        origin["model_weights"] = card.weights
+    if card.threads:
+        origin["model.threads"] = card.threads
+    return origin
+
+
+def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
+    """Sentences about allowed differences. Raises `ConfigError` for the first one that is not allowed."""
+    differing = [key for key in given if key in recorded and recorded[key] != given[key]]
+    for key in differing:
+        if key not in FREE:
+            named = f"{key} = {recorded[key]!r}"
+            if key == "model_weights":
+                named += f" (the fingerprint of the weights under model.name = {recorded.get('model.name')!r})"
+            raise ConfigError(
+                f"server.data_dir = {str(data_dir)!r} was created with {named}; {given[key]!r} would change the "
+                "meaning of its checkpoints. Restore the first one, or use a new server.data_dir, with an export of "
+                "this policy (`agentjet export`) as model.name."
+            )
+    return [
+        f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may lead to "
+        "weights that differ by rounding"
+        for key in differing
+    ]
+
+
+class Journal:
+    """Typed rows in and out of a journal file. Construct it with `Journal.open`."""
+
+    def __init__(self, file: JournalFile) -> None:
+        self.file = file
+        self.path = file.path
+        self._checked_origin: dict[str, str | int] = {}
+
+    @classmethod
+    def open(cls, path: Path, *, model: ModelConfig | None = None) -> Self:
+        """Open or create a journal.
+
+        Raises `ConfigError` if another process has it open, the disk refuses it, it has an unknown schema, or its
+        policy has another origin than `model`.
+        """
+        journal = cls(JournalFile.open(path))
+        if model is None:
+            return journal
+        try:
+            if BRANCHED_FROM not in journal.origin and not journal.read_state().num_episodes:
+                # A setting may be mistyped at the first start, so it counts only once an episode has begun.
+                journal._db.execute("DELETE FROM meta WHERE key = 'origin'")
+            journal.check_origin(of_settings(model))
+        except (ConfigError, sqlite3.Error):
+            journal.close()
+            raise
+        return journal
+
+    @classmethod
+    def open_read_only(cls, path: Path) -> Self:
+        """See `JournalFile.open_read_only`."""
+        return cls(JournalFile.open_read_only(path))
+
+    @contextmanager
+    def reading(self) -> Iterator[Self]:
+        """The same journal on a read-only connection, for another thread. It reads committed changes only."""
+        with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            yield type(self)(JournalFile(self.path, connection, -1))
+
+    def close(self) -> None:
+        """Close and unlock the file. Idempotent."""
+        self.file.close()
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self.file.db
+
+    # ---- origin --------------------------------------------------------------------------------------------
+
+    @property
+    def origin(self) -> Origin:
+        """The recorded origin. An older AgentJet recorded the model's name only."""
+        recorded: dict[str, str | int] = json.loads(self.file.meta("origin", "{}"))
+        return recorded
+
+    def branch(self, origin: Origin, branched_from: str) -> None:
+        """Start a new journal with the origin of another one, and record which one."""
+        self.file.set_meta("origin", json.dumps({**origin, BRANCHED_FROM: branched_from}))
+
+    def check_origin(self, given: Origin) -> list[str]:
+        """Compare with the recorded origin. Returns sentences about allowed differences; raises `ConfigError` for
+        others.
+        """
+        changed = changes(self.origin, given, self.path.parent)
+        self._checked_origin |= given
+        return changed
+
+    def record_origin(self) -> None:
+        """Store the checked origin, because the policy was loaded with it."""
+        if (now := {**self.origin, **self._checked_origin}) != self.origin:
+            self.file.set_meta("origin", json.dumps(now))
+
+    # ---- facts ---------------------------------------------------------------------------------------------
+
+    def read_state(self) -> State:
+        """The newest snapshot with the facts after it."""
+        # One statement, so that a reader beside the server gets a snapshot and the facts that follow it.
+        query = "SELECT -1 AS seq, body FROM snapshot UNION ALL SELECT seq, body FROM facts ORDER BY seq"
+        state = State()
+        for seq, body in self._db.execute(query):
+            if seq < 0:
+                state = State(json.loads(body))
+                continue
+            for fact in json.loads(body):
+                state.apply(fact)
+        state.log.clear()
+        return state
+
+    def num_facts(self) -> int:
+        """Rows of facts since the snapshot."""
+        return int(self._db.execute("SELECT COUNT(*) FROM facts").fetchone()[0])
+
+    def add_facts(self, facts: Sequence[Fact]) -> None:
+        """Record the facts of a transaction."""
+        self.file.insert("facts", (None, to_json(facts)))
+
+    def put_snapshot(self, state: State) -> None:
+        """Replace the snapshot, and delete the facts that it contains."""
+        self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (0, ?)", (to_json(state.snapshot()),))
+        self._db.execute("DELETE FROM facts")
+
+    # ---- checkpoints and settings --------------------------------------------------------------------------
 
     def checkpoint_digest(self, policy_version: int) -> str | None:
         """Digest of the checkpoint of that version; None if none was recorded."""
@@ -68,21 +213,13 @@ class Journal(JournalFile):
         """Record a checkpoint as the one of its version."""
         self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (stamp.policy_version, stamp.digest))
 
-    def began_at(self, policy_version: int) -> bool:
-        """True if the journal started, empty, at a checkpoint of that version."""
-        return self._meta("base_version", "") == str(policy_version)
-
     def undigested_until(self) -> int:
         """Newest policy version whose checkpoint AgentJet 0.1 may have written without a digest; -1 for none."""
-        return int(self._meta("undigested_until", "-1"))
-
-    def durable_version(self) -> int:
-        """First policy version from which batches can be replayed. Tokens of older batches may be pruned."""
-        return int(self._meta("durable_version", "0"))
+        return int(self.file.meta("undigested_until", "-1"))
 
     def job_settings(self) -> JobSettings | None:
         """None before the first start, and if another AgentJet wrote settings that this one cannot read."""
-        held = json.loads(self._meta("job_settings", "null"))
+        held = json.loads(self.file.meta("job_settings", "null"))
         try:
             return held and JobSettings(held["revision"], *map(JobConfig.model_validate, (held["given"], held["job"])))
         except ValueError:
@@ -90,160 +227,42 @@ class Journal(JournalFile):
 
     def put_job_settings(self, settings: JobSettings) -> None:
         jobs = {name: job.model_dump(mode="json") for name, job in (("given", settings.given), ("job", settings.job))}
-        self._set_meta("job_settings", to_json({"revision": settings.revision, **jobs}))
+        self.file.set_meta("job_settings", to_json({"revision": settings.revision, **jobs}))
 
-    # ---- episodes ------------------------------------------------------------------------------------------
+    # ---- settled episodes ----------------------------------------------------------------------------------
 
-    def next_episode_seq(self) -> int:
-        return self._next("SELECT MAX(seq) FROM episodes")
+    def add_settled(self, episode: Episode) -> None:
+        self.file.insert("settled_episodes", settled_row(episode))
 
-    def next_group_id(self) -> int:
-        return self._next("SELECT MAX(id) FROM groups")
+    def settled_episode(self, episode_id: str) -> Episode | None:
+        row = self._db.execute("SELECT body FROM settled_episodes WHERE id = ?", (episode_id,)).fetchone()
+        return None if row is None else Episode(**json.loads(row[0]))
 
-    def _next(self, newest: str) -> int:
-        return int(self._db.execute(newest).fetchone()[0] or 0) + 1
-
-    def add_episode(self, episode: Episode) -> None:
-        e = episode
-        self._insert(
-            "episodes",
-            (
-                *(e.seq, e.id, e.client_id, e.task_id, e.task_set, e.group, e.group_id, e.mode),
-                *(e.policy_version, e.begun, e.code_version, e.team, e.at_version, e.temperature, e.instance_id),
-            ),
-        )
-
-    def add_promise(self, episode: Episode, prepared: float) -> None:
-        e = episode
-        self._insert("promises", (e.id, e.reward, to_json(e.by_role), to_json(e.metrics), prepared))
-
-    def add_finish(self, episode: Episode) -> None:
-        e = episode
-        self._insert(
-            "finishes",
-            (e.id, e.reward, to_json(e.by_role), to_json(e.metrics), e.num_calls, e.num_tokens, e.ended),
-        )
-
-    def add_abort(self, episode: Episode, for_batch: int) -> None:
-        e = episode
-        self._insert("aborts", (e.id, e.status, e.reason, e.num_calls, e.num_tokens, e.ended, for_batch))
-
-    def put_notes(self, episode: Episode) -> None:
-        """Insert or update the counts of what was noted and refused."""
-        self._db.execute(
-            "INSERT INTO notes VALUES (?, ?, ?) ON CONFLICT (episode_id) DO UPDATE SET "
-            "noted = excluded.noted, refused = excluded.refused",
-            (episode.id, to_json(episode.noted), to_json(episode.refused)),
-        )
-
-    def episode(self, episode_id: str) -> Episode | None:
-        row = self._db.execute(f"{SELECT_EPISODES} WHERE e.id = ?", (episode_id,)).fetchone()
-        return None if row is None else read_episode(row)
-
-    def recent_episodes(
-        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+    def settled_episodes(
+        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: int | None = None
     ) -> list[Episode]:
-        """The newest ones, newest first: all, those of a team, those of a status, those begun `before` an episode."""
+        """The newest ones, newest first: all, those of a team or a status, those with `seq` < `before`."""
         conditions = ["TRUE"]
-        if before:
-            conditions.append("e.seq < (SELECT seq FROM episodes WHERE id = :before)")
+        if before is not None:
+            conditions.append("seq < :before")
         if team:
-            conditions.append("e.team = :team AND e.team != ''")  # the second half lets SQLite use the index
+            conditions.append("team = :team AND team != ''")  # The second half lets SQLite use the index.
         if status:
-            conditions.append(f"{STATUS} = :status")
-        query = f"{SELECT_EPISODES} WHERE {' AND '.join(conditions)} ORDER BY e.seq DESC LIMIT :limit"
+            conditions.append("status = :status")
+        query = f"SELECT body FROM settled_episodes WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit"
         rows = self._db.execute(query, {"team": team, "status": status, "limit": limit, "before": before})
-        return [read_episode(row) for row in rows]
+        return [Episode(**json.loads(body)) for (body,) in rows]
 
-    def newest_instance(self, client_id: str) -> str:
-        """The process that began the client's newest episode with an instance id; empty if there is none."""
-        row = self._db.execute(
-            "SELECT instance_id FROM episodes WHERE client_id = ? AND instance_id != '' ORDER BY seq DESC LIMIT 1",
-            (client_id,),
-        ).fetchone()
-        return "" if row is None else str(row[0])
-
-    def has_instance(self, client_id: str, instance_id: str) -> bool:
-        """True if this process of the client ever began an episode."""
-        return bool(
-            self._db.execute(
-                "SELECT 1 FROM episodes WHERE client_id = ? AND instance_id = ? AND instance_id != '' LIMIT 1",
-                (client_id, instance_id),
-            ).fetchone()
+    def add_instance(self, client_id: str, instance_id: str) -> None:
+        """Record that a process of a client began an episode."""
+        self._db.execute(
+            "INSERT OR IGNORE INTO instances (client_id, instance_id) VALUES (?, ?)", (client_id, instance_id)
         )
 
-    def unsettled_episodes(self) -> list[Episode]:
-        """Live and prepared ones, and finished training ones that are neither trained nor dropped, the oldest first."""
-        rows = self._db.execute(
-            f"{SELECT_EPISODES} WHERE a.episode_id IS NULL AND (f.episode_id IS NULL OR "
-            "(e.mode = 'train' AND s.batch_id IS NULL AND g.state != 'dropped')) ORDER BY e.seq"
-        )
-        return [read_episode(row) for row in rows]
-
-    def oldest_versions(self) -> dict[str, int]:
-        """The policy version of each unsettled episode's oldest token. Within a call versions never fall."""
-        rows = self._db.execute(
-            "SELECT c.episode_id, substr(c.versions, 1, 4) FROM calls c LEFT JOIN batch_members m USING (episode_id) "
-            "LEFT JOIN steps s USING (batch_id) LEFT JOIN aborts a USING (episode_id) "
-            "WHERE s.batch_id IS NULL AND a.episode_id IS NULL AND length(c.versions) > 0 AND c.untrained = ''"
-        )
-        oldest: dict[str, int] = {}
-        for episode_id, first in rows:
-            version = unpack_ints(first)[0]
-            oldest[episode_id] = min(version, oldest.get(episode_id, version))
-        return oldest
-
-    def counts(self) -> dict[str, int]:
-        """Episodes by status, and finished training episodes as `trained`, `waiting` or `dropped`."""
-        row = self._db.execute(
-            "SELECT COUNT(*), COUNT(f.episode_id), "
-            "COALESCE(SUM(a.status = 'aborted'), 0), COALESCE(SUM(a.status = 'expired'), 0), "
-            f"COALESCE(SUM({STATUS} = 'prepared'), 0), "
-            "COUNT(s.batch_id), COALESCE(SUM(f.episode_id IS NOT NULL AND g.state = 'dropped'), 0), "
-            f"COALESCE(SUM(f.episode_id IS NOT NULL AND e.mode = 'train'), 0) {EPISODES_FROM}"
-        ).fetchone()
-        every, finished, aborted, expired, prepared, trained, dropped, finished_train = (int(n) for n in row)
-        return {
-            "live": every - finished - aborted - expired - prepared,
-            "prepared": prepared,
-            "finished": finished,
-            "aborted": aborted,
-            "expired": expired,
-            "trained": trained,
-            "waiting": finished_train - trained - dropped,
-            "dropped": dropped,
-        }
-
-    def code_versions(self, limit: int) -> dict[str, OutcomeCounts]:
-        """Outcomes of training episodes of the `limit` versions that were begun last, the newest at the end."""
-        return self._tallies("e.code_version != ''", (limit,))
-
-    def code_version(self, version: str) -> OutcomeCounts:
-        """The same for one version that has episodes."""
-        return self._tallies("e.code_version = ? AND e.code_version != ''", (version, 1))[version]
-
-    def _tallies(self, condition: str, values: tuple[Any, ...]) -> dict[str, OutcomeCounts]:
-        rows = self._db.execute(
-            "SELECT e.code_version, COUNT(*), COUNT(f.episode_id), COUNT(a.episode_id), TOTAL(f.reward) "
-            "FROM episodes e LEFT JOIN finishes f ON f.episode_id = e.id LEFT JOIN aborts a ON a.episode_id = e.id "
-            f"WHERE {condition} AND e.mode = 'train' GROUP BY e.code_version ORDER BY MAX(e.seq) DESC LIMIT ?",
-            values,
-        ).fetchall()
-        return {version: OutcomeCounts(*counts) for version, *counts in reversed(rows)}
-
-    def lost_episodes(self, for_batch: int) -> dict[str, int]:
-        """Episodes that ended unscored while the batch was filled: `surplus`, `stale`, `in_doubt`, `not_needed`,
-        `replaced`, and `aborted` or `expired` for other reasons.
-        """
-        rows = self._db.execute(
-            "SELECT CASE WHEN reason LIKE 'surplus:%' THEN 'surplus' WHEN reason LIKE 'stale:%' THEN 'stale' "
-            "WHEN reason LIKE 'in doubt:%' THEN 'in_doubt' WHEN reason LIKE 'not needed:%' THEN 'not_needed' "
-            "WHEN reason LIKE 'replaced:%' THEN 'replaced' "
-            "ELSE status END AS how, COUNT(*) FROM aborts "
-            "WHERE for_batch = ? GROUP BY how",
-            (for_batch,),
-        )
-        return {str(status): int(count) for status, count in rows}
+    def instances(self, client_id: str) -> list[str]:
+        """The processes of a client that began episodes, in the order of their first one."""
+        query = "SELECT instance_id FROM instances WHERE client_id = ? ORDER BY number"
+        return [str(row[0]) for row in self._db.execute(query, (client_id,))]
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
@@ -256,7 +275,7 @@ class Journal(JournalFile):
             *(call.temperature, call.finish_reason, to_json(asdict(call.response)), call.prompt_key, call.created),
             *(to_json(asdict(call.ask)), call.fork, call.retry_of, call.context, call.support, call.untrained),
         )
-        self._insert("calls", values)
+        self.file.insert("calls", values)
 
     def calls(self, episode_id: str) -> list[RecordedCall]:
         """An episode's calls in the order they were recorded, with the encoded pieces of suffix and completion."""
@@ -276,89 +295,39 @@ class Journal(JournalFile):
         )
         return frozenset(row[0] for row in rows)
 
-    # ---- groups and batches --------------------------------------------------------------------------------
+    # ---- batches -------------------------------------------------------------------------------------------
 
-    def put_group(self, group: Group) -> None:
-        """Insert or update a group. Its members follow from the episodes."""
-        g = group
-        self._db.execute(
-            "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
-            "touched = excluded.touched, state = excluded.state, reason = excluded.reason, "
-            "closed = excluded.closed, for_batch = excluded.for_batch",
-            (
-                *(g.id, g.client_id, g.name, g.opened, g.touched, g.state, g.reason, g.closed, g.for_batch),
-                *(g.task_set, g.code_version),
-            ),
-        )
-
-    def unlearned_groups(self) -> list[Group]:
-        """Open and complete groups that no batch contains, in the order they were opened."""
-        rows = self._db.execute(
-            "SELECT id, client_id, name, opened, touched, state, reason, closed, for_batch, task_set, code_version "
-            "FROM groups WHERE state != 'dropped' AND id NOT IN (SELECT group_id FROM batch_groups) ORDER BY id"
-        ).fetchall()
-        members = (
-            "SELECT id FROM episodes WHERE group_id = ? AND id NOT IN (SELECT episode_id FROM aborts) ORDER BY seq"
-        )
-        return [
-            Group(
-                id=row[0],
-                client_id=row[1],
-                name=row[2],
-                opened=row[3],
-                touched=row[4],
-                members=tuple(member[0] for member in self._db.execute(members, row[:1])),
-                state=row[5],
-                reason=row[6],
-                closed=row[7],
-                for_batch=row[8],
-                task_set=row[9],
-                code_version=row[10],
-            )
-            for row in rows
-        ]
-
-    def dropped_groups(self, for_batch: int) -> dict[str, int]:
-        """Groups dropped while the batch was being filled, by reason."""
-        rows = self._db.execute(
-            "SELECT reason, COUNT(*) FROM groups WHERE state = 'dropped' AND for_batch = ? GROUP BY reason",
-            (for_batch,),
-        )
-        return {str(reason): int(count) for reason, count in rows}
-
-    def add_batch(self, batch: Batch, group_ids: Sequence[int]) -> None:
-        self._insert("batches", (batch.id, batch.job.model_dump_json(), batch.composed, to_json(batch.carry)))
-        for g, (group_id, members) in enumerate(zip(group_ids, batch.groups, strict=True)):
-            self._insert("batch_groups", (group_id, batch.id, g))
+    def add_batch(self, batch: Batch) -> None:
+        self.file.insert("batches", (batch.id, batch.job.model_dump_json(), batch.composed, to_json(batch.carry)))
+        for g, members in enumerate(batch.groups):
             for position, episode_id in enumerate(members):
-                self._insert("batch_members", (episode_id, batch.id, g, position))
+                self.file.insert("batch_members", (episode_id, batch.id, g, position))
 
-    def remove_batch(self, batch_id: int) -> None:
-        """Delete a composed batch. Its episodes and groups stay."""
-        for table in ("operations", "batch_members", "batch_groups"):
-            self._db.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch_id,))
-        self._db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+    def carry(self) -> dict[str, float]:
+        """Groups owed to each task set since the newest batch."""
+        row = self._db.execute("SELECT carry FROM batches ORDER BY id DESC LIMIT 1").fetchone()
+        return {} if row is None else dict(json.loads(row[0]))
 
-    def undo_batches(self, start: int, reason: str, for_batch: int) -> tuple[int, int]:
-        """Drop the groups of the batches from `start` on, counted with `for_batch`, and delete these batches. Returns
-        the numbers of batches and episodes.
-        """
-        self._db.execute(
-            "UPDATE groups SET state = 'dropped', reason = ?, for_batch = ? "
-            "WHERE id IN (SELECT group_id FROM batch_groups WHERE batch_id >= ?)",
-            (reason, for_batch, start),
-        )
-        episodes = self._db.execute("DELETE FROM batch_members WHERE batch_id >= ?", (start,)).rowcount
-        self._db.execute("DELETE FROM batch_groups WHERE batch_id >= ?", (start,))
-        self._db.execute("DELETE FROM operations WHERE batch_id >= ?", (start,))
-        batches = self._db.execute("DELETE FROM steps WHERE batch_id >= ?", (start,)).rowcount
-        self._db.execute("DELETE FROM batches WHERE id >= ?", (start,))
-        return batches, episodes
+    def remove_batches(self, start: int) -> None:
+        """Delete the batches from `start` on, learned or not."""
+        for table, column in (
+            ("operations", "batch_id"),
+            ("batch_members", "batch_id"),
+            ("steps", "batch_id"),
+            ("batches", "id"),
+        ):
+            self._db.execute(f"DELETE FROM {table} WHERE {column} >= ?", (start,))
 
-    def batches(self, policy_version: int) -> list[Batch]:
-        """Batches from `policy_version` on, in order, learned or not."""
+    def drop_settled(self, episode_ids: Iterable[str], reason: str) -> None:
+        """Turn trained episodes into dropped ones."""
+        query = "UPDATE settled_episodes SET body = json_set(body, '$.trained_in', NULL, '$.dropped', ?) WHERE id = ?"
+        self._db.executemany(query, [(reason, episode_id) for episode_id in episode_ids])
+
+    def batches(self, start: int, stop: int | None = None) -> list[Batch]:
+        """Batches from `start` on, before `stop`, in order, learned or not."""
         rows = self._db.execute(
-            "SELECT id, job, composed, carry FROM batches WHERE id >= ? ORDER BY id", (policy_version,)
+            "SELECT id, job, composed, carry FROM batches WHERE id >= ? AND id < ? ORDER BY id",
+            (start, 2**62 if stop is None else stop),
         ).fetchall()
         return [
             Batch(
@@ -370,11 +339,6 @@ class Journal(JournalFile):
             )
             for row in rows
         ]
-
-    def carry(self) -> dict[str, float]:
-        """Groups owed to each task set since the newest batch."""
-        row = self._db.execute("SELECT carry FROM batches ORDER BY id DESC LIMIT 1").fetchone()
-        return {} if row is None else dict(json.loads(row[0]))
 
     def _batch_groups(self, batch_id: int) -> tuple[tuple[str, ...], ...]:
         groups: dict[int, list[str]] = {}
@@ -398,7 +362,7 @@ class Journal(JournalFile):
         return list(self._db.execute("SELECT number, kind, batch_id FROM operations ORDER BY number"))
 
     def add_step(self, batch_id: int, metrics: Mapping[str, float], learned: float) -> None:
-        self._insert("steps", (batch_id, to_json(metrics), learned))
+        self.file.insert("steps", (batch_id, to_json(metrics), learned))
 
     def step(self, batch_id: int) -> dict[str, float]:
         """The metrics of a learned batch; empty if this run did not learn it."""
@@ -410,7 +374,7 @@ class Journal(JournalFile):
         rows = self._db.execute("SELECT metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)).fetchall()
         return [json.loads(row[0]) for row in reversed(rows)]
 
-    # ---- keys, events, pruning -----------------------------------------------------------------------------
+    # ---- keys and events -----------------------------------------------------------------------------------
 
     def recall(self, scope: str, key: str) -> tuple[str, str] | None:
         """The fingerprint of the request that used this key, and the episode it was about."""
@@ -420,10 +384,10 @@ class Journal(JournalFile):
         return None if row is None else (str(row[0]), str(row[1]))
 
     def remember(self, scope: str, key: str, fingerprint: str, episode_id: str, created: float) -> None:
-        self._insert("idempotency", (scope, key, fingerprint, episode_id, created))
+        self.file.insert("idempotency", (scope, key, fingerprint, episode_id, created))
 
     def add_event(self, kind: str, time: float, body: Mapping[str, Any]) -> Event:
-        seq = self._insert("events", (None, kind, time, to_json(body)))
+        seq = self.file.insert("events", (None, kind, time, to_json(body)))
         return Event(seq=seq, kind=kind, time=time, body=dict(body))
 
     def events(self, after: int, limit: int) -> list[Event]:
@@ -433,23 +397,26 @@ class Journal(JournalFile):
         return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
 
     def events_of(self, kind: str) -> list[Event]:
-        """All events of a kind that are kept, in order."""
-        rows = self._db.execute("SELECT seq, kind, time, body FROM events WHERE kind = ? ORDER BY seq", (kind,))
+        """All events of a kind that are kept, in order: evaluations and rollbacks are never deleted."""
+        assert kind in ("evaluation", "rollback"), "events of other kinds have no index"
+        rows = self._db.execute(
+            "SELECT seq, kind, time, body FROM events WHERE kind = ? AND kind IN ('evaluation', 'rollback') "
+            "ORDER BY seq",
+            (kind,),
+        )
         return [Event(seq=seq, kind=kind, time=time, body=json.loads(body)) for seq, kind, time, body in rows]
 
     def last_event(self) -> int:
         """Number of the newest event, 0 before the first."""
         return int(self._db.execute("SELECT MAX(seq) FROM events").fetchone()[0] or 0)
 
-    def prune(self, policy_version: int, now: float) -> None:
-        """Delete calls that no replay from `policy_version` on needs, old keys and old events."""
+    def prune(self, state: State, now: float) -> None:
+        """Delete what the retention rule above does not keep."""
+        needed = [*state.episodes, *(e for batch in self.batches(state.durable_version) for e in batch.episode_ids)]
         self._db.execute(
-            "DELETE FROM calls WHERE episode_id IN (SELECT e.id FROM episodes e JOIN calls c ON c.episode_id = e.id "
-            "LEFT JOIN finishes f ON f.episode_id = e.id LEFT JOIN aborts a ON a.episode_id = e.id "
-            "LEFT JOIN groups g ON g.id = e.group_id LEFT JOIN batch_members m ON m.episode_id = e.id "
-            "WHERE a.episode_id IS NOT NULL OR m.batch_id < ? "
-            "OR (f.episode_id IS NOT NULL AND (e.mode = 'eval' OR g.state = 'dropped')))",
-            (policy_version,),
+            "DELETE FROM calls WHERE episode_id IN "
+            "(SELECT DISTINCT episode_id FROM calls EXCEPT SELECT value FROM json_each(?))",
+            (json.dumps(needed),),
         )
         self._db.execute("DELETE FROM undelivered WHERE call_id NOT IN (SELECT id FROM calls)")
         self._db.execute("DELETE FROM idempotency WHERE created < ?", (now - IDEMPOTENCY_SECONDS,))
@@ -458,4 +425,4 @@ class Journal(JournalFile):
             "AND kind NOT IN ('evaluation', 'rollback')",
             (EVENTS_KEPT,),
         )
-        self._set_meta("durable_version", str(policy_version))
+        self._db.execute("DELETE FROM settled_episodes WHERE seq <= ?", (state.num_episodes - EPISODES_KEPT,))

@@ -8,77 +8,21 @@ take as long as the disk needs, so they may run in another thread than the journ
 * what was committed before `wait` was called is on disk when it returns;
 * after a failed `fdatasync` every later `wait` fails: the kernel may have dropped the pages, and a second call would
   succeed without writing them.
-
-An `Origin` is what the weights of a policy follow from, besides the batches of the journal. It is recorded when a data
-dir is created and compared at every start, because from another origin the same `policy_version` would be other
-weights. Keys are settings, except `model_weights` (the fingerprint of the weights under `model.name`) and
-`branched_from` (the data dir and the policy version that a branch began at).
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from agentjet.config import ModelConfig
 from agentjet.errors import ConfigError, Later
-from agentjet.swarm.records import MIGRATIONS, SCHEMA, SCHEMA_VERSION
-from agentjet.types import ModelInfo
-
-Origin = Mapping[str, str | int]
-
-BRANCHED_FROM = "branched_from"
-FREE = ("model.device", "model.threads")
-"""Change the weights by rounding only, and depend on the machine: logged, not refused."""
-
-
-def of_settings(model: ModelConfig) -> Origin:
-    """The part of an origin that is known before a worker runs."""
-    origin: dict[str, str | int] = {"model.name": model.name, "model.lora.rank": model.lora.rank}
-    if model.lora.rank:
-        origin["model.lora.alpha"] = model.lora.alpha
-        origin["model.lora.target_modules"] = ",".join(sorted(map(str.strip, model.lora.target_modules.split(","))))
-    if model.dtype != "auto":
-        origin["model.dtype"] = model.dtype
-    return origin
-
-
-def of_worker(card: ModelInfo) -> Origin:
-    """The part of an origin that a worker reports, before it loads or learns anything."""
-    origin: dict[str, str | int] = {"model.dtype": card.dtype, "model.device": card.device}
-    if card.weights:
-        origin["model_weights"] = card.weights
-    if card.threads:
-        origin["model.threads"] = card.threads
-    return origin
-
-
-def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
-    """Sentences about allowed differences. Raises `ConfigError` for the first one that is not allowed."""
-    differing = [key for key in given if key in recorded and recorded[key] != given[key]]
-    for key in differing:
-        if key not in FREE:
-            named = f"{key} = {recorded[key]!r}"
-            if key == "model_weights":
-                named += f" (the fingerprint of the weights under model.name = {recorded.get('model.name')!r})"
-            raise ConfigError(
-                f"server.data_dir = {str(data_dir)!r} was created with {named}; {given[key]!r} would change the "
-                "meaning of its checkpoints. Restore the first one, or use a new server.data_dir, with an export of "
-                "this policy (`agentjet export`) as model.name."
-            )
-    return [
-        f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may lead to "
-        "weights that differ by rounding"
-        for key in differing
-    ]
-
+from agentjet.swarm.schema import OLDEST_SCHEMA, SCHEMA, SCHEMA_VERSION, migrate
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +87,7 @@ class JournalFile:
 
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
         self.path = path
-        self._db = connection
+        self.db = connection
         self._lock = lock
         self._depth = 0
         self._lost: sqlite3.OperationalError | None = None
@@ -152,16 +96,14 @@ class JournalFile:
         """Why writes are refused until the file is opened again."""
         self.refusal = ""
         """Why the disk refuses writes, and what to do; empty again after the next successful write."""
-        self._checked_origin: dict[str, str | int] = {}
 
     # ---- the file ------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, path: Path, *, model: ModelConfig | None = None) -> Self:
-        """Open or create a journal.
+    def open(cls, path: Path) -> Self:
+        """Open or create the file of a journal.
 
-        Raises `ConfigError` if another process has it open, the disk refuses it, a newer AgentJet wrote it, or its
-        policy has another origin than `model`.
+        Raises `ConfigError` if another process has it open, the disk refuses it, or it has an unknown schema.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,18 +125,18 @@ class JournalFile:
         except (OSError, sqlite3.OperationalError) as error:
             os.close(lock)
             raise _unwritable(path, str(error)) from None
-        journal = cls(path, connection, lock)
+        file = cls(path, connection, lock)
         try:
-            journal._prepare(model)
+            file._prepare()
         except sqlite3.DatabaseError as error:
-            journal.close()
+            file.close()
             if error.sqlite_errorcode & 0xFF in DISK_ERRORS:
                 raise _unwritable(path, str(error)) from None
             raise ConfigError(f"{path} cannot be read as a journal ({error}); choose another server.data_dir") from None
         except ConfigError:
-            journal.close()
+            file.close()
             raise
-        return journal
+        return file
 
     @classmethod
     def open_read_only(cls, path: Path) -> Self:
@@ -208,89 +150,51 @@ class JournalFile:
         log = path.with_name(path.name + "-wal")
         how = "mode=ro" if log.exists() and log.stat().st_size else "immutable=1"
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None)
-        journal = cls(path, connection, -1)
+        file = cls(path, connection, -1)
         try:
-            found = int(journal._meta("schema_version", "0"))
+            found = int(file.meta("schema_version", "0"))
         except sqlite3.DatabaseError as error:
-            journal.close()
+            file.close()
             raise ConfigError(f"{path} cannot be read as a journal ({error})") from None
         if found != SCHEMA_VERSION:
-            journal.close()
+            file.close()
             raise ConfigError(
                 f"{path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: start a server on that data "
                 "dir once, or use the AgentJet that wrote it"
             )
-        return journal
-
-    @contextmanager
-    def reading(self) -> Iterator[Self]:
-        """The same journal on a read-only connection, for another thread. It reads committed changes only."""
-        with closing(sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-            yield type(self)(self.path, connection, -1)
+        return file
 
     def close(self) -> None:
         """Close and unlock the file. Idempotent."""
         if self._log is not None:
             self._log.close()
-        self._db.close()
+        self.db.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def _prepare(self, model: ModelConfig | None) -> None:
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.execute("PRAGMA foreign_keys = ON")
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            self._db.executescript(
+    def _prepare(self) -> None:
+        self.db.execute("PRAGMA journal_mode = WAL")
+        self.db.execute("PRAGMA synchronous = FULL")
+        if not self.db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            self.db.executescript(
                 f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}'); COMMIT;"
             )
-        found = int(self._meta("schema_version", "0"))
-        while found in MIGRATIONS:
-            self._db.executescript(
-                f"BEGIN IMMEDIATE; {MIGRATIONS[found]} "
-                f"UPDATE meta SET value = '{found + 1}' WHERE key = 'schema_version'; COMMIT;"
-            )
-            found += 1
-        if found != SCHEMA_VERSION:
+        found = int(self.meta("schema_version", "0"))
+        if OLDEST_SCHEMA <= found < SCHEMA_VERSION:
+            with self.transaction():
+                migrate(self.db, found)
+        elif found != SCHEMA_VERSION:
+            way_out = "start AgentJet 0.1 on it once" if found < OLDEST_SCHEMA else "use the AgentJet that wrote it"
             raise ConfigError(
-                f"{self.path} has journal schema {found}, this AgentJet reads {SCHEMA_VERSION}: "
-                "use the AgentJet that wrote it, or choose another server.data_dir"
+                f"{self.path} has journal schema {found}, this AgentJet reads {OLDEST_SCHEMA} to {SCHEMA_VERSION}: "
+                f"{way_out}, or choose another server.data_dir"
             )
-        if model is not None:
-            is_new = not self._db.execute("SELECT 1 FROM episodes LIMIT 1").fetchone()
-            if is_new and BRANCHED_FROM not in self.origin:
-                # A setting may be mistyped at the first start, so it counts only once an episode has begun.
-                self._db.execute("DELETE FROM meta WHERE key = 'origin'")
-            self.check_origin(of_settings(model))
-
-    @property
-    def origin(self) -> Origin:
-        """The recorded origin. An older AgentJet recorded the model's name only."""
-        recorded: dict[str, str | int] = json.loads(self._meta("origin", "{}"))
-        return recorded
-
-    def branch(self, origin: Origin, branched_from: str) -> None:
-        """Start a new journal with the origin of another one, and record which one."""
-        self._set_meta("origin", json.dumps({**origin, BRANCHED_FROM: branched_from}))
-
-    def check_origin(self, given: Origin) -> list[str]:
-        """Compare with the recorded origin. Returns sentences about allowed differences; raises `ConfigError` for
-        others.
-        """
-        changed = changes(self.origin, given, self.path.parent)
-        self._checked_origin |= given
-        return changed
-
-    def record_origin(self) -> None:
-        """Store the checked origin, because the policy was loaded with it."""
-        if (now := {**self.origin, **self._checked_origin}) != self.origin:
-            self._set_meta("origin", json.dumps(now))
 
     def defer_commits(self) -> None:
         """From here on `commit` commits transactions, and `sync` has them on disk, so that many share one wait."""
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG}")
+        self.db.execute("PRAGMA synchronous = NORMAL")
+        self.db.execute(f"PRAGMA wal_autocheckpoint = {LONGEST_LOG}")
         self._log = WalSync(self.path)
         self.sync()  # Commits of a killed server may not be synced, and reading acknowledges them.
 
@@ -305,7 +209,7 @@ class JournalFile:
 
     @property
     def has_uncommitted(self) -> bool:
-        return self._db.in_transaction
+        return self.db.in_transaction
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -318,14 +222,14 @@ class JournalFile:
             return
         self._require_trusted()
         try:
-            if not self._db.in_transaction:
-                self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("SAVEPOINT one")
+            if not self.db.in_transaction:
+                self.db.execute("BEGIN IMMEDIATE")
+            self.db.execute("SAVEPOINT one")
             self._depth = 1
             yield
-            self._db.execute("RELEASE one")
+            self.db.execute("RELEASE one")
             if self.commits_each:
-                self._db.execute("COMMIT")
+                self.db.execute("COMMIT")
                 self._mark_written()
         except BaseException as error:
             self._undo(error)
@@ -345,12 +249,12 @@ class JournalFile:
         try:
             if lost is not None:
                 raise lost
-            if self._db.in_transaction:
-                self._db.execute("COMMIT")
+            if self.db.in_transaction:
+                self.db.execute("COMMIT")
                 self._mark_written()
         except sqlite3.DatabaseError as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
             is_disk = isinstance(error, sqlite3.OperationalError)
             raise (self._refused(error) if is_disk else self.refuse_writes(error)) from error
 
@@ -378,24 +282,24 @@ class JournalFile:
 
     def probe_disk(self) -> None:
         """Write a meaningless value. `refusal` then shows if the disk accepted it."""
-        self._set_meta("tries", str(int(self._meta("tries", "0")) + 1))  # SQLite skips a write of an equal value.
+        self.set_meta("tries", str(int(self.meta("tries", "0")) + 1))  # SQLite skips a write of an equal value.
 
     def _require_trusted(self) -> None:
         """Raises `Later` if writes are refused until the file is opened again."""
         if self._distrusted is not None:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
             raise self.refuse_writes(self._distrusted) from self._distrusted
 
     def _undo(self, error: BaseException) -> None:
         """Undo the transaction. After a refused write SQLite may have undone everything uncommitted: then the next
         `commit` fails, so that none of it is acknowledged.
         """
-        if self._db.in_transaction and not self.commits_each:
-            self._db.execute("ROLLBACK TO one")
-            self._db.execute("RELEASE one")
-        elif self._db.in_transaction:
-            self._db.execute("ROLLBACK")
+        if self.db.in_transaction and not self.commits_each:
+            self.db.execute("ROLLBACK TO one")
+            self.db.execute("RELEASE one")
+        elif self.db.in_transaction:
+            self.db.execute("ROLLBACK")
         elif isinstance(error, sqlite3.OperationalError) and not self.commits_each:
             self._lost = error
 
@@ -418,16 +322,16 @@ class JournalFile:
         self.refusal = sentence
         return Later(sentence, code="journal_unavailable", status=503, retry_after=retry_after)
 
-    def _meta(self, key: str, default: str) -> str:
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    def meta(self, key: str, default: str) -> str:
+        row = self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return default if row is None else str(row[0])
 
-    def _set_meta(self, key: str, value: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+    def set_meta(self, key: str, value: str) -> None:
+        self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
-    def _insert(self, table: str, values: Sequence[Any]) -> int:
+    def insert(self, table: str, values: Sequence[Any]) -> int:
         marks = ", ".join("?" * len(values))
-        return int(self._db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
+        return int(self.db.execute(f"INSERT INTO {table} VALUES ({marks})", tuple(values)).lastrowid or 0)
 
 
 def _unwritable(path: Path, why: str) -> ConfigError:

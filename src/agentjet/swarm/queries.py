@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from agentjet.errors import NotFound
 from agentjet.protocol import EvaluationView, Event
 from agentjet.swarm import batch_forest, groups
-from agentjet.swarm.journal_file import BRANCHED_FROM
+from agentjet.swarm.journal import BRANCHED_FROM
 from agentjet.swarm.mixture import Mixture, TaskSetShare, places
-from agentjet.swarm.records import Batch, Episode, Group, OutcomeCounts
-from agentjet.swarm.state_store import Leases, Store
+from agentjet.swarm.state import Batch, Episode, Group, OutcomeCounts
+from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.forks import OrphanReason
 from agentjet.timeline.forks import orphans as find_orphans
 from agentjet.timeline.tree import ConversationTree
 from agentjet.types import Call, EpisodeStatus
 
+CODE_VERSIONS_SHOWN = 20
 SILENT_SECONDS = 20.0
 """`waiting_for` names an episode after so long without activity."""
 
@@ -34,28 +33,11 @@ class Queries:
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
-    def episode(self, episode_id: str) -> Episode:
-        """Any episode since the data dir was made. Raises `NotFound`."""
-        episode = self._store.episodes.get(episode_id) or self._journal.episode(episode_id)
-        if episode is None:
-            raise NotFound(
-                f"There is no episode {episode_id!r} in the run that this server serves now.", code="episode_not_found"
-            )
-        return episode
-
     def recent_episodes(
         self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
     ) -> list[Episode]:
-        """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode.
-
-        Raises `NotFound` if `before` does not exist.
-        """
-        end = self.episode(before).seq if before else math.inf
-        if status not in ("live", "prepared"):
-            return self._journal.recent_episodes(limit, team=team, status=status, before=before)
-        found = [e for e in self._store.live_or_prepared() if e.status == status and (not team or e.team == team)]
-        found = [e for e in found if e.seq < end]
-        return sorted(found, key=lambda episode: -episode.seq)[:limit]
+        """See `Store.recent_episodes`."""
+        return self._store.recent_episodes(limit, team=team, status=status, before=before)
 
     def trees(self, episode_id: str) -> dict[str, ConversationTree]:
         """An episode's conversations by role, from the journal; none once a durable checkpoint covers them."""
@@ -91,14 +73,15 @@ class Queries:
     @property
     def recent_steps(self) -> Sequence[Mapping[str, float]]:
         """Metrics of the newest learned batches, at most 50, the newest last."""
-        return tuple(self._store.recent_steps)
+        return self._store.recent_steps
 
     @property
     def last_batch(self) -> Batch | None:
         """The newest learned batch; None before the first."""
         if not self._store.last_step:
             return None
-        return next(iter(self._journal.batches(self._store.policy_version - 1)), None)
+        version = self._store.policy_version
+        return next(iter(self._journal.batches(version - 1, version)), None)
 
     # ---- the run -------------------------------------------------------------------------------------------
 
@@ -111,11 +94,12 @@ class Queries:
         """Episodes since the data dir was made: `live`, `prepared`, `finished`, `aborted`, `expired`; of the finished:
         `trained`, `waiting`, `dropped`.
         """
-        return self._store.counts()
+        return dict(self._store.state.counts)
 
     def code_versions(self) -> dict[str, OutcomeCounts]:
-        """Outcomes of training episodes by version of the agent's code; the last used versions, the newest last."""
-        return self._store.code_versions
+        """Outcomes of training episodes by version of the agent's code; the 20 last used versions, the newest last."""
+        versions = sorted(self._store.state.code_versions.items(), key=lambda item: item[1].newest)
+        return dict(versions[-CODE_VERSIONS_SHOWN:])
 
     def task_sets(self) -> dict[str, TaskSetShare]:
         """The task sets that share the batches, by name."""
@@ -132,10 +116,6 @@ class Queries:
     def num_live_or_prepared(self, client_id: str) -> int:
         """Number of live and prepared episodes of a client."""
         return sum(episode.client_id == client_id for episode in self._store.live_or_prepared())
-
-    def num_pinned(self) -> int:
-        """Number of live evaluation episodes that need the present policy version."""
-        return sum(episode.at_version is not None for episode in self._store.live())
 
     def evaluations(self) -> list[EvaluationView]:
         """All recorded evaluations, the oldest first."""
@@ -155,7 +135,7 @@ class Queries:
             return f"the worker, to learn batch {store.pending.id}"
         if groups.training_is_over(store):
             return f"nothing: job.max_steps = {job.max_steps} is reached"
-        pinned = self.num_pinned()
+        pinned = store.num_pinned()
         if pinned and self._mixture.chosen() is not None:
             return f"{pinned} evaluation episodes pinned to policy version {store.policy_version}"
         if not store.groups:

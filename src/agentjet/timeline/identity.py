@@ -109,12 +109,25 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
     return _digest(["tools", *tools])
 
 
+class ContextHash:
+    """Hash of a sequence of tokens. It may be continued, in time linear in the tokens that follow."""
+
+    _hash: hashlib.blake2b
+
+    def __init__(self, tokens: Sequence[int] = (), before: ContextHash | None = None) -> None:
+        self._hash = hashlib.blake2b(digest_size=16) if before is None else before._hash.copy()
+        self._hash.update(array("I", tokens))  # Packing signed integers takes four times as long.
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
 def context_digest(*stretches: Sequence[int]) -> bytes:
     """Returns a digest of 16 bytes of a sequence of tokens, given in one or more stretches."""
-    digest = hashlib.blake2b(digest_size=16)
+    found = ContextHash()
     for tokens in stretches:
-        digest.update(array("I", tokens))  # Packing signed integers takes four times as long.
-    return digest.digest()
+        found = ContextHash(tokens, found)
+    return found.digest()
 
 
 def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:

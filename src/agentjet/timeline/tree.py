@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from agentjet.timeline.identity import Identities, Identity, Schemas, answer_key, tools_key
+from agentjet.timeline.identity import ContextHash, Identities, Identity, Schemas, answer_key, tools_key
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message
 
 
@@ -224,6 +224,41 @@ class ConversationTree:
         """Returns the prompt + completion of a call, exactly as the policy saw them."""
         node = self._nodes[call_id]
         return _path(node, node.length)
+
+    def timelines(self, call_ids: Iterable[str]) -> dict[str, str]:
+        """Maps each of these calls to the newest of them whose tokens begin with all of its tokens, perhaps itself."""
+        wanted = set(call_ids)
+        found: dict[str, str] = {}
+        for newest, start in reversed(self._nodes.items()):
+            if newest not in wanted or newest in found:
+                continue
+            found[newest] = newest
+            node = start
+            while (parent := node.parent) is not None and parent.call.id not in found:
+                if node.start == parent.length and parent.call.id in wanted:
+                    found[parent.call.id] = newest
+                node = parent
+        return found
+
+    def context_digests(self) -> dict[str, bytes]:
+        """`context_digest` of each call's prompt + completion, in time linear in the tokens of all calls."""
+        hashes: dict[str, ContextHash] = {}
+        for call_id, node in self._nodes.items():
+            parent = node.parent
+            if parent is None or node.start != parent.length:
+                before = ContextHash(() if parent is None else _path(parent, node.start))
+            else:
+                before = hashes[parent.call.id]
+            hashes[call_id] = ContextHash(node.tokens, before)
+        return {call_id: found.digest() for call_id, found in hashes.items()}
+
+    def clear(self) -> None:
+        """Remove all calls, so that their memory is freed without the garbage collector."""
+        for node in self._nodes.values():
+            node.parent = None
+            node.children.clear()
+        self._nodes.clear()
+        self._roots.clear()
 
     def encoded_completion(self, call_id: str) -> bytes:
         """Returns the encoded text of a completion: the body that `Renderer.render` takes."""
