@@ -98,16 +98,16 @@ def read_conversations(path: Path) -> dict[int, list[list[Message]]]:
     return found
 
 
-def conversation_rows(card: ModelInfo, path: Path, num_tasks: int, vocabulary: int, seed: int = 0) -> list[Row]:
+def conversation_rows(card: ModelInfo, path: Path, num_tasks: int, vocabulary: int) -> list[Row]:
     """A seeded sample of whole tasks, as one batch: every trial of a task, one row per call.
 
     Token ids are folded into the vocabulary of the model that is measured; a fold could hide a fork once in
     `vocabulary` forks.
     """
     tasks = read_conversations(path)
-    chosen = random.Random(seed).sample(sorted(tasks), min(num_tasks, len(tasks)))
+    chosen = random.Random(0).sample(sorted(tasks), min(num_tasks, len(tasks)))
     replay = Replay(card)
-    rng = random.Random(seed)
+    rng = random.Random(0)
     trials = [trial for task in chosen for trial in tasks[task]]
     rows = [row for i, trial in enumerate(trials) for row in replay.rows(trial, i, rng.choice((-1.0, 1.0)))]
     return [replace(row, tokens=row.tokens % vocabulary) for row in rows]
@@ -149,9 +149,9 @@ def _message(raw: Mapping[str, Any]) -> Message:
     )
 
 
-def made_up(num_turns: int, seed: int = 0) -> tuple[list[Message], list[dict[str, Any]]]:
+def made_up(num_turns: int) -> tuple[list[Message], list[dict[str, Any]]]:
     """A tool-using conversation with `num_turns` answers, about 400 tokens a turn, and its tools."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     messages = [Message("system", _prose(rng, 120)), Message("user", _prose(rng, 40))]
     for turn in range(num_turns):
         arguments = json.dumps({"query": _prose(rng, 6), "limit": rng.randrange(100)})
