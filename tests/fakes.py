@@ -234,6 +234,7 @@ class ScriptedCompute:
             raise self.fail_save.pop(0)
         path.mkdir()
         state = {"policy_version": self.version, "operation": self.next_operation, "weights": self.weights}
+        state["dtype"] = self.card.dtype
         return CheckpointStamp(self.version, seal(path, state), self.next_operation)
 
     async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:

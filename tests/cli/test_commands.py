@@ -276,6 +276,13 @@ def test_data_dirs_that_are_ours_are_told_from_those_that_are_not(tmp_path: Path
     check_data_dir(tmp_path)
 
 
+def test_a_data_dir_without_its_journal_has_a_way_out(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"has checkpoints and no journal.*move only checkpoints/ to a new"):
+        check_data_dir(tmp_path)
+
+
 def test_nothing_that_others_wrote_steers_the_terminal(served: Served) -> None:
     evil = "a\x1b[31mRED\x07\u202e\x9b2J\nep9"
     with Swarm(served.url, TOKEN, client_id="c\x1b]0;t\x07") as swarm:

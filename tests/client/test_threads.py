@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -49,3 +51,26 @@ def test_in_another_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert found == [signal.SIG_DFL]
+
+
+def test_an_interpreter_that_ends_waits_for_no_coroutine() -> None:
+    """An episode that was never left, in a generator that is closed only while the interpreter ends."""
+    script = """
+from agentjet.client.threads import LoopThread
+
+async def abort():
+    pass
+
+def episode(loop):
+    try:
+        yield
+    finally:
+        loop.run(abort())
+
+loop = LoopThread()
+loop.run(abort())
+begun = episode(loop)
+next(begun)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], timeout=20, capture_output=True, text=True, check=True)
+    assert "the interpreter is ending" in ended.stderr

@@ -4,7 +4,7 @@ Pinned here:
 1. it prints its address, where its tokens are and what to type next; it answers and learns; its files are its owner's;
 2. Ctrl-C saves a checkpoint and leaves no process behind; the same command resumes at that version;
 3. killed outright, it replays the journal to the same weights, bit by bit, and a live episode goes on with its key;
-4. a worker that is killed is replaced, and the agents notice nothing;
+4. (thorough) a worker that is killed is replaced, and the agents notice nothing;
 5. an agent that does not read its answer delays no stop, and what it was not handed is marked in the journal;
 6. what cannot work is refused before the model is loaded, in a sentence that names the setting.
 """
@@ -107,6 +107,7 @@ def test_killed_and_started_again_it_has_the_same_weights(model: Path, tmp_path:
         assert server.post(f"/episodes/{episode['episode_id']}/finish", reward=1)["num_calls"] == 2
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_killed_is_replaced(model: Path, tmp_path: Path) -> None:
     with Server(model, tmp_path / "run") as server:
         server.batch()

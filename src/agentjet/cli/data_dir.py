@@ -36,13 +36,18 @@ NUM_SHOWN = 3
 
 
 def check_data_dir(folder: Path) -> None:
-    """Raises `ConfigError` for a folder with other files, unless it has a journal."""
+    """Raises `ConfigError` for a folder with other files, unless it has a journal. `checkpoints/` alone is allowed."""
     if not folder.is_dir() or (folder / JOURNAL).exists():
         return
     try:
         foreign = sorted(path.name for path in folder.iterdir() if path.name not in PREPARED)
     except OSError as error:
         raise ConfigError(f"server.data_dir = {str(folder)!r} cannot be read: {error.strerror}") from None
+    if METRICS in foreign and (folder / "checkpoints").is_dir():
+        raise ConfigError(
+            f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move only "
+            "checkpoints/ to a new server.data_dir, which starts at the newest good one"
+        )
     if foreign:
         shown = ", ".join(foreign[:NUM_SHOWN]) + (", …" if len(foreign) > NUM_SHOWN else "")
         raise ConfigError(

@@ -14,6 +14,7 @@ import contextvars
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -86,6 +87,9 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. Raises its exception."""
+        if sys.is_finalizing():  # The daemon thread of the loop has ended: a wait for it would never end.
+            coroutine.close()
+            raise RuntimeError("the interpreter is ending: this episode ends with its lease")
         loop = self._started()
         if threading.current_thread() is self._thread:
             coroutine.close()

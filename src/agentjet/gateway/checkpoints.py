@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"step_(\d{6,})")
 UNUSABLE = "unusable_"
+DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,15 @@ class CheckpointStore:
         """Returns the policy version of the newest checkpoint, or None."""
         found = self.listing()
         return found[-1].policy_version if found else None
+
+    def dtype(self) -> str:
+        """The newest readable checkpoint's type of weights, or empty. Needed for checkpoints without their journal."""
+        for info in reversed(self.listing()):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                found = json.loads((Path(info.path) / "state.json").read_bytes())["dtype"]
+                if found in DTYPES:
+                    return str(found)
+        return ""
 
     def good(self, policy_version: int) -> CheckpointInfo | None:
         """Returns the checkpoint of that version if it is good."""

@@ -295,7 +295,7 @@ class Engine:
     async def _start_worker(self) -> None:
         self._check_capabilities(self._swarm.job)
         self.num_workers += 1
-        model = await self._compute.start(dtype=self._swarm.dtype)
+        model = await self._compute.start(dtype=self._swarm.dtype or self._store.dtype())
         for change in self._swarm.check_origin(model):
             log.warning("%s", change)
         _check_context(self._swarm.job, model)

@@ -132,7 +132,10 @@ class JournalFile:
             file.close()
             if error.sqlite_errorcode & 0xFF in DISK_ERRORS:
                 raise _unwritable(path, str(error)) from None
-            raise ConfigError(f"{path} cannot be read as a journal ({error}); choose another server.data_dir") from None
+            raise ConfigError(
+                f"{path} cannot be read as a journal ({error}). Restore it; or move only checkpoints/ to a new "
+                "server.data_dir, which starts at the newest good one"
+            ) from None
         except ConfigError:
             file.close()
             raise

@@ -74,7 +74,7 @@ def locate_model(name: str) -> str:
     Raises `ConfigError` for a name that is none of the three.
     """
     if name != BUNDLED:
-        if not Path(name).is_dir() and name.count("/") != 1:
+        if not Path(name).is_dir() and (name.count("/") != 1 or name[0] in "/.~"):
             raise ConfigError(
                 f"model.name = {name!r} is neither a folder, nor a Hugging Face id (owner/name), "
                 f"nor the bundled {BUNDLED!r}"
