@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentjet.types import SamplingParams, TokenScore
+from agentjet.types import PolicyId, SamplingParams, TokenScore
 from conformance.child import Ended, command, run
 from conformance.episode import JOB
 from tests.fakes import ScriptedCompute
@@ -35,7 +35,7 @@ async def evaluate(folder: Path) -> list[str]:
     def say(prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
         return (*model.ids(WORD), model.end)
 
-    async def score(tokens: Sequence[int], num_likeliest: int) -> list[TokenScore]:
+    async def score(policy: PolicyId, tokens: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         given = [logprob(tokens[:at], tokens[at]) for at in range(1, len(tokens))]
         others = [(token + 1) % model.tokenizer.get_vocab_size() for token in tokens[1:]]
         return [TokenScore(one, ((other, LIKELIEST),)) for one, other in zip(given, others, strict=True)]
