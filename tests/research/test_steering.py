@@ -133,7 +133,7 @@ def test_lines_that_say_nothing_are_refused_and_the_next_is_read(tmp_path: Path)
             "'evaluator' is not a setting",
         ),
         ('{"kind": "add_arm", "arm": "d", "against": "a", "code": "0123"}', "keeping"),
-        ('{"kind": "add_hypothesis", "arm": "c", "against": "b", "confirmatory": true}', "is exploratory"),
+        ('{"kind": "add_hypothesis", "arm": "c", "against": "b", "confirmatory": true}', "are exploratory"),
         ('{"kind": "add_hypothesis", "arm": "b", "against": "b"}', "with itself"),
         ('{"kind": "add_seeds", "seeds": 8}', "kinds"),
     ],
@@ -237,7 +237,7 @@ def test_what_a_veto_took_with_it_is_said(tmp_path: Path) -> None:
     _, [only] = steered(tmp_path, {2: ADDED, 3: Veto(arm="b"), 4: Veto(arm="a")})
     assert only.log.decisions["granted, and not tested"] == dropped
     assert (
-        "Granted, and in no annex: “d scores higher than b”, because arm 'b' was vetoed."
+        "Granted, but not part of an annex: “d scores higher than b”, because arm 'b' was vetoed."
         in render(only.log).markdown.text
     )
     (tmp_path / "steer.jsonl").unlink()
