@@ -129,11 +129,11 @@ async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
 
 
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
-    card = gateway.engine.model
-    assert card is not None
+    model = gateway.engine.model
+    assert model is not None
     _print(
-        f"Ready: {card.num_parameters / 1e6:.0f}M parameters on {card.device} in {card.dtype}, "
-        f"context {card.context_length}, policy version {gateway.swarm.policy_version}."
+        f"Ready: {model.num_parameters / 1e6:.0f}M parameters on {model.device} in {model.dtype}, "
+        f"context {model.context_length}, policy version {gateway.swarm.policy_version}."
     )
     renderer = gateway.engine.renderer
     assert renderer is not None

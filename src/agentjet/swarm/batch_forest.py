@@ -113,12 +113,12 @@ def _left_out(batch: Batch, members_E: Sequence[Episode], facts: Facts) -> dict[
 def _trained_sequences(journal: Journal, episode: Episode, shape: Counter[str]) -> Sequences:
     """An episode's conversations and their trained calls by agent role. Roles without trained calls are left out."""
     trees = load_trees(journal, episode.id)
-    unheard = find_orphans(journal, episode.id, trees)
-    calls = {role: _trained_calls(tree, unheard, shape) for role, tree in trees.items()}
+    orphaned = find_orphans(journal, episode.id, trees)
+    calls = {role: _trained_calls(tree, orphaned, shape) for role, tree in trees.items()}
     return {role: (tree, calls[role]) for role, tree in trees.items() if calls[role]}
 
 
-def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Counter[str]) -> list[Call]:
+def _trained_calls(tree: ConversationTree, orphaned: Container[str], shape: Counter[str]) -> list[Call]:
     """The calls of a tree whose sampled tokens are trained. The others are counted in `shape`."""
     trained = []
     digests = tree.context_digests()
@@ -127,7 +127,7 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
             shape[f"forks_{call.fork}"] += 1
         if call.untrained:
             shape["side_calls"] += 1
-        elif call.id in unheard:
+        elif call.id in orphaned:
             shape["orphans"] += 1
             shape["orphan_tokens"] += len(call.completion)
         elif call.context and call.context != digests[call.id]:
@@ -140,7 +140,7 @@ def _trained_calls(tree: ConversationTree, unheard: Container[str], shape: Count
         elif call.completion:
             trained.append(call)
             shape["truncated"] += call.finish_reason == "length"
-    shape["timelines"] += sum(call.id not in unheard for call in tree.leaves())
+    shape["timelines"] += sum(call.id not in orphaned for call in tree.leaves())
     return trained
 
 
@@ -219,8 +219,8 @@ def loss_metrics(dropped_groups: Mapping[str, int], lost_episodes: Mapping[str, 
         "episodes/aborted": float(lost_episodes.get("aborted", 0)),
         "episodes/expired": float(lost_episodes.get("expired", 0)),
         **{
-            f"episodes/{how}": float(lost_episodes[how])
-            for how in ("surplus", "stale", "in_doubt", "not_needed", "replaced")
-            if how in lost_episodes
+            f"episodes/{reason}": float(count)
+            for reason, count in lost_episodes.items()
+            if reason not in ("aborted", "expired")
         },
     }

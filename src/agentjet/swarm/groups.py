@@ -27,7 +27,7 @@ SURPLUS = "surplus: training had enough without it"
 STALE = "stale: its tokens are older than job.max_staleness allows"
 STALLED = "stalled: its task set finished nothing for as long as an episode may last, while others waited for it"
 REPLACED = "replaced: another process of this client has taken its places over"
-IN_DOUBT = "in doubt: it was prepared, and nobody finished or aborted it in time"
+IN_DOUBT = "in doubt: it was prepared, and neither finished nor aborted in time"
 
 # ---- admission ---------------------------------------------------------------------------------------------
 

@@ -71,13 +71,13 @@ def of_settings(model: ModelConfig) -> Origin:
     return origin
 
 
-def of_worker(card: ModelInfo) -> Origin:
+def of_worker(model: ModelInfo) -> Origin:
     """The part of an origin that a worker reports, before it loads or learns anything."""
-    origin: dict[str, str | int] = {"model.dtype": card.dtype, "model.device": card.device}
-    if card.weights:
-        origin["model_weights"] = card.weights
-    if card.threads:
-        origin["model.threads"] = card.threads
+    origin: dict[str, str | int] = {"model.dtype": model.dtype, "model.device": model.device}
+    if model.weights:
+        origin["model_weights"] = model.weights
+    if model.threads:
+        origin["model.threads"] = model.threads
     return origin
 
 
