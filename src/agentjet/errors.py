@@ -149,7 +149,14 @@ class GrammarError(ComputeError):
 
 
 class WorkerDied(ComputeError):
-    """The worker process ended unexpectedly."""
+    """The worker process ended unexpectedly.
+
+    `during` is the policy whose operation the worker applied, as `RUN/POLICY`; empty if it applied none.
+    """
+
+    def __init__(self, message: str, *, during: str = "") -> None:
+        super().__init__(message)
+        self.during = during
 
 
 class WorkerHung(WorkerDied):

@@ -6,7 +6,7 @@ Shape letters: B calls or rows, T tokens, N forest nodes, M targets, G episodes 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -185,12 +185,26 @@ class Sampled:
     """Support set of each token, encoded by `timeline.support`. Empty if each is the whole vocabulary."""
 
 
+DEFAULT_RUN = "default"
+"""The run of the paths without a run's name."""
+SOLE_POLICY = "policy"
+"""The policy of a run whose settings name none."""
+
+
+def policy_of(role: str, policies: Sequence[str]) -> str:
+    """Returns the policy of a role. `policies` are those that the settings of the run name, perhaps none.
+
+    With named policies, a role is `POLICY` or `POLICY/NAME`.
+    """
+    return role.partition("/")[0] if policies else SOLE_POLICY
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyId:
     """The name of a policy on a backend."""
 
-    run: str = "default"
-    policy: str = "policy"
+    run: str = DEFAULT_RUN
+    policy: str = SOLE_POLICY
 
     def __str__(self) -> str:
         return f"{self.run}/{self.policy}"

@@ -144,7 +144,7 @@ def _nearest(key: str) -> str | None:
 
 def _sentence(detail: ErrorDetails, prefix: str, origins: Mapping[str, str]) -> str:
     """Returns one error of pydantic as `key = value (source): what is wrong`."""
-    key = prefix + ".".join(str(part) for part in detail["loc"])
+    key = prefix + ".".join(str(part) for part in detail["loc"] if part != "[key]")
     message = detail["msg"].removeprefix("Value error, ")
     origin = f" ({origins[key]})" if key in origins else ""
     stated = f"{key} = {detail['input']!r}{origin}"

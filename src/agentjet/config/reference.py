@@ -10,10 +10,12 @@ from typing import Any, Literal, TypeGuard, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentjet.config.schema import JobConfig, Section, ServeConfig, SideCallRule
+from agentjet.config.schema import JobConfig, PolicyConfig, Section, ServeConfig, SideCallRule
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
+TABLE_NAMES: dict[type[Section], str] = {SideCallRule: "", PolicyConfig: ".NAME"}
+"""Sections of which there may be any number, and what follows the name of their setting."""
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
@@ -21,8 +23,9 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 def item_section(annotation: Any) -> type[Section] | None:
-    """Returns the section of the items if the setting is a list of tables, else None."""
-    item = get_args(annotation)[0] if get_origin(annotation) is tuple else None
+    """Returns the section of the items if the setting is a list of tables or a table of tables, else None."""
+    items = {tuple: 0, dict: 1}
+    item = get_args(annotation)[items[origin]] if (origin := get_origin(annotation)) in items else None
     return item if is_section(item) else None
 
 
@@ -32,8 +35,8 @@ def sections(schema: type[Section] = ServeConfig, prefix: str = "") -> Iterator[
         if is_section(field.annotation):
             yield prefix + name, field.annotation
             yield from sections(field.annotation, f"{prefix}{name}.")
-        elif item := item_section(field.annotation):
-            yield prefix + name, item
+        elif (item := item_section(field.annotation)) and item in TABLE_NAMES:
+            yield f"{prefix}{name}{TABLE_NAMES[item]}", item
 
 
 def settings(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
@@ -46,7 +49,7 @@ def setting_names() -> list[str]:
     return [
         f"{prefix}.{name}"
         for prefix, section in sections()
-        if section is not SideCallRule
+        if section not in TABLE_NAMES
         for name, _ in settings(section)
     ]
 
@@ -85,7 +88,7 @@ def _type(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
     if item_section(field.annotation):
-        return "list of tables"
+        return "list of tables" if get_origin(field.annotation) is tuple else "table of tables"
     if get_origin(field.annotation) is tuple:
         return f"list of {', '.join(f'`{choice}`' for choice in get_args(get_args(field.annotation)[0]))}"
     if get_origin(field.annotation) is dict:
@@ -96,13 +99,16 @@ def _type(field: FieldInfo) -> str:
         for name, sign in BOUNDS.items()
         if hasattr(rule, name)
     ]
-    assert isinstance(field.annotation, type)
+    if not isinstance(field.annotation, type):
+        return "table"
     return " ".join([TYPES[field.annotation], ", ".join(bounds)]).strip()
 
 
 def _toml(value: object) -> str:
     if value is PydanticUndefined:
         return "required"
+    if value is None:
+        return "not set"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

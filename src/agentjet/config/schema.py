@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE
+from agentjet.types import MAX_NAME, MAX_TEMPERATURE, MIN_TEMPERATURE, SOLE_POLICY
 
 
 def _check_int64(number: int) -> int:
@@ -26,6 +26,16 @@ Int64 = Annotated[int, AfterValidator(_check_int64)]
 TaskSetName = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Weight = Annotated[float, Field(gt=0)]
 LogFormat = Literal["text", "json"]
+
+
+def _check_policy_name(name: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_-]{0,63}", name):
+        raise ValueError("a policy's name is a lower-case letter, then up to 63 of a-z, 0-9, _ and -")
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
+"""Agents give it as `model`; metrics and folders of checkpoints have it in front."""
 
 
 class Section(BaseModel):
@@ -69,6 +79,21 @@ class ModelConfig(Section):
     threads: Int64 = Field(0, ge=0)
     """CPU threads of the worker. 0: all cores. Replays are bit-equal only with the same number of threads."""
     lora: LoraConfig = LoraConfig()
+
+
+class PolicyConfig(Section):
+    """A policy of the run. Agents choose it with `model = "NAME"` in their requests. A run without such a section has
+    one policy, which trains `[model]`. The policies of a run cannot change.
+    """
+
+    model: str = ""
+    """Base model, as in `model.name`. Empty: `model.name`."""
+    lora: LoraConfig | None = None
+    """Adapter of this policy, such as `{rank = 8}`. Not given: `[model.lora]`."""
+    worker: str = Field("", pattern=r"^[a-z0-9_-]{0,64}$")
+    """Name of the worker process. Policies with the same name share a process, and their adapters share one copy of the
+    base model; those of other runs, too.
+    """
 
 
 class SamplerConfig(Section):
@@ -311,6 +336,12 @@ class JobConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    optimizers: dict[PolicyName, OptimizerConfig] = {}
+    """Optimisers of single policies, such as `{planner = {lr = 1e-5}}`. Others have `[job.optimizer]`."""
+
+    def optimizer_of(self, policy: str) -> OptimizerConfig:
+        """The optimiser settings of a policy."""
+        return self.optimizers.get(policy, self.optimizer)
 
     def with_defaults(self) -> Self:
         """A copy in which defaults that depend on other settings are written out."""
@@ -420,7 +451,49 @@ class ServeConfig(Section):
     model: ModelConfig = ModelConfig()
     sampler: SamplerConfig = SamplerConfig()
     server: ServerConfig = ServerConfig()
+    policies: dict[PolicyName, PolicyConfig] = {}
     job: JobConfig = JobConfig()
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """The policies of the run. Without `[policies]`, the one policy `policy`."""
+        return tuple(self.policies) or (SOLE_POLICY,)
+
+    def model_of(self, policy: str) -> ModelConfig:
+        """The model settings of a policy."""
+        own = self.policies.get(policy, PolicyConfig())
+        return self.model.model_copy(
+            update={"name": own.model or self.model.name, "lora": self.model.lora if own.lora is None else own.lora}
+        )
+
+    def worker_of(self, policy: str) -> str:
+        """The name of a policy's worker."""
+        return self.policies[policy].worker if policy in self.policies else ""
+
+    @model_validator(mode="after")
+    def _optimizers_have_policies(self) -> Self:
+        for name in self.job.optimizers:
+            if name not in self.policy_names:
+                raise ValueError(
+                    f"job.optimizers.{name}: the run has no policy {name!r}; its policies are "
+                    f"{', '.join(self.policy_names)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_share_a_base(self) -> Self:
+        bases: dict[str, tuple[str, str]] = {}
+        for policy in self.policy_names:
+            model, worker = self.model_of(policy), self.worker_of(policy)
+            if not model.lora.rank:
+                continue
+            other, base = bases.setdefault(worker, (policy, model.name))
+            if base != model.name:
+                raise ValueError(
+                    f"policies.{policy}.model = {model.name!r} and policies.{other}.model = {base!r}: the adapters of "
+                    f"one worker share one base model; set policies.{policy}.worker to another name"
+                )
+        return self
 
     @model_validator(mode="after")
     def _completions_fit(self) -> Self:

@@ -101,13 +101,20 @@ class BeginResponse(Response):
     """OpenAI-compatible: `<server>/v1`."""
     api_key: str
     model: str
+    """The name of the model for requests; empty if the run names its policies."""
+    policies: tuple[str, ...] = ()
+    """The policies that the settings of the run name. An agent sends one of these names as `model`."""
     policy_version: int
     lease_seconds: float
     expires_at: float
 
 
 class FinishRequest(Request):
-    """The end of an episode: its reward, in all or by agent role, and metrics to chart."""
+    """The end of an episode: its reward, in all or by agent role, and metrics to chart.
+
+    In a run with named policies, `by_role` is empty, or has an entry for every policy and perhaps further ones for
+    roles, such as `planner/critic`.
+    """
 
     reward: Finite
     by_role: MetricMap = Field(default_factory=dict)
@@ -298,6 +305,37 @@ class RunRequest(Request):
     job: dict[str, Any] = {}
 
 
+class RunSettings(Request):
+    """The settings of a run besides those of the server."""
+
+    policies: dict[str, dict[str, Any]] = {}
+    """As `[policies]` of the settings file. Cannot change once the run exists."""
+    job: dict[str, Any] | None = None
+    """As `[job]` of the settings file. null keeps the present settings of the run; a new run has those of the server.
+    """
+
+
+class RunView(Response):
+    """A run of the server."""
+
+    name: str
+    path: str
+    """Start of the paths of its API; empty for the default run."""
+    policies: tuple[str, ...]
+    """The policies that its settings name."""
+    is_open: bool
+    """False if the run was ended. Its files remain, and it can be opened again."""
+    state: EngineState = "offline"
+    policy_version: int | None = None
+    """null if the run is not open."""
+
+
+class RunList(Response):
+    """The runs of the server, the default run first."""
+
+    runs: list[RunView]
+
+
 class CodeVersionStatus(Response):
     """Outcomes of the training episodes of one `code_version`, since the data dir was made."""
 
@@ -353,6 +391,9 @@ class StatusResponse(Response):
     state: EngineState
     waiting_for: str
     """A phrase for the thing that training waits for."""
+    run: str = "default"
+    policies: tuple[str, ...] = ()
+    """The policies that the settings of the run name."""
     model: str
     model_weights: str = ""
     """Fingerprint of the weights that every run starts with; empty until they are loaded."""
