@@ -19,7 +19,7 @@ from agentjet.compute.embedded.model import Policy, load_policy
 from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
 from agentjet.compute.embedded.worker import Fingerprints, make_deterministic, trim_malloc
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
-from agentjet.config.schema import OptimizerConfig
+from agentjet.config.job import OptimizerConfig
 from agentjet.recipes.advantages import grpo
 from agentjet.rendering import Renderer
 from agentjet.timeline.forest import Forest, build_forest, call_row

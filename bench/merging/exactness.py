@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import JobConfig, ModelConfig
-from agentjet.config.schema import OptimizerConfig
+from agentjet.config.job import OptimizerConfig
 from agentjet.timeline import Row
 from bench.merging.modes import lay_out, make_learner
 

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from agentjet.config.job import JobConfig, Section
 from agentjet.config.reference import sections, settings
-from agentjet.config.schema import JobConfig, Section, ServeConfig
+from agentjet.config.schema import ServeConfig
 from agentjet.errors import ConfigError
 
 ENVIRONMENT = {

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeGuard, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentjet.config.schema import JobConfig, PolicyConfig, Section, ServeConfig, SideCallRule
+from agentjet.config.job import JobConfig, Section, SideCallRule
+from agentjet.config.schema import PolicyConfig, ServeConfig
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}

@@ -311,8 +311,7 @@ class RunSettings(Request):
     policies: dict[str, dict[str, Any]] = {}
     """As `[policies]` of the settings file. Cannot change once the run exists."""
     job: dict[str, Any] | None = None
-    """As `[job]` of the settings file. null keeps the present settings of the run; a new run has those of the server.
-    """
+    """As `[job]` of the settings file. null keeps those of the run; a new run has those of the server."""
 
 
 class RunView(Response):
