@@ -1,4 +1,4 @@
-"""The settings of a training job: batches, leases, algorithm and optimiser. Also `Section`, the base of every section."""
+"""The settings of a training job: batches, leases, algorithm, optimiser. Also `Section`, the base of every section."""
 
 from __future__ import annotations
 
