@@ -58,7 +58,7 @@ class Asked:
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    policy: PolicyId = PolicyId()
+    policy: PolicyId
     finished: bool = False
     """Ran to its end; one that was cancelled or died stays False."""
 
