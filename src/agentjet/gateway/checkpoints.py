@@ -90,7 +90,7 @@ class CheckpointStore:
         return found[-1].policy_version if found else None
 
     def dtype(self, policy: str) -> str:
-        """Type of the policy's weights in the newest readable checkpoint, or empty. For checkpoints without a journal."""
+        """Type of a policy's weights in the newest readable checkpoint, or empty. For checkpoints without a journal."""
         for info in reversed(self.listing()):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 found = _state(policy_folders(Path(info.path))[policy])["dtype"]
@@ -461,6 +461,4 @@ class PolicyVersions:
             return policy or known[0]
         near = get_close_matches(policy, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the policies of this run are {', '.join(known)}."
-        raise InvalidRequest(
-            f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy"
-        )
+        raise InvalidRequest(f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy")

@@ -201,7 +201,9 @@ class Runs:
     def _checked_job(self, record: RunRecord, settings: RunSettings) -> JobConfig:
         """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
         wanted = replace(
-            record, policies=settings.policies or record.policies, job=record.job if settings.job is None else settings.job
+            record,
+            policies=settings.policies or record.policies,
+            job=record.job if settings.job is None else settings.job,
         )
         try:
             config, present = self._config_of(wanted), self._config_of(replace(record, job={}))
@@ -273,7 +275,12 @@ class Runs:
         except ConfigError as error:
             reason = reason or str(error)
         return RunView(
-            name=name, path=path, policies=policies, is_open=False, state="failed" if reason else "offline", reason=reason
+            name=name,
+            path=path,
+            policies=policies,
+            is_open=False,
+            state="failed" if reason else "offline",
+            reason=reason,
         )
 
 
@@ -305,8 +312,8 @@ def move_first_edition(data_dir: Path) -> None:
             found = [name for name in FIRST_EDITION if (data_dir / name).exists()]
             if taken := [name for name in found if (folder / name).exists()]:
                 raise ConfigError(
-                    f"{data_dir / taken[0]} and {folder / taken[0]} exist, and a run has one of them: move the one that "
-                    "does not belong to the run away"
+                    f"{data_dir / taken[0]} and {folder / taken[0]} exist, and a run has only one of them: move the "
+                    "wrong one away"
                 )
             folder.mkdir(0o700, parents=True, exist_ok=True)
             (data_dir / "lease.json").unlink(missing_ok=True)
