@@ -64,9 +64,7 @@ def check_data_dir(folder: Path) -> None:
 
 
 def run_folder(data_dir: Path, run: str) -> Path:
-    """The folder of a run in a data dir. Raises `ConfigError` if it has no journal, and `InvalidRequest` for a name that
-    no run can have.
-    """
+    """The folder of a run in a data dir. Raises `ConfigError`, and `InvalidRequest` for a wrong name."""
     check_run_name(run)
     folder = data_dir / "runs" / run
     if (folder / JOURNAL).is_file():
@@ -220,7 +218,7 @@ def compare(
 
 
 def read_run(path: Path, run: str = DEFAULT_RUN) -> RunSummary:
-    """Reads a run from its folder, a data dir or a metrics file. Raises `ConfigError` if a file is missing or invalid."""
+    """Reads a run from its folder, its data dir or a metrics file. Raises `ConfigError`."""
     folder = path if (path / METRICS).exists() else path / "runs" / run
     steps = _steps(folder / METRICS if path.is_dir() else path)
     recorded = _journal_facts(folder) if path.is_dir() else _JournalFacts()

@@ -82,7 +82,7 @@ def _settings(path: Path | None) -> dict[str, Any]:
     found = {} if path is None else read_toml(path)
     if foreign := [name for name in found if name not in SECTIONS]:
         raise ConfigError(
-            f"{str(path)!r} has the section or key {foreign[0]!r}, which belongs to the server: a run has [policies.NAME] "
+            f"{str(path)!r} has {foreign[0]!r}, which belongs to the settings of the server: a run has [policies.NAME] "
             "and [job] only"
         )
     return found
