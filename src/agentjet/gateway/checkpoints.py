@@ -243,8 +243,9 @@ def flush(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file atomically. Raises `OSError`."""
+    """Replaces a file, which only its owner can read, atomically. Raises `OSError`."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.touch(0o600)
     with partial.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2)
         file.flush()

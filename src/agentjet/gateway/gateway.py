@@ -425,6 +425,7 @@ class Gateway:
 
     async def _check_leases(self) -> None:
         """Expires leases when they end. Retries the disk while it refuses writes."""
+        observability.run.set(self.run)
         now = asyncio.get_running_loop().time
         next_try, logged = 0.0, ""
         while True:
