@@ -59,12 +59,12 @@ def test_runs_are_listed_started_and_ended_at_the_server(server: FakeRuns, url: 
     async def scenario() -> None:
         swarm = connect(server, url)
         assert [run.name for run in await swarm.runs()] == ["default", "study"]
-        started = await swarm.start_run("study", job={"batch_size": 2}, policies={"planner": {"adapter": {"rank": 4}}})
+        started = await swarm.start_run("study", job={"batch_size": 2}, policies={"planner": {"lora": {"rank": 4}}})
         assert (started.path, (await swarm.end_run("study")).name) == ("/runs/study", "study")
         await swarm.start_run("study")
 
     asyncio.run(scenario())
-    settings = {"job": {"batch_size": 2}, "policies": {"planner": {"adapter": {"rank": 4}}}}
+    settings = {"job": {"batch_size": 2}, "policies": {"planner": {"lora": {"rank": 4}}}}
     assert server.requests == [
         ("GET", "/swarm/v1/runs", "t", None),
         ("PUT", "/swarm/v1/runs/study", "t", settings),
@@ -117,10 +117,10 @@ def test_names_that_a_run_cannot_have(server: FakeRuns, name: str) -> None:
 
 
 def test_settings_that_json_cannot_carry(server: FakeRuns) -> None:
-    policies = {"planner": {"adapter": {"dropout": float("nan")}}}
+    policies = {"planner": {"lora": {"alpha": float("nan")}}}
     for settings, key in (
         ({"job": {"optimizer": {"lr": float("inf")}}}, r"job\.optimizer\.lr = inf"),
-        ({"policies": policies}, r"policies\.planner\.adapter\.dropout = nan"),
+        ({"policies": policies}, r"policies\.planner\.lora\.alpha = nan"),
     ):
         with pytest.raises(ConfigError, match=key):
             asyncio.run(connect(server).start_run("study", **settings))  # type: ignore[arg-type]
