@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -23,7 +24,7 @@ STEPS = 3
 POLICIES = ("digits", "letters")
 TASKS = [Task(f"t{number}") for number in range(8)]
 SETTINGS = "[policies.digits]\n[policies.letters]\n"
-ONE_POLICY = {"policies": {}, "job": {"batch_size": 2, "group_size": 2, "max_tokens": 8}}
+JOB = {"batch_size": 2, "group_size": 2, "max_tokens": 8, "checkpoint_every": 0}
 LLM = openai.OpenAI(
     base_url="http://127.0.0.1", api_key="-", max_retries=8, http_client=openai.DefaultHttpxClient(trust_env=False)
 )
@@ -81,9 +82,9 @@ def test_two_runs_at_once_and_a_killed_server(tmp_path: Path) -> None:
             Swarm(pair.server.url, admin, retry=Retry()) as swarm,
             ThreadPoolExecutor() as pool,
         ):
-            swarm.start_run("other", **ONE_POLICY)
+            swarm.start_run("other", job=JOB)
             with swarm.of_run("other") as other:
-                options = {"steps": STEPS, "concurrency": 4, "seed": 1, "progress": False}
+                options: dict[str, Any] = {"steps": STEPS, "concurrency": 4, "seed": 1, "progress": False}
                 runs = [
                     pool.submit(swarm.train, pair.by_policy, TASKS, **options),
                     pool.submit(other.train, pair.alone, TASKS, **options),
