@@ -6,6 +6,7 @@ Shape letters: B calls or rows, T tokens, N forest nodes, M targets, G episodes 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -187,6 +188,8 @@ class Sampled:
 
 DEFAULT_RUN = "default"
 """The run of the paths without a run's name."""
+RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+"""The whole name of a run, which is also that of its folder."""
 SOLE_POLICY = "policy"
 """The policy of a run whose settings name none."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute.embedded.backend import THREAD_WAIT, WORKER_VARIABLES
+from agentjet.compute.embedded.worker_process import THREAD_WAIT, WORKER_VARIABLES
 from agentjet.compute.embedded.sampler import PrefixSampler
 from bench import machine, sampler, step
 from bench.machine import WAITS, environment, run_contender

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.anyio
 
 HELD = tuple(name for name in TEMPLATES if name != "qwen3_open")
 """Templates that can hold conversations without thinking."""
+REPLAYED = ("smollm2", "qwen3", "mistral")
+"""Templates on which every run of the tests replays recorded conversations; the others in `make thorough`."""
 
 Ask = Callable[..., Awaitable[Body]]
 """Sends a history and tools, with limits if any, and returns the answer as an agent would send it back."""
@@ -174,7 +176,9 @@ async def test_ten_conversations_are_ten_trees_without_a_false_fork(name: str, a
 
 @pytest.mark.slow
 @pytest.mark.skipif(real() is None, reason="AGENTJET_CONVERSATIONS names no file of tau-bench trajectories")
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(
+    "name", [name if name in REPLAYED else pytest.param(name, marks=pytest.mark.thorough) for name in HELD]
+)
 async def test_real_conversations_are_a_tree_each(name: str, tmp_path: Path) -> None:
     """Every tenth of the hundred; all of them, ten minutes' work, with `--hypothesis-profile=thorough`."""
     conversations = (real() or [])[:: 1 if settings.get_current_profile_name() == "thorough" else 10]

@@ -8,7 +8,8 @@ Prompt, gate, sampler, journal, chunks: `ActiveCall` is the state of one call on
   the server works, and runs while the agent reads. Each chunk that the agent takes renews it.
 * An answer that was not delivered, or that a retry repeats, is an orphan: it trains nothing. See `ActiveCalls`.
 * A worker that crashes during a call is replaced without an error, unless a part of the answer was sent. A call that
-  `MAX_CRASHES` workers crashed on is given up, because it may cause the crashes.
+  `MAX_CRASHES` workers crashed on is given up, because it may cause the crashes. Crashes during an operation of another
+  run do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 from agentjet.compute import Compute
 from agentjet.errors import (
@@ -35,6 +35,7 @@ from agentjet.errors import (
 from agentjet.gateway import observability
 from agentjet.gateway.completion_parser import CompletionParser
 from agentjet.gateway.concurrency import CallLimits, Gate, GroupCommit, offload
+from agentjet.gateway.engine import Engine, LoadedModel
 from agentjet.gateway.observability import Tracing
 from agentjet.gateway.prompts import num_characters, prepare_prompt
 from agentjet.gateway.requests import (
@@ -47,27 +48,16 @@ from agentjet.gateway.requests import (
     with_choice_seed,
     with_overrides,
 )
-from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, SwarmState
 from agentjet.timeline.identity import context_digest
 from agentjet.timeline.support import pack_sets
-from agentjet.types import Call, Conversation, ModelInfo, PolicyId
+from agentjet.types import Call, Conversation
 
 RESAMPLE_SECONDS = 0.05
 """Wait before a call whose worker crashed enters the gate again. The gate is held by then."""
 
 MAX_CRASHES = 2
 """Workers that may crash during one call before it is given up."""
-
-
-class LoadedModel(Protocol):
-    """The model of the present worker. `model` and `renderer` are None until a worker was up once."""
-
-    policy: PolicyId
-    model: ModelInfo | None
-    renderer: Renderer | None
-    num_workers: int
-    """Number of workers started so far."""
 
 
 class CallPath:
@@ -79,7 +69,7 @@ class CallPath:
         commits: GroupCommit,
         compute: Compute,
         gate: Gate,
-        loaded: LoadedModel,
+        engine: Engine,
         call_timeout: float,
         *,
         limits: CallLimits,
@@ -91,7 +81,7 @@ class CallPath:
         self._commits = commits
         self._compute = compute
         self._gate = gate
-        self._loaded = loaded
+        self._engine = engine
         self._call_timeout = call_timeout
         self._clock = clock
         self._limits = limits
@@ -102,6 +92,7 @@ class CallPath:
         self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
     ) -> AsyncGenerator[CallChunk]:
         """Yields the chunks of an answer. See `Gateway.call`."""
+        observability.run.set(self._engine.run)
         observability.episode_id.set(episode_id)
         with (
             self.active.track(episode_id, role, request, hang_up) as call,
@@ -157,21 +148,19 @@ class CallPath:
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation, num_bytes: int) -> int:
         """Returns the prompt length of a call with `conversation`. Nothing is sampled or recorded."""
         with self._swarm.calling(episode_id):
-            _, renderer = await self._loaded_model()
+            renderer = (await self._loaded_model(role)).renderer
             tree = self._swarm.tree(episode_id, role)
             size = num_bytes + num_characters(conversation)
             return len(
                 (await offload(size, prepare_prompt, renderer, tree, conversation, self._swarm.job.history)).tokens
             )
 
-    async def _loaded_model(self) -> tuple[ModelInfo, Renderer]:
-        """Waits for the first worker if none was up yet."""
-        if self._loaded.renderer is None:
+    async def _loaded_model(self, role: str) -> LoadedModel:
+        """Returns the model of a role's policy. Waits until the policies were up once."""
+        if not self._engine.models:
             async with self._gate.enter(self._call_timeout):
                 pass
-        model, renderer = self._loaded.model, self._loaded.renderer
-        assert model is not None and renderer is not None, "the gate opens for a worker that is up"
-        return model, renderer
+        return self._engine.models[self._engine.policy_id(role).policy]
 
     async def _prepare(self, call: ActiveCall, episode: Episode) -> None:
         """Checks the request and prepares its prompt, so that every error shows before the call is held for a batch."""
@@ -180,7 +169,8 @@ class CallPath:
         call.deadline = asyncio.get_running_loop().time() + self._call_timeout
         call.request = request = with_overrides(call.request, job, episode)
         params = sampling_params(request, job, episode)
-        model, renderer = await self._loaded_model()
+        loaded = await self._loaded_model(call.role)
+        model, renderer = loaded.info, loaded.renderer
         call.renderer, call.tool_format = renderer, model.tool_format
         if request.template_kwargs and not renderer.ignores(request.conversation, request.template_kwargs):
             raise InvalidRequest(
@@ -217,7 +207,7 @@ class CallPath:
         sent = False
         async with self._gate.enter(max(0.0, call.deadline - asyncio.get_running_loop().time())):
             self._swarm.heartbeat(call.episode_id)  # Raises if the episode ended while its call was held.
-            worker = self._loaded.num_workers
+            worker = self._engine.num_workers
             call_id = (index == 0 and call.request.id) or uuid.uuid4().hex
             parser = CompletionParser(
                 call.renderer,
@@ -239,7 +229,8 @@ class CallPath:
                         status=503,
                         retry_after=5.0,
                     ) from error
-                call.crashed_workers.add(worker)
+                if not self._engine.is_of_another_run(error):
+                    call.crashed_workers.add(worker)
                 if len(call.crashed_workers) >= MAX_CRASHES:
                     raise RequestError(
                         f"{MAX_CRASHES} workers in a row crashed while serving this call; giving up.",
@@ -262,7 +253,9 @@ class CallPath:
             choice=index,
         )
         with _request_errors(call.request):
-            async with aclosing(self._compute.sample(self._loaded.policy, call.prompt.tokens, params)) as pieces:
+            async with aclosing(
+                self._compute.sample(self._engine.policy_id(call.role), call.prompt.tokens, params)
+            ) as pieces:
                 async for piece in pieces:
                     parser.push(piece)
                     if parser.stopped or piece.finish_reason is not None:
@@ -281,7 +274,7 @@ class CallPath:
         if num_likeliest is None:
             return ()
         with _request_errors(call.request):
-            scores = await self._compute.score(self._loaded.policy, tokens, num_likeliest)
+            scores = await self._compute.score(self._engine.policy_id(call.role), tokens, num_likeliest)
         texts = [call.renderer.token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):

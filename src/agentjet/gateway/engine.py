@@ -1,9 +1,10 @@
-"""`Engine`: supervises the worker. It starts a worker, restores it from the newest checkpoint and runs `TrainingLoop`.
+"""`Engine`: supervises the policies of a run. It adds them to the backend, restores them from the newest checkpoint and
+runs `TrainingLoop`.
 
-After a failure it starts another worker.
+After a failure of a worker it does so again, for all policies of the run. Other runs on the worker recover separately.
 
     offline ─► loading ─► sampling ◄─► learning
-                  ▲  └──────┬──────────┘ (a worker that crashed: loading again)
+                  ▲  └──────┬──────────┘ (a worker crashed: loading again)
                   │         ├─► draining ─► offline
                   └ failed ◄┘
 
@@ -16,20 +17,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from agentjet.compute.protocol import Compute, check_capabilities
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied, WorkerHung
-from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway import observability
+from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, policy_folders
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
 from agentjet.gateway.observability import MetricsFile, Tracing, emit_event
 from agentjet.gateway.training_loop import TrainingLoop
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch, SwarmState
-from agentjet.types import CheckpointStamp, EngineState, ModelInfo, Op, PolicyId
+from agentjet.types import CheckpointStamp, EngineState, ModelInfo, PolicyId, policy_of
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -85,11 +88,20 @@ def check_demand(wanted: Demand, state: EngineState) -> None:
         raise IllegalInState(wanted, state)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The model of a policy."""
+
+    info: ModelInfo
+    renderer: Renderer
+
+
 class Engine:
-    """The worker's supervisor. One task supervises; `start` and `stop` begin and end it."""
+    """The supervisor of a run's policies. One task supervises; `start` and `stop` begin and end it."""
 
     def __init__(
         self,
+        run: str,
         config: ServeConfig,
         swarm: SwarmState,
         commits: GroupCommit,
@@ -103,21 +115,21 @@ class Engine:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.policy = PolicyId()
+        self.run = run
+        self.policies = tuple(PolicyId(run, name) for name in config.policy_names)
         self.state: EngineState = "offline"
         self.reason = ""
         """Cause of the state after a failure, or ''."""
-        self.model: ModelInfo | None = None
-        self.renderer: Renderer | None = None
-        """Renderer of the model. None, like `model`, until a worker was up once."""
+        self.models: dict[str, LoadedModel] = {}
+        """Models by policy. Empty until all policies were up once."""
         self.num_workers = 0
-        """Number of workers started so far."""
+        """Number of times that the policies were brought up so far: 1, and 1 for each crash of a worker."""
         self.num_hung = 0
         """Number of workers killed so far because they hung."""
         self.fatal: AgentJetError | None = None
         """The error after which no further worker was started."""
         self.training = TrainingLoop(
-            self.policy,
+            self.policies,
             swarm,
             commits,
             compute,
@@ -148,7 +160,7 @@ class Engine:
     # ---- start and stop ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts a worker in the background. Does nothing if one is starting or up. Raises `Later` during a stop."""
+        """Brings the policies up in the background. Does nothing if they are. Raises `Later` during a stop."""
         if self._stop_task is not None and not self._stop_task.done():
             raise Later("The engine is being stopped.", code="engine_stopping", status=503, retry_after=2.0)
         if self._task is None or self._task.done():
@@ -158,13 +170,13 @@ class Engine:
             self._task = asyncio.create_task(self._supervise())
 
     async def wait_until_up(self) -> None:
-        """Waits until the worker is up. Raises the error of an engine that failed."""
+        """Waits until the policies are up. Raises the error of an engine that failed."""
         await self._changed.until(lambda: self.state not in ("loading", "draining"))
         if self.fatal is not None:
             raise self.fatal
 
     async def stop(self) -> None:
-        """Refuses calls, finishes the batch being learned, saves a checkpoint, ends the worker. Idempotent."""
+        """Refuses calls, finishes the batch being learned, saves a checkpoint, removes the policies. Idempotent."""
         if self._stop_task is None or self._stop_task.done():
             self._stop_task = asyncio.create_task(self._stop())
         await asyncio.shield(self._stop_task)
@@ -189,9 +201,13 @@ class Engine:
             log.warning("the stop cut off %d calls", self._gate.inside)
         if was_up and self.fatal is None:
             await self.training.save_last_checkpoint()
-        await self._compute.close()
+        await self._remove_policies()
         self.training.reject_maintenance(self.refusal)
         self._enter("offline")
+
+    def policy_id(self, role: str) -> PolicyId:
+        """Returns the policy of a role."""
+        return PolicyId(self.run, policy_of(role, tuple(self._config.policies)))
 
     def refusal(self) -> Later:
         """Returns the refusal of a request that needs a running engine."""
@@ -225,7 +241,8 @@ class Engine:
     # ---- supervision ------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Runs workers, one after the other, until stopped."""
+        """Brings the policies up, again after each crash, until stopped."""
+        observability.run.set(self.run)
         while not self.training.stopping:
             began = self._monotonic()
             try:
@@ -241,7 +258,7 @@ class Engine:
 
     async def _train_while_alive(self) -> None:
         training = asyncio.create_task(self.training.run())
-        death = asyncio.create_task(self._compute.died())
+        death = asyncio.create_task(self._compute.died(self.policies))
         try:
             await asyncio.wait([training, death], return_when=asyncio.FIRST_COMPLETED)
             if training.done():
@@ -254,57 +271,77 @@ class Engine:
             await asyncio.gather(training, death, return_exceptions=True)
 
     async def _recover(self, error: Exception, *, lived: float) -> bool:
-        """Handles a failure `lived` seconds after the worker's start. Returns True if another one is to be started."""
+        """Handles a failure `lived` seconds after the worker's start. Returns True if another one is to be started.
+
+        A worker that crashed during an operation of another run does not count as a failure of this one.
+        """
         log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied) else error)
         self.num_hung += isinstance(error, WorkerHung)
-        self.training.worker_failed(error)
+        is_ours = not self.is_of_another_run(error)
+        self.training.worker_failed(error, is_ours=is_ours)
         if self.training.stopping:
             return False
         has_learned = self.training.num_learned > self._learned_before_failure
         self._learned_before_failure = self.training.num_learned
-        self._failures = 1 if has_learned or lived > HEALTHY_SECONDS else self._failures + 1
-        is_new = self.model is None and self._store.newest() is None and self._swarm.policy_version == 0
+        self._failures = (0 if has_learned or lived > HEALTHY_SECONDS else self._failures) + is_ours
+        is_new = is_ours and not self.models and self._store.newest() is None and self._swarm.policy_version == 0
         if is_new or self._failures > MAX_FAILURES:
             await self._fail(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
             return False
         self._gate.hold()
         self._enter("loading", f"the worker failed and is started again: {error}")
-        await self._compute.close()
-        await self._sleep(0.0 if self._failures == 1 else min(30.0, 2.0 ** (self._failures - 2)))
+        await self._remove_policies()
+        await self._sleep(0.0 if self._failures <= 1 else min(30.0, 2.0 ** (self._failures - 2)))
         return True
+
+    def is_of_another_run(self, error: Exception) -> bool:
+        """True if the worker crashed during an operation on a policy of another run."""
+        during = error.during if isinstance(error, WorkerDied) else ""
+        return bool(during) and during not in map(str, self.policies)
+
+    async def _remove_policies(self) -> None:
+        for policy in self.policies:
+            await self._compute.remove(policy)
 
     async def _fail(self, error: AgentJetError) -> None:
         failed = f" after {self._failures} consecutive worker failures" if self._failures > MAX_FAILURES else ""
         log.error("training stopped%s: %s", failed, error)
-        await self._compute.close()
+        await self._remove_policies()
         self.fatal = error
         self._enter("failed", str(error))
         self._gate.shut(self.refusal)
         self.training.reject_maintenance(self.refusal)
 
-    # ---- bringing a worker up ---------------------------------------------------------------------------------------
+    # ---- bringing the policies up -----------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
-        """Starts a worker and brings it to the policy version of the journal."""
+        """Adds the policies to the backend and brings them to the policy version of the journal."""
         self._store.sweep(self._swarm.batches.recorded_digest)
-        await self._start_worker()
-        batches, operation = await self._load_newest()
-        self._swarm.record_origin()
-        await self.training.catch_up(batches, Op.of(self.policy, operation))
-
-    async def _start_worker(self) -> None:
         self._check_capabilities(self._swarm.job)
         self.num_workers += 1
-        model = await self._compute.start(dtype=self._swarm.dtype or self._store.dtype())
-        for change in self._swarm.check_origin(model):
-            log.warning("%s", change)
-        _check_context(self._swarm.job, model)
-        if self.renderer is None or model != self.model:
-            self.renderer = await asyncio.to_thread(Renderer, model)
-        self.model = model
+        await self._add_policies()
+        batches, operations = await self._load_newest()
+        self._swarm.record_origin()
+        await self.training.catch_up(batches, operations)
 
-    async def _load_newest(self) -> tuple[list[Batch], int]:
-        """Loads the newest good checkpoint, if any. Returns the batches to learn after it and their first operation.
+    async def _add_policies(self) -> None:
+        """Adds each policy with the weights of version 0."""
+        models: dict[str, LoadedModel] = {}
+        for policy in self.policies:
+            name = policy.policy
+            settings, worker = self._config.model_of(name), self._config.worker_of(name)
+            dtype = self._swarm.dtype(name) or self._store.dtype(name)
+            model = await self._compute.add(policy, settings, worker=worker, dtype=dtype)
+            for change in self._swarm.check_origin(name, model):
+                log.warning("%s", change)
+            _check_context(self._swarm.job, model)
+            known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)
+            models[name] = known or LoadedModel(model, await asyncio.to_thread(Renderer, model))
+        self.models = models
+
+    async def _load_newest(self) -> tuple[list[Batch], dict[str, int]]:
+        """Loads the newest good checkpoint, if any. Returns the batches to learn after it, and each policy's next
+        operation.
 
         Renames unusable checkpoints and tries older ones. Raises `ConfigError` for a checkpoint of other settings, or
         of a version that the journal does not reach: it is intact, so an older one must not replace it. Raises
@@ -313,17 +350,17 @@ class Engine:
         refused: list[str] = []
         for info in reversed(self._store.listing()):
             try:
-                stamp = await self._load(info)
+                stamps = await self._load(info)
             except CheckpointError as error:
                 refused.append(self._quarantine(info, error))
             else:
                 self._store.loaded(info.policy_version)
-                return self._resume(stamp, refused), stamp.operation
+                batches = self._resume(combined_stamp(stamps), refused)
+                return batches, {name: stamp.operation for name, stamp in stamps.items()}
         batches = self._resume(None, refused)
-        if refused:  # A failed load may leave any state behind: version 0 needs a fresh worker.
-            await self._compute.close()
-            await self._start_worker()
-        return batches, 0
+        if refused:  # A failed load may leave any state behind.
+            await self._add_policies()
+        return batches, dict.fromkeys(self._config.policy_names, 0)
 
     def _resume(self, stamp: CheckpointStamp | None, refused: list[str]) -> list[Batch]:
         try:
@@ -333,15 +370,22 @@ class Engine:
             found = [f"Unusable checkpoints in {self._store.folder}: {earlier}."] if earlier else []
             raise CheckpointError("; ".join([*refused, str(error), *found])) from error
 
-    async def _load(self, info: CheckpointInfo) -> CheckpointStamp:
-        """Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's."""
-        stamp = await self._compute.load(self.policy, Path(info.path))
-        if stamp.policy_version != info.policy_version:
-            raise CheckpointError(f"checkpoint {info.path} is damaged: it has policy version {stamp.policy_version}")
-        self._swarm.batches.check_checkpoint(stamp)
-        if not stamp.digest:
-            log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", info.path)
-        return stamp
+    async def _load(self, info: CheckpointInfo) -> dict[str, CheckpointStamp]:
+        """Loads all policies. Returns their stamps.
+
+        Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's.
+        """
+        folders, stamps = policy_folders(Path(info.path)), {}
+        for policy in self.policies:
+            if (folder := folders.get(policy.policy)) is None:
+                raise CheckpointError(f"checkpoint {info.path} is damaged: it has no policy {policy.policy!r}")
+            stamp = stamps[policy.policy] = await self._compute.load(policy, folder)
+            if stamp.policy_version != info.policy_version:
+                raise CheckpointError(f"checkpoint {folder} is damaged: it has policy version {stamp.policy_version}")
+            if not stamp.digest:
+                log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", folder)
+        self._swarm.batches.check_checkpoint(combined_stamp(stamps))
+        return stamps
 
     def _quarantine(self, info: CheckpointInfo, error: CheckpointError) -> str:
         """Renames an unusable checkpoint. Returns a sentence about it."""
@@ -354,11 +398,11 @@ class Engine:
     def check_job(self, job: JobConfig) -> None:
         """Raises `ConfigError` if the job needs a missing capability, or leaves no room for a prompt.
 
-        The second check needs a worker that was up once.
+        The second check needs policies that were up once.
         """
         self._check_capabilities(job)
-        if self.model is not None:
-            _check_context(job, self.model)
+        for model in self.models.values():
+            _check_context(job, model.info)
 
     def _check_capabilities(self, job: JobConfig) -> None:
         check_capabilities(self._compute.capabilities, self._config, job)

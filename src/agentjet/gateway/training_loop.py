@@ -1,15 +1,15 @@
-"""`TrainingLoop`: learns batch after batch on a worker that is up, and runs maintenance tasks between batches.
+"""`TrainingLoop`: learns batch after batch on policies that are up, and runs maintenance tasks between batches.
 
-A batch is learned by operations on the policy: `forward_backward` and `optim_step`, once per optimiser step. Then the
-new weights are published to the sampler.
+A batch is learned by operations on each policy of the run, in the order of the settings: `forward_backward` and
+`optim_step`, once per optimiser step. Then the new weights of all policies are published to the samplers.
 
 Invariants:
 * calls sample from `swarm.policy_version`: the gate opens only once the worker has learned all batches of the journal;
 * nothing is saved or exported while a call is inside the gate. Nothing is learned then either, unless
   `job.max_staleness` is above 0;
 * no failure loses a batch, and none applies it twice. The journal has the batch and each of its operations before the
-  operation is applied. A new worker loads the newest checkpoint and gets the later operations again, with the same
-  numbers. Only a batch that `MAX_CRASHES` workers crashed on is quarantined, counted and shown.
+  operation is applied. After a crash all policies load the newest checkpoint and get the later operations again, with
+  the same numbers. Only a batch that `MAX_CRASHES` workers crashed on is quarantined, counted and shown.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from agentjet.compute.protocol import Compute, learn
 from agentjet.errors import AgentJetError, CheckpointError, Conflict, Later, WorkerDied
 from agentjet.gateway import observability
-from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
-from agentjet.gateway.observability import DIVERGED, MetricsFile, StepTimer, Tracing, emit_event, has_diverged
+from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event
 from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.swarm import Batch, SwarmState
-from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId
+from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId, metrics_prefix
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +44,11 @@ MaintenanceTask = Callable[[], Awaitable[Any]]
 
 
 class TrainingLoop:
-    """Trains the policy. `Engine` provides the worker."""
+    """Trains the policies of a run. `Engine` brings them up."""
 
     def __init__(
         self,
-        policy: PolicyId,
+        policies: Sequence[PolicyId],
         swarm: SwarmState,
         commits: GroupCommit,
         compute: Compute,
@@ -67,9 +68,11 @@ class TrainingLoop:
         self.num_learned = 0
         """Number of batches that were learned for the first time."""
         self.timer = StepTimer(gate.busy_seconds, monotonic=monotonic)
-        self._policy = policy
-        self._next_operation = Op.of(policy, 0)
-        """First operation of the next batch. Unchanged until the present batch is recorded: a repetition reuses it."""
+        self._policies = policies
+        self._next_operations = {policy.policy: Op.of(policy, 0) for policy in policies}
+        """First operation of the next batch, by policy. Unchanged until the present batch is recorded: a repetition
+        reuses it.
+        """
         self._swarm = swarm
         self._commits = commits
         self._compute = compute
@@ -114,12 +117,12 @@ class TrainingLoop:
         await self._gate.drained()
         return not self.stopping
 
-    async def catch_up(self, batches: Iterable[Batch], operation: Op) -> None:
+    async def catch_up(self, batches: Iterable[Batch], operations: Mapping[str, int]) -> None:
         """Learns the `batches` that the journal has and the loaded checkpoint has not. Then opens the gate.
 
-        `operation` is the next one of the loaded policy.
+        `operations` has the number of each loaded policy's next operation.
         """
-        self._next_operation = operation
+        self._next_operations = {policy.policy: Op.of(policy, operations[policy.policy]) for policy in self._policies}
         for batch in batches:
             if self.stopping:
                 return
@@ -149,38 +152,45 @@ class TrainingLoop:
         self._learning = batch.id
         try:
             with observability.batch_context(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
-                training = await asyncio.to_thread(self._swarm.batches.training_batch, batch)
+                training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
-                metrics, following = await learn(
-                    self._compute, self._next_operation, training, batch.job, before=partial(self._journal, batch)
-                )
-                await self._compute.publish(self._policy, batch.id + 1)
+                metrics: dict[str, float] = {}
+                following: dict[str, Op] = {}
+                for name, own in training.items():
+                    learned, following[name] = await learn(
+                        self._compute, self._next_operations[name], own, batch.job, before=partial(self._journal, batch)
+                    )
+                    prefix = metrics_prefix(name, self._swarm.policies)
+                    metrics |= {f"{prefix}{metric}": value for metric, value in learned.items()}
+                for policy in self._policies:
+                    await self._compute.publish(policy, batch.id + 1)
                 if not replay:
-                    await self._record(batch, {**metrics, **self.timer.metrics(training.forest.num_targets)})
-                self._next_operation = following
+                    num_tokens = sum(own.forest.num_targets for own in training.values())
+                    await self._record(batch, {**metrics, **self.timer.metrics(num_tokens)})
+                self._next_operations = following
         except Later:  # A failure of the journal, not of the batch.
             self._learning = None
             raise
         self._learning = None
 
     async def _journal(self, batch: Batch, op: Op, kind: OperationKind) -> None:
-        self._swarm.batches.record_operation(op.number, kind, batch)
+        self._swarm.batches.record_operation(op.policy, op.number, kind, batch)
         await self._commits.durable()
 
     async def _record(self, batch: Batch, metrics: dict[str, float]) -> None:
         merged = self._swarm.batches.learned(batch, metrics)
         await self._commits.durable()
         self._metrics.append(batch.id + 1, merged)
-        if has_diverged(merged):
-            log.error(DIVERGED)
+        if reason := divergence(merged):
+            log.error("%s", reason)
         if (found := zero_variance(self._swarm)) and found.batches == REPORTED_BATCHES:
             log.warning("\n".join(report_lines(found)))
         self.num_learned += 1
 
-    def worker_failed(self, error: Exception) -> None:
-        """Counts a failure of the worker against the batch that it was learning. Quarantines the batch if needed."""
+    def worker_failed(self, error: Exception, *, is_ours: bool) -> None:
+        """Counts a failure against the batch being learned, if it `is_ours`. Quarantines the batch if needed."""
         failed, self._learning = self._learning, None
-        if failed is None:
+        if failed is None or not is_ours:
             return
         self._crashes[failed] += 1
         pending = self._swarm.pending
@@ -227,7 +237,7 @@ class TrainingLoop:
     async def checkpoint(self) -> CheckpointInfo:
         """Saves the present policy version unless it is saved already. To be run as a maintenance task.
 
-        Raises `CheckpointError`, and `Conflict` if the policy has diverged: its checkpoint would displace a good one.
+        Raises `CheckpointError`, and `Conflict` if a policy has diverged: its checkpoint would displace a good one.
         """
         version = self._swarm.policy_version
         if (written := self._store.good(version)) is not None:
@@ -235,8 +245,7 @@ class TrainingLoop:
         try:
             self.refuse_diverged()
             keep = self._swarm.job.keep_checkpoints
-            save = partial(self._compute.save, self._policy)
-            info = await self._store.write(version, save, self._record_checkpoint, keep=keep)
+            info = await self._store.write(version, self._save, self._record_checkpoint, keep=keep)
         except (CheckpointError, Conflict) as error:
             emit_event(self._swarm, "checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
@@ -253,10 +262,19 @@ class TrainingLoop:
             except (AgentJetError, OSError) as error:
                 log.error("no checkpoint at the stop: %s", error)
 
+    async def _save(self, path: Path) -> CheckpointStamp:
+        """Writes all policies to a new folder."""
+        if not self._swarm.policies:
+            return await self._compute.save(self._policies[0], path)
+        path.mkdir(parents=True)
+        stamps = {policy.policy: await self._compute.save(policy, path / policy.policy) for policy in self._policies}
+        flush(path)
+        return combined_stamp(stamps)
+
     def refuse_diverged(self) -> None:
-        """Raises `Conflict` if the policy has diverged: its weights are useless."""
-        if has_diverged(self._swarm.last_step):
-            raise Conflict(DIVERGED, code="policy_diverged")
+        """Raises `Conflict` if a policy has diverged: its weights are useless."""
+        if reason := divergence(self._swarm.last_step):
+            raise Conflict(reason, code="policy_diverged")
 
     async def _try_checkpoint(self) -> None:
         """Saves a checkpoint. A failure is logged and recorded, and training continues."""

@@ -21,7 +21,6 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
@@ -322,8 +321,6 @@ def call_request(
 
 # --- the dialect
 
-POLICY_ALIAS = "policy"
-MAX_ROLE = 128
 """Maximum characters of an agent role's name. Rewards by role have the same limit."""
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
@@ -374,33 +371,6 @@ def sse(payload: dict[str, Any], *, name: str = "") -> str:
     """Returns one server-sent event."""
     event = f"event: {name}\n" if name else ""
     return f"{event}data: {json.dumps(payload, ensure_ascii=False)}\n\n"
-
-
-def role_of(model: str, served: str, header: str, aliases: str) -> str:
-    """Returns the agent role of a request: the header, or what follows `@` in the model's name.
-
-    `aliases` are other accepted names, comma-separated; `*` matches any text. Raises `NotFound` for another model.
-    """
-    name = model.partition("@")[0]
-    patterns = (pattern.strip() for pattern in aliases.split(","))
-    accepted = [name] if any(fnmatchcase(name, pattern) for pattern in patterns if pattern) else []
-    for known in (served, POLICY_ALIAS, *accepted):
-        if model == known:
-            return header
-        if model.startswith(known + "@"):
-            role = model[len(known) + 1 :]
-            if len(role) > MAX_ROLE:
-                raise InvalidRequest(
-                    f"The role in the model's name has {len(role)} characters; the maximum is {MAX_ROLE}.",
-                    param="model",
-                )
-            if header and header != role:
-                raise InvalidRequest(f"The model's name has role {role!r}, the header has {header!r}.", param="model")
-            return role
-    near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
-    hint += " server.model_aliases lets it answer to other names."
-    raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
 
 
 # --- the choices of an answer

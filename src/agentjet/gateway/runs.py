@@ -1,0 +1,344 @@
+"""`Runs`: the runs of a server, each a `Gateway` on one common `Compute`.
+
+A run other than the default one has the file `run.json`: its policies, the job settings that it was created with, and
+whether it is open. Invariants:
+
+* `run.json` is written before a run is opened and before it is ended, so a restarted server has the same runs;
+* two requests for the same run have their effect one after the other;
+* a run that cannot be opened is logged and listed, and stops neither the server nor another run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agentjet.compute import Compute
+from agentjet.config import JobConfig, ServeConfig, parse_config
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound
+from agentjet.gateway.checkpoints import flush, write_json
+from agentjet.gateway.gateway import Gateway
+from agentjet.gateway.observability import Tracing
+from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
+from agentjet.types import DEFAULT_RUN
+
+log = logging.getLogger(__name__)
+
+RECORD = "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The content of `run.json`."""
+
+    policies: Mapping[str, Any] = field(default_factory=dict)
+    """As `[policies]` of the settings file."""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """The job settings that the run was created with. The journal has those in force."""
+    open: bool = True
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord | None:
+        """Returns None if the file does not exist. Raises `ConfigError` if it is damaged."""
+        try:
+            record = cls(**json.loads(path.read_bytes()))
+            assert isinstance(record.policies, dict) and isinstance(record.job, dict)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(
+                f"{path} cannot be read as the settings of a run ({type(error).__name__}: {error}): restore it, or "
+                "move the folder away"
+            ) from None
+        return record
+
+
+class Runs:
+    """The runs of a server. `await start()` first, `await close()` at the end."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        compute: Compute,
+        *,
+        clock: Callable[[], float] = time.time,
+        stopwatch: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """Opens the default run. Raises `ConfigError` like `Gateway`, or if an older data dir cannot be moved."""
+        self._config = config
+        self._compute = compute
+        self._clock = clock
+        self._stopwatch = stopwatch
+        self._tracing = tracing
+        self._folder = config.server.data_dir / "runs"
+        self._gateways: dict[str, Gateway] = {}
+        self._failed: dict[str, str] = {}
+        """Why runs could not be opened, by name."""
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._closing = False
+        move_first_edition(config.server.data_dir)
+        self.default = self._gateway(DEFAULT_RUN, config)
+
+    def get(self, name: str) -> Gateway:
+        """Returns the gateway of an open run. Raises `NotFound`."""
+        if name not in self._gateways:
+            raise self._not_found(name)
+        return self._gateways[name]
+
+    def open_gateways(self) -> list[Gateway]:
+        """Returns the gateways of the open runs, the default run first."""
+        return list(self._gateways.values())
+
+    def views(self) -> list[RunView]:
+        """Returns all runs, the default run first."""
+        names = sorted(path.parent.name for path in self._folder.glob(f"*/{RECORD}"))
+        return [self._view(name) for name in (DEFAULT_RUN, *names)]
+
+    async def start(self) -> None:
+        """Starts the default run, and the other runs that were open when the server stopped."""
+        await self.default.start()
+        for view in self.views()[1:]:
+            try:
+                if (record := self._record(view.name)) is not None and record.open:
+                    await self._open(view.name, record)
+            except ConfigError as error:
+                log.error("run %s cannot be opened: %s", view.name, error)
+                self._failed[view.name] = str(error)
+
+    async def put(self, name: str, settings: RunSettings) -> RunView:
+        """Creates or opens a run, and changes its job settings if `settings` has some. Idempotent.
+
+        Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`; `run_policies_changed`
+        if the run has other policies; `run_unusable` if its files cannot be opened.
+        """
+        check_run_name(name)
+        if name == DEFAULT_RUN:
+            raise Conflict(
+                f"The run {DEFAULT_RUN!r} has the settings that the server was started with: change its job with PUT "
+                "/swarm/v1/job, or choose another name.",
+                code="default_run",
+            )
+        async with self._locks[name]:
+            try:
+                return await self._put(name, settings)
+            except ConfigError as error:
+                raise Conflict(f"The run {name!r} cannot be opened: {error}", code="run_unusable") from None
+
+    async def _put(self, name: str, settings: RunSettings) -> RunView:
+        if self._closing:
+            raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
+        known = self._record(name)
+        record = known or self._new_record(settings)
+        job = self._checked_job(record, settings)
+        if name not in self._gateways:
+            record = replace(record, open=True)
+            self._write(name, record)
+            await self._open(name, record)
+        gateway = self._gateways[name]
+        if settings.job is not None and gateway.swarm.job != job:
+            await gateway.replace_job(JobBody(revision=gateway.job().revision, job=job.model_dump(mode="json")))
+        return self._view(name)
+
+    async def end(self, name: str) -> RunView:
+        """Saves a checkpoint, frees the policies of a run and closes its journal. Its files remain. Idempotent.
+
+        Raises `InvalidRequest` for an invalid name, `NotFound`, and `Conflict` for the default run.
+        """
+        check_run_name(name)
+        if name == DEFAULT_RUN:
+            raise Conflict(f"The run {DEFAULT_RUN!r} ends with the server: stop the server.", code="default_run")
+        async with self._locks[name]:
+            try:
+                record = self._record(name)
+            except ConfigError as error:
+                raise Conflict(f"The run {name!r} cannot be ended: {error}", code="run_unusable") from None
+            if record is None:
+                raise self._not_found(name)
+            if record.open:
+                self._write(name, replace(record, open=False))
+            self._failed.pop(name, None)
+            if (gateway := self._gateways.get(name)) is not None:
+                try:
+                    await gateway.drain()
+                finally:
+                    del self._gateways[name]
+                    await gateway.close()
+            return self._view(name)
+
+    async def drain(self) -> None:
+        """Drains all runs: see `Gateway.drain`."""
+        self._closing = True
+        await _all_of(gateway.drain() for gateway in self.open_gateways())
+
+    async def close(self) -> None:
+        """Closes all runs, then the backend. Idempotent."""
+        self._closing = True
+        try:
+            await _all_of(gateway.close() for gateway in self.open_gateways())
+        finally:
+            await self._compute.close()
+
+    # ---- one run ----------------------------------------------------------------------------------------------------
+
+    def _new_record(self, settings: RunSettings) -> RunRecord:
+        job = settings.job
+        if job is None:  # Optimisers of policies that the run does not have would be refused.
+            own = {name: one for name, one in self._config.job.optimizers.items() if name in settings.policies}
+            job = self._config.job.model_copy(update={"optimizers": own}).model_dump(mode="json")
+        return RunRecord(settings.policies, job)
+
+    def _checked_job(self, record: RunRecord, settings: RunSettings) -> JobConfig:
+        """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
+        wanted = replace(
+            record,
+            policies=settings.policies or record.policies,
+            job=record.job if settings.job is None else settings.job,
+        )
+        try:
+            config, present = self._config_of(wanted), self._config_of(replace(record, job={}))
+        except ConfigError as error:
+            raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
+        if config.policies != present.policies:
+            raise Conflict(
+                f"The policies of a run cannot change; its policies are {json.dumps(record.policies)}. Leave "
+                "`policies` out, or choose another run.",
+                code="run_policies_changed",
+            )
+        return config.job
+
+    def _config_of(self, record: RunRecord) -> ServeConfig:
+        """Returns the settings of the server with those of a run. Raises `ConfigError`."""
+        served = self._config.model_dump(include={"model", "sampler", "server"})
+        return parse_config({**served, "policies": record.policies, "job": record.job})
+
+    async def _open(self, name: str, record: RunRecord) -> None:
+        """Opens and starts a run. Raises `ConfigError`."""
+        try:
+            gateway = self._gateway(name, self._config_of(record))
+        except ConfigError as error:
+            self._failed[name] = str(error)
+            raise
+        self._failed.pop(name, None)
+        await gateway.start()
+
+    def _gateway(self, name: str, config: ServeConfig) -> Gateway:
+        gateway = Gateway(
+            config, self._compute, run=name, clock=self._clock, stopwatch=self._stopwatch, tracing=self._tracing
+        )
+        self._gateways[name] = gateway
+        return gateway
+
+    def _record(self, name: str) -> RunRecord | None:
+        return RunRecord.read(self._folder / name / RECORD)
+
+    def _write(self, name: str, record: RunRecord) -> None:
+        """Raises `ConfigError` if the file cannot be written."""
+        path = self._folder / name / RECORD
+        try:
+            path.parent.mkdir(0o700, exist_ok=True)
+            write_json(path, asdict(record))
+            flush(self._folder)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+    def _not_found(self, name: str) -> NotFound:
+        return NotFound(f"There is no open run {name!r}; open are: {', '.join(self._gateways)}.", code="run_not_found")
+
+    def _view(self, name: str) -> RunView:
+        path = "" if name == DEFAULT_RUN else f"/runs/{name}"
+        if (gateway := self._gateways.get(name)) is not None:
+            engine, version = gateway.engine, gateway.swarm.policy_version
+            return RunView(
+                name=name,
+                path=path,
+                policies=gateway.policies,
+                is_open=True,
+                state=engine.state,
+                reason=engine.reason,
+                policy_version=version,
+            )
+        reason, policies = self._failed.get(name, ""), ()
+        try:
+            record = self._record(name)
+            policies = () if record is None else tuple(record.policies)
+        except ConfigError as error:
+            reason = reason or str(error)
+        return RunView(
+            name=name,
+            path=path,
+            policies=policies,
+            is_open=False,
+            state="failed" if reason else "offline",
+            reason=reason,
+        )
+
+
+async def _all_of(works: Iterable[Awaitable[None]]) -> None:
+    """Waits for all, then raises the first error."""
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+# ---- the first edition ----------------------------------------------------------------------------------------------
+
+JOURNAL = "journal.sqlite"
+FIRST_EDITION = ("metrics.jsonl", "exports", "checkpoints", f"{JOURNAL}-wal", f"{JOURNAL}-shm", JOURNAL)
+"""Files that edition 1 had directly in the data dir. The journal is moved last: a data dir without it is complete."""
+
+
+def move_first_edition(data_dir: Path) -> None:
+    """Moves the run of a data dir of edition 1, or `checkpoints/` that a user put there, to `runs/default/`.
+
+    Can be repeated after it was killed at any point. Raises `ConfigError` if the data dir is in use, or if
+    `runs/default/` has such files.
+    """
+    if not any((data_dir / name).exists() for name in (JOURNAL, "checkpoints")):
+        return
+    folder = data_dir / "runs" / DEFAULT_RUN
+    try:
+        with _locked(data_dir / f"{JOURNAL}.lock"):
+            found = [name for name in FIRST_EDITION if (data_dir / name).exists()]
+            if taken := [name for name in found if (folder / name).exists()]:
+                raise ConfigError(
+                    f"{data_dir / taken[0]} and {folder / taken[0]} exist, and a run has only one of them: move the "
+                    "wrong one away"
+                )
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            (data_dir / "lease.json").unlink(missing_ok=True)
+            for name in found:
+                (data_dir / name).rename(folder / name)
+                flush(folder)
+                flush(data_dir)
+    except OSError as error:
+        raise ConfigError(f"the run in {data_dir} cannot be moved to {folder}: {error}") from None
+    log.warning("the run in %s was moved to %s", data_dir, folder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Context in which no server of edition 1 opens the journal. Removes the lock file at the end."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"server.data_dir = {str(path.parent)!r} is in use by another server: stop that server, or choose "
+                "another folder"
+            ) from None
+        yield
+        path.unlink()
+    finally:
+        os.close(lock)
