@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from agentjet.config.job import Int64, JobConfig, PolicyName, Section
+from agentjet.config.job import Int64, JobConfig, PolicyName, Section, unknown_policy
 from agentjet.types import SOLE_POLICY
 
 LogFormat = Literal["text", "json"]
@@ -188,10 +188,7 @@ class ServeConfig(Section):
     def _optimizers_have_policies(self) -> Self:
         for name in self.job.optimizers:
             if name not in self.policy_names:
-                raise ValueError(
-                    f"job.optimizers.{name}: the run has no policy {name!r}; its policies are "
-                    f"{', '.join(self.policy_names)}"
-                )
+                raise ValueError(f"job.optimizers.{name}: {unknown_policy(name, self.policy_names)}")
         return self
 
     @model_validator(mode="after")
