@@ -32,6 +32,7 @@ Override = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="Override a setting of the server; can be repeated."),
 ]
+Run = Annotated[str, typer.Option("--run", metavar="NAME", help="A run of the data dir.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 
 JOINERS = "\u200c\u200d"

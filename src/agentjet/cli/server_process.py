@@ -133,7 +133,8 @@ async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
 
 
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
-    version, prompts = f"policy version {gateway.swarm.policy_version}", {}
+    version = f"policy version {gateway.swarm.policy_version}"
+    prompts: dict[str, str] = {}
     if gateway.policies:
         _print(f"Ready: policies {', '.join(gateway.policies)}, {version}.")
     for policy, loaded in gateway.engine.models.items():
@@ -152,8 +153,8 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
         prompts[policy] = b"".join(map(renderer.token_bytes, tokens)).decode(errors="replace")
     for prompt in dict.fromkeys(prompts.values()):
         owners = ", ".join(policy for policy, own in prompts.items() if own == prompt)
-        owner = owners if len(set(prompts.values())) > 1 else "the model"
-        _print(f"The chat template of {owner} renders the message 'Hello' as: {prompt!r}")
+        template = f"The chat template of {owners}" if gateway.policies else "The model's chat template"
+        _print(f"{template} renders the message 'Hello' as: {prompt!r}")
     _print(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
     _print(
         "Next, in another terminal:\n"

@@ -41,7 +41,7 @@ def load_config(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if path is not None:
-        values = _read_toml(path)
+        values = read_toml(path)
         origins = dict.fromkeys(_keys(values), str(path))
     for variable, key in ENVIRONMENT.items():
         if environ.get(variable):
@@ -99,7 +99,8 @@ def parse_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 and "#" not in text else text
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the content of a settings file. Raises `ConfigError`."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

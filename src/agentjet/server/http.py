@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from agentjet.config import ServerConfig
 from agentjet.config.schema import is_loopback
 from agentjet.errors import ConfigError, InvalidRequest, RequestError
+from agentjet.gateway import observability
 from agentjet.server import error_handlers
 from agentjet.server.limits import Limits
 from agentjet.server.runs import RUN, AppDeps, ServedRuns, key_of, route_path, run_in_path
@@ -103,6 +104,7 @@ class RunPaths:
             # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
             if scope["method"] != "HEAD":
                 scope[RUN] = self._entered(name, HTTPConnection(scope))
+                observability.run.set(name)
         except RequestError as error:
             await error_handlers.error_response(route_path(scope), error)(scope, receive, send)
             return

@@ -39,6 +39,10 @@ SECRET_PATTERNS = (
 )
 
 
+NOT_SHOWN = (None, "", DEFAULT_RUN)
+"""Values of a record's context that are left out."""
+
+
 class LogFile(RotatingFileHandler):
     """A rotating log file that only its owner can read."""
 
@@ -68,21 +72,21 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """A text line that ends with the episode and batch of the record."""
+    """A text line that ends with the run (not the default one), episode and batch of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         about = [
             f"{name}={held}"
-            for name in ("episode_id", "batch_id")
-            if (held := getattr(record, name, None)) not in (None, "") and str(held) not in record.getMessage()
+            for name in ("run", "episode_id", "batch_id")
+            if (held := getattr(record, name, None)) not in NOT_SHOWN and str(held) not in record.getMessage()
         ]
         first, newline, rest = super().format(record).partition("\n")
         return redact(" ".join([first, *about]) + newline + rest)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: `time` (Unix seconds), `level`, `logger`, `message`; if known, also `episode_id`,
-    `batch_id`, `event` and `traceback`.
+    """One JSON object per line: `time` (Unix seconds), `level`, `logger`, `message`; if known, also `run` (not the
+    default one), `episode_id`, `batch_id`, `event` and `traceback`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -92,9 +96,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in ("episode_id", "batch_id", "event"):
+        for name in ("run", "episode_id", "batch_id", "event"):
             held = getattr(record, name, None)
-            if held not in (None, ""):
+            if held not in NOT_SHOWN:
                 line[name] = held
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
