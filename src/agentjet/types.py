@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal, Self
 
 Mode = Literal["train", "eval"]
-EpisodeStatus = Literal["live", "prepared", "finished", "aborted", "expired"]
-"""`prepared`: the reward is on disk. A later `finish` or `abort` decides if it counts."""
+EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
 OperationKind = Literal["forward_backward", "optim_step"]
 EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
@@ -200,6 +200,32 @@ def policy_of(role: str, policies: Sequence[str]) -> str:
     With named policies, a role is `POLICY` or `POLICY/NAME`.
     """
     return role.partition("/")[0] if policies else SOLE_POLICY
+
+
+def metrics_prefix(policy: str, policies: Sequence[str]) -> str:
+    """Returns the start of the names of a policy's metrics: empty in a run whose settings name no policies."""
+    return f"{policy}/" if policies else ""
+
+
+def wrong_reward_name(names: Iterable[str], policies: Sequence[str]) -> tuple[str, str] | None:
+    """Returns the first unknown or missing name of an episode's rewards by role, and a sentence about it.
+
+    None if the names are right: no names, or every policy, with any `POLICY/NAME`.
+    """
+    known = list(names)
+    for name in known:
+        policy, slash, role = name.partition("/")
+        if policy not in policies or (slash and not role):
+            near = get_close_matches(policy, policies, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"The policies are {', '.join(policies)}."
+            return name, f"by_role[{name!r}]: the run has no policy {policy!r}. {hint}"
+    missing = [policy for policy in policies if known and policy not in known]
+    if missing:
+        return missing[0], (
+            f"by_role has no reward for policy {missing[0]!r}: give one for each of {', '.join(policies)}, or none at "
+            "all, and every policy gets the reward of the episode."
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)
