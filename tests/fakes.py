@@ -28,6 +28,7 @@ from agentjet.types import (
     Message,
     ModelInfo,
     Op,
+    OperationKind,
     PolicyId,
     Sampled,
     SamplingParams,
@@ -35,6 +36,8 @@ from agentjet.types import (
 )
 from tests.tiny import SPECIAL, make_model_info, tokenizer
 
+RUN = Path("runs/default")
+"""Folder of the default run in a data dir."""
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 """Prompt tokens and parameters to the completion's tokens; an end token in it ends the completion."""
 
@@ -149,16 +152,14 @@ class ScriptedCompute:
         """Raised by the next starts, one each."""
         self.fail_learn: list[Exception] = []
         self.fail_save: list[Exception] = []
-        self.die_in_learn = 0
-        """So many of the next `optim_step` calls end in the worker's death, after the weights changed."""
+        self.die_after: list[str] = []
+        """Operations, as `KIND POLICY` in order: the worker dies after it applied one of them."""
         self.metrics: dict[str, float] = {}
         """Of every batch, besides the loss."""
-        self.deadly: set[int] = set()
-        """Batches that kill every worker that tries them."""
+        self.deadly: set[tuple[str, int]] = set()
+        """Runs and batches that kill every worker that tries them."""
         self.num_steps = 1
         """Optimiser steps per batch."""
-        self.die_in_backward = 0
-        """So many of the next `forward_backward` calls end in the worker's death, after the gradient changed."""
         self.applied: list[int] = []
         """Numbers of the operations that were applied, by all workers."""
 
@@ -261,7 +262,7 @@ class ScriptedCompute:
         await known.while_alive(self.may_learn.wait())
         if self.fail_learn:
             raise self.fail_learn.pop(0)
-        if batch.id in self.deadly:
+        if (op.run, batch.id) in self.deadly:
             raise self._killed("out of memory", op)
         body = f"{batch.id}/{loss.step}/{sorted(batch.forest.to_wire().items())}/{batch.facts}"
         if (result := known.repeated(op, body)) is not None:
@@ -270,11 +271,7 @@ class ScriptedCompute:
         seen = hashlib.sha256(f"{known.gradient}/{known.weights}/{body}".encode())
         known.gradient, known.batch_id = seen.hexdigest(), batch.id
         metrics = {"policy/loss": float(batch.id), "forest/tokens_computed": 0.0}
-        known.apply(op, body, metrics)
-        self.applied.append(op.number)
-        if self.die_in_backward:
-            self.die_in_backward -= 1
-            raise self._killed("killed after forward_backward", op)
+        self._apply("forward_backward", op, body, metrics)
         return Outputs(metrics, self.num_steps)
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
@@ -285,11 +282,7 @@ class ScriptedCompute:
         known.weights = hashlib.sha256(f"{known.weights}/{known.gradient}/{body}".encode()).hexdigest()
         known.gradient = ""
         metrics = {"optim/grad_norm": 1.0, "optim/steps": 1.0, "optim/skipped_steps": 0.0, **self.metrics}
-        known.apply(op, body, metrics)
-        self.applied.append(op.number)
-        if self.die_in_learn:
-            self.die_in_learn -= 1
-            raise self._killed("killed while learning", op)
+        self._apply("optim_step", op, body, metrics)
         return metrics
 
     async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
@@ -330,6 +323,12 @@ class ScriptedCompute:
         known = self.policies[policy]
         await known.while_alive(asyncio.sleep(0))
         return known
+
+    def _apply(self, kind: OperationKind, op: Op, body: str, result: dict[str, float]) -> None:
+        self.policies[op.policy_id].apply(op, body, result)
+        self.applied.append(op.number)
+        if self.die_after[:1] == [f"{kind} {op.policy}"]:
+            raise self._killed(f"killed after {self.die_after.pop(0)}", op)
 
     def _killed(self, why: str, op: Op) -> WorkerDied:
         error = WorkerDied(why, during=str(op.policy_id))

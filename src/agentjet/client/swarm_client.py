@@ -392,13 +392,13 @@ class AsyncSwarm:
         check_tag(name)
         return await self._send_list(CheckpointInfo, "DELETE", f"/tags/{quote(name, safe='')}")
 
-    async def export(self, *, adapter: bool = False) -> CheckpointInfo:
-        """Write the present policy to the server's disk, between two batches.
+    async def export(self, *, adapter: bool = False, policy: str = "") -> CheckpointInfo:
+        """Write the present policy to the server's disk, between two batches. `policy` names one of several.
 
         Writes a plain Hugging Face folder, or with `adapter` its adapter alone as a PEFT folder. Raises
         `InvalidRequest` for the adapter of a policy without one.
         """
-        body = ExportRequest(adapter=adapter)
+        body = build_request(ExportRequest, adapter=adapter, policy=policy)
         return await self._send(CheckpointInfo, "POST", "/exports", body=body, server_wait=CHECKPOINT_WAIT)
 
     async def _send(

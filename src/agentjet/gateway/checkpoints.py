@@ -246,7 +246,7 @@ def write_json(path: Path, value: Any) -> None:
     """Replaces a file atomically. Raises `OSError`."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
+        json.dump(value, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -323,7 +323,7 @@ class Tags:
         path = self.folder / FILE
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, tags)
+            write_json(path, dict(sorted(tags.items())))
         except OSError as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
 

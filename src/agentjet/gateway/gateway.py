@@ -228,7 +228,7 @@ class Gateway:
         if self.swarm.is_due():
             self.swarm.reap()
         self.swarm.take_over(request)
-        if self.swarm.queries.num_live(request.client_id) >= most:
+        if self.swarm.queries.holding().get(request.client_id, 0) >= most:
             raise too_many_episodes(request.client_id, most)
 
     async def heartbeat(self, episode_id: str) -> Episode:
@@ -294,7 +294,7 @@ class Gateway:
 
     def _renderer_of(self, role: str) -> Renderer | None:
         loaded = self.engine.models.get(policy_of(role, self.policies))
-        return loaded and loaded.renderer
+        return None if loaded is None else loaded.renderer
 
     async def recent_episodes(
         self, limit: int, *, status: EpisodeStatus | None = None, before: str = ""

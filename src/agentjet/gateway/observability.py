@@ -106,7 +106,7 @@ class Tracing:
             yield
             return
         links = self._links(episode_ids)
-        attributes = {
+        attributes: dict[str, str | int] = {
             "agentjet.run": run.get(),
             "agentjet.batch_id": batch_id,
             "agentjet.policy_version": batch_id + 1,

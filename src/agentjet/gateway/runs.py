@@ -268,16 +268,15 @@ class Runs:
                 reason=engine.reason,
                 policy_version=version,
             )
-        reason, policies = self._failed.get(name, ""), ()
+        reason = self._failed.get(name, "")
         try:
-            record = self._record(name)
-            policies = () if record is None else tuple(record.policies)
+            record = self._record(name) or RunRecord()
         except ConfigError as error:
-            reason = reason or str(error)
+            record, reason = RunRecord(), str(error)
         return RunView(
             name=name,
             path=path,
-            policies=policies,
+            policies=tuple(record.policies),
             is_open=False,
             state="failed" if reason else "offline",
             reason=reason,

@@ -160,7 +160,7 @@ class TrainingLoop:
                     learned, following[name] = await learn(
                         self._compute, self._next_operations[name], own, batch.job, before=partial(self._journal, batch)
                     )
-                    prefix = metrics_prefix(name, self._swarm.policies)
+                    prefix = metrics_prefix(name, self._swarm.store.policies)
                     metrics |= {f"{prefix}{metric}": value for metric, value in learned.items()}
                 for policy in self._policies:
                     await self._compute.publish(policy, batch.id + 1)
@@ -264,7 +264,7 @@ class TrainingLoop:
 
     async def _save(self, path: Path) -> CheckpointStamp:
         """Writes all policies to a new folder."""
-        if not self._swarm.policies:
+        if not self._swarm.store.policies:
             return await self._compute.save(self._policies[0], path)
         path.mkdir(parents=True)
         stamps = {policy.policy: await self._compute.save(policy, path / policy.policy) for policy in self._policies}
