@@ -93,7 +93,7 @@ class EmbeddedCompute:
                 if item.finish_reason is not None:
                     return
         finally:
-            process.close_stream(id)
+            process.close_stream(policy, id)
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """See `Sampler.score`."""

@@ -225,11 +225,11 @@ class WorkerProcess:
         self._streams[id] = queue = asyncio.Queue()
         return id, queue
 
-    def close_stream(self, id: int) -> None:
+    def close_stream(self, policy: PolicyId, id: int) -> None:
         """Cancel a completion unless it has ended."""
         if self._streams.pop(id, None) is not None:
             with contextlib.suppress(WorkerDied):
-                self._send({"op": "cancel", "id": id})
+                self._send({"op": "cancel", "id": id, "policy": dataclasses.asdict(policy)})
 
     async def close(self) -> None:
         """End the process; kill it after `CLOSE_SECONDS`. Idempotent."""
