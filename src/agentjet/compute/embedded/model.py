@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import logging
 import re
 from pathlib import Path
@@ -38,6 +39,7 @@ from agentjet.compute.embedded.policy import (
     locate_model,
     model_fingerprint,
     probe_tokens,
+    rename_or_discard,
     resolve_device,
     resolve_dtype,
     tolerance,
@@ -203,7 +205,10 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
     if own.exists() and _pipeline(Tokenizer.from_file(str(own)).to_str()) == _pipeline(text):
         return str(own.parent.resolve())
     target = cache_dir() / f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    tokenizer.save_pretrained(target)
+    if not target.exists():  # A worker beside this one may read or write it: it appears whole.
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        tokenizer.save_pretrained(partial)
+        rename_or_discard(partial, target)
     return str(target)
 
 
