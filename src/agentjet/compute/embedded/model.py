@@ -16,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any, cast
