@@ -25,6 +25,7 @@ from agentjet.compute.operations import OperationLog
 from agentjet.config import ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, Damage, ordered
 from bench.breaking.reference import WEIGHTS
@@ -75,6 +76,8 @@ class LocalWorker(EmbeddedCompute):
     async def _ask(self, op: str, policy: PolicyId, **arguments: Any) -> Any:
         """As the loop of a worker process, which turns foreign errors into a `ComputeError`."""
         try:
+            if isinstance(batch := arguments.get("batch"), TrainingBatch):
+                arguments["batch"] = batch.to_wire()
             return self._worker.handle(op, policy, **arguments)
         except AgentJetError:
             raise

@@ -182,7 +182,7 @@ def test_verbs_refusals_and_idempotent_learning(
         assert weights(tmp_path / "once") == weights(tmp_path / "twice")
         with pytest.raises(OperationConflict, match=r"operation 0 .* with another body"):
             await learn_batch(compute, 0, forest.with_columns(advantage=-forest["advantage"]), job)
-        with pytest.raises(ComputeError, match="no policy other/policy: add it first"):
+        with pytest.raises(ComputeError, match="no worker has the policy other/policy"):
             await compute.publish(PolicyId("other"), 7)
         before = (await compute.logprobs(POLICY, TrainingBatch(1, forest))).columns["logprob"]
         reference = (await compute.logprobs(POLICY, TrainingBatch(1, forest), reference=True)).columns["logprob"]
