@@ -22,9 +22,10 @@ from typing import Any
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import OperationLog
-from agentjet.config import ServeConfig
+from agentjet.config import ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, Damage, ordered
 from bench.breaking.reference import WEIGHTS
@@ -41,17 +42,22 @@ class LocalWorker(EmbeddedCompute):
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)
         self._worker = Worker(io.BytesIO())
-        self._info = ModelInfo(**self._worker._start(config.model_dump(mode="json"), ""))
-        self._first = copy.deepcopy(self._worker.learner.state())
+        model, sampler = (section.model_dump(mode="json") for section in (config.model, config.sampler))
+        self._info = ModelInfo(**self._worker.handle("add", PolicyId(), model=model, dtype="", sampler=sampler))
+        self.hosted = self._worker.policies[PolicyId()]
+        self._first = copy.deepcopy(self.hosted.learner.state())
         self.num_starts = 0
 
-    async def start(self, *, dtype: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
         """Give the policy its first weights back."""
         self.num_starts += 1
-        self._worker.learner.restore(copy.deepcopy(self._first))
-        self._worker._operations = OperationLog()
-        self._worker._change_version(0)
+        self.hosted.learner.restore(copy.deepcopy(self._first))
+        self.hosted._operations = OperationLog()
+        self.hosted._change_version(0)
         return self._info
+
+    async def remove(self, policy: PolicyId) -> None:
+        """The policy stays, for the next start."""
 
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
@@ -63,14 +69,16 @@ class LocalWorker(EmbeddedCompute):
     async def close(self) -> None:
         """Nothing to end."""
 
-    async def died(self) -> WorkerDied:
+    async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
         """Never."""
         return await asyncio.Future()
 
-    async def _ask(self, op: str, **arguments: Any) -> Any:
+    async def _ask(self, op: str, policy: PolicyId, **arguments: Any) -> Any:
         """As the loop of a worker process, which turns foreign errors into a `ComputeError`."""
         try:
-            return getattr(self._worker, f"_{op}")(**arguments)
+            if isinstance(batch := arguments.get("batch"), TrainingBatch):
+                arguments["batch"] = batch.to_wire()
+            return self._worker.handle(op, policy, **arguments)
         except AgentJetError:
             raise
         except Exception as error:

@@ -47,7 +47,7 @@ class WordsOfAScript(LocalWorker):
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled]:
-        self._words.version = self._worker._version
+        self._words.version = self.hosted.version
         async for piece in self._words.sample(policy, token_ids, params):
             yield piece
 
@@ -75,7 +75,6 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
     async def run() -> LocalWorker:
         words = ScriptedCompute(make_model_info(data_dir.parent / "tokenizer"), saying(lambda prompt: "hi"))
-        await words.start()
         compute = WordsOfAScript(config, words)
         gateway = Gateway(config, compute)
         try:
