@@ -245,8 +245,10 @@ class SwarmState:
         episode = self._live(episode_id)
         now = self._clock()
         with self.store.transaction():
-            score = {"reward": request.reward, "by_role": dict(request.by_role), "metrics": dict(request.metrics)}
-            episode = replace(episode, status="finished", ended=now, **score)
+            by_role, metrics = dict(request.by_role), dict(request.metrics)
+            episode = replace(
+                episode, status="finished", ended=now, reward=request.reward, by_role=by_role, metrics=metrics
+            )
             self.store.put(episode)
             self.store.remember(scope, idempotency_key, request, episode_id)
             groups.member_finished(self.store, episode, now)

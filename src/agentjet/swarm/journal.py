@@ -83,20 +83,21 @@ def of_worker(model: ModelInfo) -> Origin:
     return origin
 
 
-def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
+def changes(recorded: Origin, given: Origin, folder: Path) -> list[str]:
     """Sentences about allowed differences. Raises `ConfigError` for the first one that is not allowed."""
     differing = [key for key in given if key in recorded and recorded[key] != given[key]]
     for key in differing:
         policy, slash, setting = key.rpartition("/")
         if setting not in FREE:
-            named = f"{key} = {recorded[key]!r}"
+            named = f"{setting} = {recorded[key]!r}"
             if setting == "model_weights":
-                name = f"{policy}{slash}model.name"
-                named += f" (the fingerprint of the weights under {name} = {recorded.get(name)!r})"
+                name = recorded.get(f"{policy}{slash}model.name")
+                named += f" (the fingerprint of the weights under model.name = {name!r})"
+            named += f" for policy {policy!r}" if policy else ""
             raise ConfigError(
-                f"server.data_dir = {str(data_dir)!r} was created with {named}; {given[key]!r} would change the "
-                "meaning of its checkpoints. Restore the first one, or use a new server.data_dir, with an export of "
-                "this policy (`agentjet export`) as model.name."
+                f"The run in {str(folder)!r} was created with {named}; {given[key]!r} would change the meaning of its "
+                "checkpoints. Restore the first one, or use a new run or a new server.data_dir, with an export of this "
+                "policy (`agentjet export`) as model.name."
             )
     return [
         f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may lead to "
@@ -135,7 +136,7 @@ class Journal:
                 journal._db.execute("DELETE FROM meta WHERE key = 'origin'")
             elif {*policies} != {*journal.policies}:
                 raise ConfigError(
-                    f"server.data_dir = {str(path.parent)!r} was created with {_named(journal.policies)}; the settings "
+                    f"The run in {str(path.parent)!r} was created with {_named(journal.policies)}; the settings "
                     f"have {_named(policies)}. The policies of a run cannot change: restore [policies], or use "
                     "another run."
                 )
