@@ -137,7 +137,7 @@ def test_a_group_without_variance_has_none_for_any_policy(
 def test_a_role_without_a_reward_is_left_out_of_its_policy_alone(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Policies without a reward of their own get the episode's, and are not left out."""
+    """A policy that an episode names no reward for gets the reward of the episode. It is not left out."""
     batch = played(
         world, ("planner", "coder"), [{"reward": 1.0, "by_role": {}}, {"reward": 0.5, "by_role": REWARDS[1]}]
     )

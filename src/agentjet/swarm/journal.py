@@ -382,10 +382,6 @@ class Journal:
     def put_operation(self, policy: str, number: int, kind: str, batch_id: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?, ?)", (policy, number, kind, batch_id))
 
-    def has_operation(self, policy: str, number: int, kind: str, batch_id: int) -> bool:
-        query = "SELECT 1 FROM operations WHERE policy = ? AND number = ? AND kind = ? AND batch_id = ?"
-        return self._db.execute(query, (policy, number, kind, batch_id)).fetchone() is not None
-
     def operations(self, policy: str) -> list[tuple[int, str, int]]:
         """All operations on a policy, in order: number, kind and batch."""
         query = "SELECT number, kind, batch_id FROM operations WHERE policy = ? ORDER BY number"
@@ -399,10 +395,12 @@ class Journal:
         row = self._db.execute("SELECT metrics FROM steps WHERE batch_id = ?", (batch_id,)).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
-    def recent_steps(self, limit: int) -> list[dict[str, float]]:
-        """The metrics of the newest learned batches, the newest last."""
-        rows = self._db.execute("SELECT metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)).fetchall()
-        return [json.loads(row[0]) for row in reversed(rows)]
+    def recent_steps(self, limit: int) -> dict[int, dict[str, float]]:
+        """The metrics of the newest learned batches by batch, the newest last."""
+        rows = self._db.execute(
+            "SELECT batch_id, metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)
+        ).fetchall()
+        return {batch_id: json.loads(metrics) for batch_id, metrics in reversed(rows)}
 
     # ---- keys and events -----------------------------------------------------------------------------------
 
