@@ -36,6 +36,7 @@ def connect(server: FakeServer) -> AsyncSwarm:
             {"planner": Reward(1.0, {"critic": 0.25}, {"turns": 2}), "coder": Reward(0.0, metrics={"lines": 9})},
             Reward(0.5, {"planner": 1.0, "planner/critic": 0.25, "coder": 0.0}, {"turns": 2, "lines": 9}),
         ),
+        ({"planner": 1, "coder": 0, "coder/judge": 1}, Reward(0.5, {"planner": 1, "coder": 0, "coder/judge": 1})),
         (
             Reward(0.25, {"planner": 1.0, "coder": 0.5, "planner/critic": 0.0}),
             Reward(0.25, {"planner": 1.0, "coder": 0.5, "planner/critic": 0.0}),
@@ -49,16 +50,12 @@ def test_rewards_of_a_run_with_policies(returned: Any, reward: Reward) -> None:
 @pytest.mark.parametrize(
     ("returned", "param", "sentence"),
     [
-        ({"planner": 1.0}, "coder", "the reward has no number for the policy 'coder': .*each of planner, coder"),
-        (
-            {"planer": 1.0, "coder": 0.5},
-            "planer",
-            r"names 'planer', which is not a policy of the run \(planner, coder\): did you mean 'planner'\?",
-        ),
-        ({"planner": 1.0, "coder": 0.5, "zzz": 0}, "zzz", r"names 'zzz', .*\(planner, coder\)$"),
-        ({"planner/critic": 1.0, "planner": 0, "coder": 0}, "planner/critic", "names 'planner/critic'"),
-        (Reward(1.0, {"planner": 1.0}), "coder", "by_role has no number for the policy 'coder'"),
-        (Reward(1.0, {"planner": 1.0, "codr/x": 0.0}), "codr/x", "by_role names 'codr/x'.*did you mean 'coder'"),
+        ({"planner": 1.0}, "coder", "no reward for policy 'coder': give one for each of planner, coder"),
+        ({"planer": 1.0, "coder": 0.5}, "planer", r"the run has no policy 'planer'\. Did you mean 'planner'\?"),
+        ({"planner": 1.0, "coder": 0.5, "zzz": 0}, "zzz", r"no policy 'zzz'\. The policies are planner, coder"),
+        ({"planner/critic": 1.0, "coder": 0}, "planner", "no reward for policy 'planner'"),
+        (Reward(1.0, {"planner": 1.0}), "coder", "by_role has no reward for policy 'coder'"),
+        (Reward(1.0, {"planner": 1.0, "codr/x": 0.0}), "codr/x", "no policy 'codr'.*Did you mean 'coder'"),
         ({"planner": 1.0, "coder": float("nan")}, "reward['coder']", r"reward\['coder'\] is nan: .*finite"),
         ({"planner": "1", "coder": 0}, "reward['planner']", r"reward\['planner'\] is '1': an agent returns a number"),
         (
@@ -66,7 +63,7 @@ def test_rewards_of_a_run_with_policies(returned: Any, reward: Reward) -> None:
             "reward['planner'].by_role['critic']",
             "by_role.*is inf",
         ),
-        ({}, "planner", "no number for the policy 'planner'"),
+        ({}, "planner", "the reward is empty: give a number for each of planner, coder"),
     ],
 )
 def test_rewards_that_are_refused(returned: Any, param: str, sentence: str) -> None:

@@ -51,6 +51,8 @@ class Pair:
         self.rewards: dict[str, Mapping[str, float]] = {}
         """By episode of the default run, those that its agent returned."""
         self.others: dict[str, float] = {}
+        self.killed_at = STEPS
+        """The version of the default run when its server was killed."""
         self.server = self.start(0)
 
     def start(self, port: int) -> Server:
@@ -69,6 +71,7 @@ class Pair:
 
     def kill_and_restart(self) -> None:
         self.server.until(lambda: len(self.rewards) >= 6 and len(self.others) >= 3)
+        self.killed_at = self.server.get("/status")["policy_version"]
         port = int(self.server.url.rpartition(":")[2])
         self.server.kill()
         self.server = self.start(port)
@@ -78,10 +81,7 @@ def test_two_runs_at_once_and_a_killed_server(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     admin = (tmp_path / "data" / "admin-token").read_text().strip()
     try:
-        with (
-            Swarm(pair.server.url, admin, retry=Retry()) as swarm,
-            ThreadPoolExecutor() as pool,
-        ):
+        with LLM, Swarm(pair.server.url, admin, retry=Retry()) as swarm, ThreadPoolExecutor() as pool:
             swarm.start_run("other", job=JOB)
             with swarm.of_run("other") as other:
                 options: dict[str, Any] = {"steps": STEPS, "concurrency": 4, "seed": 1, "progress": False}
@@ -95,6 +95,7 @@ def test_two_runs_at_once_and_a_killed_server(tmp_path: Path) -> None:
                 killer.join()
                 check(swarm, reports[0], {name: (sum(r.values()) / 2, dict(r)) for name, r in pair.rewards.items()})
                 check(other, reports[1], {name: (reward, {}) for name, reward in pair.others.items()})
+            assert pair.killed_at < STEPS
             for policy in POLICIES:
                 assert max(step.metrics[f"{policy}/optim/grad_norm"] for step in reports[0].steps) > 0
             assert max(step.metrics["optim/grad_norm"] for step in reports[1].steps) > 0

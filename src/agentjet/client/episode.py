@@ -12,9 +12,8 @@ import asyncio
 import itertools
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import quote
@@ -24,7 +23,7 @@ from pydantic import BaseModel
 from agentjet.client.connection import Connection
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound, RequestError
 from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
-from agentjet.types import EpisodeStatus, Mode, Reward, policy_of
+from agentjet.types import EpisodeStatus, Mode, Reward, wrong_reward_name
 
 T = TypeVar("T")
 Returned = float | Reward | Mapping[str, float | Reward]
@@ -227,27 +226,32 @@ def checked_reward(returned: object, policies: tuple[str, ...] = ()) -> Reward:
     policy's `Reward` becomes `POLICY/ROLE`. Raises `InvalidRequest` (422) naming the number that is out of range, the
     policy that is missing or unknown, or the value that is not a reward.
     """
-    if not isinstance(returned, Mapping):
-        reward = _checked_numbers(returned, "reward", "")
-        if policies and reward.by_role:
-            roles = {name for name in reward.by_role if policy_of(name, policies) in policies and "/" in name}
-            _check_policies([name for name in reward.by_role if name not in roles], policies, "by_role")
-        return reward
+    if isinstance(returned, Mapping):
+        return _of_policies(returned, policies)
+    reward = _checked_numbers(returned, "reward", "")
+    if policies and (wrong := wrong_reward_name(reward.by_role, policies)):
+        raise _invalid_reward(wrong[1], wrong[0])
+    return reward
+
+
+def _of_policies(returned: Mapping[str, object], policies: tuple[str, ...]) -> Reward:
     if not policies:
         raise _invalid_reward(
             f"the reward is by policy ({', '.join(map(str, returned))}), but the model of this episode has no named "
             "policies: return a number, or Reward(number, by_role={...}) for the roles of one model",
             "reward",
         )
-    _check_policies(returned, policies, "the reward")
-    rewards = {name: _checked_numbers(returned[name], f"reward[{name!r}]", f"reward[{name!r}].") for name in policies}
-    by_role = {name: reward.value for name, reward in rewards.items()}
+    if wrong := wrong_reward_name(returned, policies):
+        raise _invalid_reward(wrong[1], wrong[0])
+    if not returned:
+        raise _invalid_reward(f"the reward is empty: give a number for each of {', '.join(policies)}", policies[0])
+    by_role: dict[str, float] = {}
     metrics: dict[str, float] = {}
-    mean = math.fsum(by_role.values()) / len(policies)
-    for name, reward in rewards.items():
-        by_role |= {f"{name}/{role}": value for role, value in reward.by_role.items()}
+    for name, given in returned.items():
+        reward = _checked_numbers(given, f"reward[{name!r}]", f"reward[{name!r}].")
+        by_role |= {name: reward.value} | {f"{name}/{role}": value for role, value in reward.by_role.items()}
         metrics |= reward.metrics
-    return Reward(mean, by_role, metrics)
+    return Reward(math.fsum(by_role[policy] for policy in policies) / len(policies), by_role, metrics)
 
 
 def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:
@@ -270,23 +274,6 @@ def _checked_number(value: Any, name: str) -> float:
     if not fits:
         raise _invalid_reward(f"{name} is {value}: it must be a finite number from -{LARGEST:g} to {LARGEST:g}", name)
     return float(value)
-
-
-def _check_policies(names: Collection[object], policies: tuple[str, ...], where: str) -> None:
-    """Raises `InvalidRequest` unless `names` are exactly the policies."""
-    for name in names:
-        if name not in policies:
-            near = get_close_matches(str(name), policies, 1, 0.5)
-            raise _invalid_reward(
-                f"{where} names {name!r}, which is not a policy of the run ({', '.join(policies)})"
-                + (f": did you mean {near[0]!r}?" if near else ""),
-                str(name),
-            )
-    for policy in policies:
-        if policy not in names:
-            raise _invalid_reward(
-                f"{where} has no number for the policy {policy!r}: give one for each of {', '.join(policies)}", policy
-            )
 
 
 def _invalid_reward(message: str, param: str) -> InvalidRequest:

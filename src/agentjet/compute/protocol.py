@@ -112,8 +112,8 @@ class Sampler(Protocol):
 
         * `OutOfCache` if prompt and completion exceed the cache;
         * `GrammarError` if the grammar of `params` allows no next token;
-        * `ComputeError` for an unknown policy or token ids outside the vocabulary;
-        * `WorkerDied` if the worker ends.
+        * `ComputeError` for token ids outside the vocabulary;
+        * `WorkerDied` if the worker ends, or if the policy is not in a worker.
         """
         ...
 
@@ -169,8 +169,8 @@ class Learner(Protocol):
 class Compute(Sampler, Learner, Protocol):
     """A backend: samplers, learners, and the life of the workers that host their policies.
 
-    A policy belongs to one worker from `add` to `remove`. If that worker dies, every method for the policy raises
-    `WorkerDied` until the policy is added again. Other policies of the worker recover independently.
+    A policy belongs to one worker from `add` to `remove`. Before and after, and if that worker died, every other method
+    for the policy raises `WorkerDied`. Policies of one worker recover independently: each is added again alone.
     """
 
     @property
@@ -193,7 +193,7 @@ class Compute(Sampler, Learner, Protocol):
         ...
 
     async def remove(self, policy: PolicyId) -> None:
-        """Free a policy; its completions fail with `ComputeError`. Idempotent, also after the worker died.
+        """Free a policy; its completions fail with `WorkerDied`. Idempotent, also after the worker died.
 
         A worker without policies ends.
         """
@@ -202,7 +202,7 @@ class Compute(Sampler, Learner, Protocol):
     async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
         """Wait until a worker of these policies ends unexpectedly; returns the reason.
 
-        The backend kills a worker that hangs: `WorkerHung`. Raises `ComputeError` for a policy that was not added.
+        The backend kills a worker that hangs: `WorkerHung`.
         """
         ...
 
@@ -230,7 +230,7 @@ async def learn(
         outputs = await learner.forward_backward(op, batch, LossSpec.of(job, len(steps)))
         if before is not None:
             await before(op.next(), "optim_step")
-        steps.append((outputs.metrics, await learner.optim_step(op.next(), job.optimizer)))
+        steps.append((outputs.metrics, await learner.optim_step(op.next(), job.optimizer_of(op.policy))))
         num_steps = outputs.num_steps
         op = op.next().next()
     return merged_metrics(steps), op

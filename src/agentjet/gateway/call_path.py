@@ -21,7 +21,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 
-from agentjet.compute import Compute
 from agentjet.errors import (
     ComputeError,
     ContextOverflow,
@@ -34,9 +33,8 @@ from agentjet.errors import (
 )
 from agentjet.gateway import observability
 from agentjet.gateway.completion_parser import CompletionParser
-from agentjet.gateway.concurrency import CallLimits, Gate, GroupCommit, offload
+from agentjet.gateway.concurrency import CallLimits, offload
 from agentjet.gateway.engine import Engine, LoadedModel
-from agentjet.gateway.observability import Tracing
 from agentjet.gateway.prompts import num_characters, prepare_prompt
 from agentjet.gateway.requests import (
     ActiveCall,
@@ -48,7 +46,8 @@ from agentjet.gateway.requests import (
     with_choice_seed,
     with_overrides,
 )
-from agentjet.swarm import Episode, SwarmState
+from agentjet.gateway.training_loop import OpenRun
+from agentjet.swarm import Episode
 from agentjet.timeline.identity import context_digest
 from agentjet.timeline.support import pack_sets
 from agentjet.types import Call, Conversation
@@ -63,36 +62,21 @@ MAX_CRASHES = 2
 class CallPath:
     """Answers calls. One object per gateway."""
 
-    def __init__(
-        self,
-        swarm: SwarmState,
-        commits: GroupCommit,
-        compute: Compute,
-        gate: Gate,
-        engine: Engine,
-        call_timeout: float,
-        *,
-        limits: CallLimits,
-        tracing: Tracing,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`call_timeout` limits the seconds that a call is held in all. Sampling does not count."""
-        self._swarm = swarm
-        self._commits = commits
-        self._compute = compute
-        self._gate = gate
+    def __init__(self, run: OpenRun, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
+        self._run = run
+        self._swarm = run.swarm
         self._engine = engine
-        self._call_timeout = call_timeout
+        self._call_timeout = run.config.server.call_timeout
+        """Maximum of the seconds that a call is held in all. Sampling does not count."""
         self._clock = clock
-        self._limits = limits
-        self._tracing = tracing
-        self.active = ActiveCalls(swarm)
+        self._limits = CallLimits(run.config.server)
+        self.active = ActiveCalls(run.swarm)
 
     async def run(
         self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
     ) -> AsyncGenerator[CallChunk]:
         """Yields the chunks of an answer. See `Gateway.call`."""
-        observability.run.set(self._engine.run)
+        observability.run.set(self._run.name)
         observability.episode_id.set(episode_id)
         with (
             self.active.track(episode_id, role, request, hang_up) as call,
@@ -158,9 +142,9 @@ class CallPath:
     async def _loaded_model(self, role: str) -> LoadedModel:
         """Returns the model of a role's policy. Waits until the policies were up once."""
         if not self._engine.models:
-            async with self._gate.enter(self._call_timeout):
+            async with self._run.gate.enter(self._call_timeout):
                 pass
-        return self._engine.models[self._engine.policy_id(role).policy]
+        return self._engine.models[self._run.policy_id(role).policy]
 
     async def _prepare(self, call: ActiveCall, episode: Episode) -> None:
         """Checks the request and prepares its prompt, so that every error shows before the call is held for a batch."""
@@ -196,7 +180,7 @@ class CallPath:
     async def _choice(self, call: ActiveCall, index: int) -> None:
         """Samples and records one choice. Puts its chunks, or the error, into the outbox."""
         try:
-            with self._swarm.calling(call.episode_id), self._tracing.call(call.episode_id, call.role):
+            with self._swarm.calling(call.episode_id), self._run.tracing.call(call.episode_id, call.role):
                 while not await self._try_choice(call, index):
                     await asyncio.sleep(RESAMPLE_SECONDS)
         except Exception as error:  # `run` raises it in the caller's task.
@@ -205,7 +189,7 @@ class CallPath:
     async def _try_choice(self, call: ActiveCall, index: int) -> bool:
         """Returns False if the worker crashed before a part of the answer was sent."""
         sent = False
-        async with self._gate.enter(max(0.0, call.deadline - asyncio.get_running_loop().time())):
+        async with self._run.gate.enter(max(0.0, call.deadline - asyncio.get_running_loop().time())):
             self._swarm.heartbeat(call.episode_id)  # Raises if the episode ended while its call was held.
             worker = self._engine.num_workers
             call_id = (index == 0 and call.request.id) or uuid.uuid4().hex
@@ -254,7 +238,7 @@ class CallPath:
         )
         with _request_errors(call.request):
             async with aclosing(
-                self._compute.sample(self._engine.policy_id(call.role), call.prompt.tokens, params)
+                self._run.compute.sample(self._run.policy_id(call.role), call.prompt.tokens, params)
             ) as pieces:
                 async for piece in pieces:
                     parser.push(piece)
@@ -274,7 +258,7 @@ class CallPath:
         if num_likeliest is None:
             return ()
         with _request_errors(call.request):
-            scores = await self._compute.score(self._engine.policy_id(call.role), tokens, num_likeliest)
+            scores = await self._run.compute.score(self._run.policy_id(call.role), tokens, num_likeliest)
         texts = [call.renderer.token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
@@ -315,8 +299,8 @@ class CallPath:
         )
         self._swarm.record_call(record, prompt.pieces, call.renderer.pieces(completion))
         call.recorded.append(call_id)
-        await self._commits.durable()
-        self._tracing.recorded(record)
+        await self._run.commits.durable()
+        self._run.tracing.recorded(record)
         return CallChunk(
             *(index, text, reasoning, parser.new_tokens(), record, len(prompt.tokens)), stop=parser.stopped_by
         )

@@ -25,16 +25,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentjet.compute import Compute
-from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound, RequestError
-from agentjet.gateway.concurrency import GroupCommit
 from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag
-from agentjet.swarm import SwarmState
 from agentjet.types import SOLE_POLICY, CheckpointStamp
 
 if TYPE_CHECKING:
     from agentjet.gateway.engine import Engine
+    from agentjet.gateway.training_loop import OpenRun
 
 log = logging.getLogger(__name__)
 
@@ -243,8 +240,9 @@ def flush(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file atomically. Raises `OSError`."""
+    """Replaces a file, which only its owner can read, atomically. Raises `OSError`."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.touch(0o600)
     with partial.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2)
         file.flush()
@@ -331,21 +329,10 @@ class Tags:
 class PolicyVersions:
     """Scores, checkpoints and exports of a run's policy versions."""
 
-    def __init__(
-        self,
-        swarm: SwarmState,
-        commits: GroupCommit,
-        engine: Engine,
-        store: CheckpointStore,
-        compute: Compute,
-        config: ServeConfig,
-    ) -> None:
-        self._swarm = swarm
-        self._commits = commits
+    def __init__(self, run: OpenRun, engine: Engine) -> None:
+        self._run = run
+        self._swarm = run.swarm
         self._engine = engine
-        self._store = store
-        self._compute = compute
-        self._config = config
 
     async def record_evaluation(
         self, request: EvaluationRequest, *, idempotency_key: str | None = None
@@ -355,7 +342,7 @@ class PolicyVersions:
         Keeps the checkpoint of that version if it is the best and `job.keep_best` is set.
         """
         self._swarm.record_evaluation(request, idempotency_key=idempotency_key)
-        await self._commits.durable()
+        await self._run.commits.durable()
         found = self._swarm.queries.evaluations()
         best = next(evaluation.policy_version for evaluation in found if evaluation.best)
         if self._swarm.job.keep_best and best == request.policy_version:
@@ -374,16 +361,16 @@ class PolicyVersions:
 
         try:
             await self._engine.between_batches("checkpoint", save)
-            self._store.check_exists(version)
-            self._store.tags.put(BEST, version)
-            self._store.rotate(self._swarm.job.keep_checkpoints)
+            self._run.store.check_exists(version)
+            self._run.store.tags.put(BEST, version)
+            self._run.store.rotate(self._swarm.job.keep_checkpoints)
         except (CheckpointError, RequestError) as error:
             log.error("the checkpoint of policy version %d, the best one, could not be kept: %s", version, error)
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
         scores = {evaluation.policy_version: evaluation.score for evaluation in self._swarm.queries.evaluations()}
-        tags = self._store.tags.read()
+        tags = self._run.store.tags.read()
         return [
             info.model_copy(
                 update={
@@ -391,7 +378,7 @@ class PolicyVersions:
                     "score": scores.get(info.policy_version),
                 }
             )
-            for info in self._store.listing()
+            for info in self._run.store.listing()
         ]
 
     async def tag(self, name: str, policy_version: int) -> list[CheckpointInfo]:
@@ -399,9 +386,9 @@ class PolicyVersions:
 
         Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`.
         """
-        self._store.tags.check_new(name, policy_version)
-        self._store.check_exists(policy_version)
-        self._store.tags.put(name, policy_version)
+        self._run.store.tags.check_new(name, policy_version)
+        self._run.store.check_exists(policy_version)
+        self._run.store.tags.put(name, policy_version)
         return await self.checkpoints()
 
     async def untag(self, name: str) -> list[CheckpointInfo]:
@@ -414,7 +401,7 @@ class PolicyVersions:
                 status=422,
                 param="name",
             )
-        self._store.tags.remove(name)
+        self._run.store.tags.remove(name)
         return await self.checkpoints()
 
     async def save(self) -> CheckpointInfo:
@@ -432,8 +419,8 @@ class PolicyVersions:
         Raises `InvalidRequest` if `policy` is unknown or has no adapter, `Conflict` if the run has diverged.
         """
         chosen = self._exported_policy(policy)
-        if adapter and not self._config.model_of(chosen).lora.rank:
-            key = f"policies.{chosen}.lora" if self._config.policies else "model.lora.rank"
+        if adapter and not self._run.config.model_of(chosen).lora.rank:
+            key = f"policies.{chosen}.lora" if self._run.config.policies else "model.lora.rank"
             raise InvalidRequest(
                 f"adapter = true, but {key} = 0: all weights are trained, so the policy has no adapter. "
                 "Export the whole model, without --adapter.",
@@ -441,7 +428,7 @@ class PolicyVersions:
                 status=422,
                 param="adapter",
             )
-        folder = self._store.run_folder / "exports" / (chosen if self._config.policies else "")
+        folder = self._run.store.run_folder / "exports" / (chosen if self._run.config.policies else "")
 
         async def write() -> CheckpointInfo:
             self._engine.training.refuse_diverged()
@@ -449,14 +436,14 @@ class PolicyVersions:
             path = folder / f"step_{version:06d}{'-adapter' if adapter else ''}"
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                await self._compute.export(self._engine.policy_id(chosen), path, adapter=adapter)
-                await asyncio.to_thread(remove_old_exports, folder, self._config.server.keep_exports)
+                await self._run.compute.export(self._run.policy_id(chosen), path, adapter=adapter)
+                await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
         return await self._engine.between_batches("export", write)
 
     def _exported_policy(self, policy: str) -> str:
-        known = self._config.policy_names
+        known = self._run.config.policy_names
         if policy in known or (not policy and len(known) == 1):
             return policy or known[0]
         near = get_close_matches(policy, known, n=1)

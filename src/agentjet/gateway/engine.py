@@ -21,18 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from agentjet.compute.protocol import Compute, check_capabilities
-from agentjet.config import JobConfig, ServeConfig
+from agentjet.compute.protocol import check_capabilities
+from agentjet.config import JobConfig
 from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied, WorkerHung
 from agentjet.gateway import observability
-from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, policy_folders
-from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
-from agentjet.gateway.observability import MetricsFile, Tracing, emit_event
-from agentjet.gateway.training_loop import TrainingLoop
+from agentjet.gateway.checkpoints import combined_stamp, policy_folders
+from agentjet.gateway.observability import emit_event
+from agentjet.gateway.training_loop import OpenRun, TrainingLoop
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
-from agentjet.swarm import Batch, SwarmState
-from agentjet.types import CheckpointStamp, EngineState, ModelInfo, PolicyId, policy_of
+from agentjet.swarm import Batch
+from agentjet.types import CheckpointStamp, EngineState, ModelInfo
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -99,24 +98,7 @@ class LoadedModel:
 class Engine:
     """The supervisor of a run's policies. One task supervises; `start` and `stop` begin and end it."""
 
-    def __init__(
-        self,
-        run: str,
-        config: ServeConfig,
-        swarm: SwarmState,
-        commits: GroupCommit,
-        compute: Compute,
-        gate: Gate,
-        store: CheckpointStore,
-        metrics: MetricsFile,
-        changed: Broadcast,
-        *,
-        tracing: Tracing | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.run = run
-        self.policies = tuple(PolicyId(run, name) for name in config.policy_names)
+    def __init__(self, run: OpenRun) -> None:
         self.state: EngineState = "offline"
         self.reason = ""
         """Cause of the state after a failure, or ''."""
@@ -128,34 +110,18 @@ class Engine:
         """Number of workers killed so far because they hung."""
         self.fatal: AgentJetError | None = None
         """The error after which no further worker was started."""
-        self.training = TrainingLoop(
-            self.policies,
-            swarm,
-            commits,
-            compute,
-            gate,
-            store,
-            metrics,
-            changed,
-            enter=self._enter_once,
-            tracing=tracing or Tracing(),
-            sleep=sleep,
-            monotonic=monotonic,
-        )
-        self._config = config
-        self._swarm = swarm
-        self._compute = compute
-        self._gate = gate
-        self._store = store
-        self._changed = changed
-        self._sleep = sleep
-        self._monotonic = monotonic
-        self._entered = monotonic()
+        self.training = TrainingLoop(run, enter=self._enter_once)
+        self._run = run
+        self._swarm = run.swarm
+        self._store = run.store
+        self._compute = run.compute
+        self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self._entered = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._stop_task: asyncio.Task[None] | None = None
         self._failures = 0
         self._learned_before_failure = 0
-        self._gate.shut(self.refusal)
+        self._run.gate.shut(self.refusal)
 
     # ---- start and stop ---------------------------------------------------------------------------------------------
 
@@ -165,13 +131,13 @@ class Engine:
             raise Later("The engine is being stopped.", code="engine_stopping", status=503, retry_after=2.0)
         if self._task is None or self._task.done():
             self.training.stopping, self._failures, self.fatal = False, 0, None
-            self._gate.hold()
+            self._run.gate.hold()
             self._enter("loading")
             self._task = asyncio.create_task(self._supervise())
 
     async def wait_until_up(self) -> None:
         """Waits until the policies are up. Raises the error of an engine that failed."""
-        await self._changed.until(lambda: self.state not in ("loading", "draining"))
+        await self._run.changed.until(lambda: self.state not in ("loading", "draining"))
         if self.fatal is not None:
             raise self.fatal
 
@@ -186,28 +152,24 @@ class Engine:
             return
         was_up = self.state in ("sampling", "learning")
         self.training.stopping = True
-        self._gate.shut(self.refusal)
+        self._run.gate.shut(self.refusal)
         if self.state != "failed":
             self._enter("draining")
         if self._task is not None:
             if not was_up:
                 self._task.cancel()
-            self._changed.notify()
+            self._run.changed.notify()
             await asyncio.wait([self._task])
         try:
             async with asyncio.timeout(STOP_GRACE_SECONDS):
-                await self._gate.drained()
+                await self._run.gate.drained()
         except TimeoutError:
-            log.warning("the stop cut off %d calls", self._gate.inside)
+            log.warning("the stop cut off %d calls", self._run.gate.inside)
         if was_up and self.fatal is None:
             await self.training.save_last_checkpoint()
         await self._remove_policies()
         self.training.reject_maintenance(self.refusal)
         self._enter("offline")
-
-    def policy_id(self, role: str) -> PolicyId:
-        """Returns the policy of a role."""
-        return PolicyId(self.run, policy_of(role, tuple(self._config.policies)))
 
     def refusal(self) -> Later:
         """Returns the refusal of a request that needs a running engine."""
@@ -225,14 +187,14 @@ class Engine:
         return result
 
     def seconds_in_state(self) -> float:
-        return self._monotonic() - self._entered
+        return time.monotonic() - self._entered
 
     def _enter(self, state: EngineState, reason: str = "") -> None:
         check_transition(self.state, state)
-        self.state, self.reason, self._entered = state, reason, self._monotonic()
+        self.state, self.reason, self._entered = state, reason, time.monotonic()
         body = {"state": state, "reason": reason, "policy_version": self._swarm.policy_version}
         emit_event(self._swarm, "state", body)
-        self._changed.notify()
+        self._run.changed.notify()
 
     def _enter_once(self, state: Literal["sampling", "learning"]) -> None:
         if self.state != state:
@@ -242,9 +204,9 @@ class Engine:
 
     async def _supervise(self) -> None:
         """Brings the policies up, again after each crash, until stopped."""
-        observability.run.set(self.run)
+        observability.run.set(self._run.name)
         while not self.training.stopping:
-            began = self._monotonic()
+            began = time.monotonic()
             try:
                 await self._bring_up()
                 if not self.training.stopping:
@@ -253,12 +215,12 @@ class Engine:
                 await self._fail(error)
                 return
             except Exception as error:  # The boundary of worker failures: `_recover` logs it.
-                if not await self._recover(error, lived=self._monotonic() - began):
+                if not await self._recover(error, lived=time.monotonic() - began):
                     return
 
     async def _train_while_alive(self) -> None:
-        training = asyncio.create_task(self.training.run())
-        death = asyncio.create_task(self._compute.died(self.policies))
+        training = asyncio.create_task(self.training.learn())
+        death = asyncio.create_task(self._compute.died(self._run.policies))
         try:
             await asyncio.wait([training, death], return_when=asyncio.FIRST_COMPLETED)
             if training.done():
@@ -288,7 +250,7 @@ class Engine:
         if is_new or self._failures > MAX_FAILURES:
             await self._fail(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
             return False
-        self._gate.hold()
+        self._run.gate.hold()
         self._enter("loading", f"the worker failed and is started again: {error}")
         await self._remove_policies()
         await self._sleep(0.0 if self._failures <= 1 else min(30.0, 2.0 ** (self._failures - 2)))
@@ -297,10 +259,10 @@ class Engine:
     def is_of_another_run(self, error: Exception) -> bool:
         """True if the worker crashed during an operation on a policy of another run."""
         during = error.during if isinstance(error, WorkerDied) else ""
-        return bool(during) and during not in map(str, self.policies)
+        return bool(during) and during not in map(str, self._run.policies)
 
     async def _remove_policies(self) -> None:
-        for policy in self.policies:
+        for policy in self._run.policies:
             await self._compute.remove(policy)
 
     async def _fail(self, error: AgentJetError) -> None:
@@ -309,7 +271,7 @@ class Engine:
         await self._remove_policies()
         self.fatal = error
         self._enter("failed", str(error))
-        self._gate.shut(self.refusal)
+        self._run.gate.shut(self.refusal)
         self.training.reject_maintenance(self.refusal)
 
     # ---- bringing the policies up -----------------------------------------------------------------------------------
@@ -327,9 +289,9 @@ class Engine:
     async def _add_policies(self) -> None:
         """Adds each policy with the weights of version 0."""
         models: dict[str, LoadedModel] = {}
-        for policy in self.policies:
+        for policy in self._run.policies:
             name = policy.policy
-            settings, worker = self._config.model_of(name), self._config.worker_of(name)
+            settings, worker = self._run.config.model_of(name), self._run.config.worker_of(name)
             dtype = self._swarm.dtype(name) or self._store.dtype(name)
             model = await self._compute.add(policy, settings, worker=worker, dtype=dtype)
             for change in self._swarm.check_origin(name, model):
@@ -360,7 +322,7 @@ class Engine:
         batches = self._resume(None, refused)
         if refused:  # A failed load may leave any state behind.
             await self._add_policies()
-        return batches, dict.fromkeys(self._config.policy_names, 0)
+        return batches, dict.fromkeys(self._run.config.policy_names, 0)
 
     def _resume(self, stamp: CheckpointStamp | None, refused: list[str]) -> list[Batch]:
         try:
@@ -376,7 +338,7 @@ class Engine:
         Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's.
         """
         folders, stamps = policy_folders(Path(info.path)), {}
-        for policy in self.policies:
+        for policy in self._run.policies:
             if (folder := folders.get(policy.policy)) is None:
                 raise CheckpointError(f"checkpoint {info.path} is damaged: it has no policy {policy.policy!r}")
             stamp = stamps[policy.policy] = await self._compute.load(policy, folder)
@@ -405,7 +367,7 @@ class Engine:
             _check_context(job, model.info)
 
     def _check_capabilities(self, job: JobConfig) -> None:
-        check_capabilities(self._compute.capabilities, self._config, job)
+        check_capabilities(self._compute.capabilities, self._run.config, job)
 
 
 def _check_context(job: JobConfig, model: ModelInfo) -> None:

@@ -27,7 +27,6 @@ from agentjet.gateway.concurrency import (
     TOO_MANY_EPISODES,
     AdmissionWaiters,
     Broadcast,
-    CallLimits,
     Gate,
     GroupCommit,
     offload,
@@ -36,6 +35,7 @@ from agentjet.gateway.concurrency import (
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.observability import MetricsFile, Tracing
 from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
+from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -119,34 +119,24 @@ class Gateway:
         self.swarm.store.on_event = self._on_event
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
-        self._gate = Gate()
         self.tracing = tracing or Tracing()
         """Makes no spans until its `tracer` is set."""
-        self.engine = Engine(
+        parts = OpenRun(
             run,
             config,
             self.swarm,
             self._commits,
             compute,
-            self._gate,
+            Gate(),
             self.store,
             metrics,
             self.changed,
-            tracing=self.tracing,
+            self.tracing,
         )
+        self.engine = Engine(parts)
         self._admits = self._admission()
-        self.versions = PolicyVersions(self.swarm, self._commits, self.engine, self.store, compute, config)
-        self._calls = CallPath(
-            self.swarm,
-            self._commits,
-            compute,
-            self._gate,
-            self.engine,
-            config.server.call_timeout,
-            limits=CallLimits(config.server),
-            tracing=self.tracing,
-            clock=clock,
-        )
+        self.versions = PolicyVersions(parts, self.engine)
+        self._calls = CallPath(parts, self.engine, clock=clock)
         self._lease_task: asyncio.Task[None] | None = None
         self.closing = False
 
@@ -425,6 +415,7 @@ class Gateway:
 
     async def _check_leases(self) -> None:
         """Expires leases when they end. Retries the disk while it refuses writes."""
+        observability.run.set(self.run)
         now = asyncio.get_running_loop().time
         next_try, logged = 0.0, ""
         while True:

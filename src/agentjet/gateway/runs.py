@@ -14,12 +14,10 @@ import asyncio
 import fcntl
 import json
 import logging
-import os
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +28,29 @@ from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
 from agentjet.gateway.observability import Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
-from agentjet.types import DEFAULT_RUN
+from agentjet.types import DEFAULT_RUN, EngineState
 
 log = logging.getLogger(__name__)
 
 RECORD = "run.json"
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """The content of `run.json`."""
+class RunRecord(RunSettings):
+    """The content of `run.json`: the settings that the run was created with. The journal has the job in force."""
 
-    policies: Mapping[str, Any] = field(default_factory=dict)
-    """As `[policies]` of the settings file."""
-    job: Mapping[str, Any] = field(default_factory=dict)
-    """The job settings that the run was created with. The journal has those in force."""
     open: bool = True
 
     @classmethod
     def read(cls, path: Path) -> RunRecord | None:
         """Returns None if the file does not exist. Raises `ConfigError` if it is damaged."""
         try:
-            record = cls(**json.loads(path.read_bytes()))
-            assert isinstance(record.policies, dict) and isinstance(record.job, dict)
+            return cls.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, AssertionError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path} cannot be read as the settings of a run ({type(error).__name__}: {error}): restore it, or "
-                "move the folder away"
+                f"{path} cannot be read as the settings of a run ({error}): restore it, or move the folder away"
             ) from None
-        return record
 
 
 class Runs:
@@ -102,19 +92,17 @@ class Runs:
 
     def views(self) -> list[RunView]:
         """Returns all runs, the default run first."""
-        names = sorted(path.parent.name for path in self._folder.glob(f"*/{RECORD}"))
-        return [self._view(name) for name in (DEFAULT_RUN, *names)]
+        return [self._view(name) for name in (DEFAULT_RUN, *self._names())]
 
     async def start(self) -> None:
         """Starts the default run, and the other runs that were open when the server stopped."""
         await self.default.start()
-        for view in self.views()[1:]:
+        for name in self._names():
             try:
-                if (record := self._record(view.name)) is not None and record.open:
-                    await self._open(view.name, record)
+                if (record := self._record(name)) is not None and record.open:
+                    await self._open(name, record)
             except ConfigError as error:
-                log.error("run %s cannot be opened: %s", view.name, error)
-                self._failed[view.name] = str(error)
+                log.error("run %s cannot be opened: %s", name, error)
 
     async def put(self, name: str, settings: RunSettings) -> RunView:
         """Creates or opens a run, and changes its job settings if `settings` has some. Idempotent.
@@ -122,51 +110,28 @@ class Runs:
         Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`; `run_policies_changed`
         if the run has other policies; `run_unusable` if its files cannot be opened.
         """
-        check_run_name(name)
-        if name == DEFAULT_RUN:
-            raise Conflict(
-                f"The run {DEFAULT_RUN!r} has the settings that the server was started with: change its job with PUT "
-                "/swarm/v1/job, or choose another name.",
-                code="default_run",
-            )
-        async with self._locks[name]:
-            try:
-                return await self._put(name, settings)
-            except ConfigError as error:
-                raise Conflict(f"The run {name!r} cannot be opened: {error}", code="run_unusable") from None
-
-    async def _put(self, name: str, settings: RunSettings) -> RunView:
-        if self._closing:
-            raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
-        known = self._record(name)
-        record = known or self._new_record(settings)
-        job = self._checked_job(record, settings)
-        if name not in self._gateways:
-            record = replace(record, open=True)
-            self._write(name, record)
-            await self._open(name, record)
-        gateway = self._gateways[name]
-        if settings.job is not None and gateway.swarm.job != job:
-            await gateway.replace_job(JobBody(revision=gateway.job().revision, job=job.model_dump(mode="json")))
-        return self._view(name)
+        async with self._changing(name):
+            if self._closing:
+                raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
+            record = self._record(name) or self._new_record(settings)
+            job = self._checked_job(record, settings)
+            if name not in self._gateways:
+                self._write(name, record, is_open=True)
+                await self._open(name, record)
+            gateway = self._gateways[name]
+            if settings.job is not None and gateway.swarm.job != job:
+                await gateway.replace_job(JobBody(revision=gateway.job().revision, job=job.model_dump(mode="json")))
+            return self._view(name)
 
     async def end(self, name: str) -> RunView:
         """Saves a checkpoint, frees the policies of a run and closes its journal. Its files remain. Idempotent.
 
-        Raises `InvalidRequest` for an invalid name, `NotFound`, and `Conflict` for the default run.
+        Raises `InvalidRequest` for an invalid name, `NotFound`, and `Conflict` as `put` does.
         """
-        check_run_name(name)
-        if name == DEFAULT_RUN:
-            raise Conflict(f"The run {DEFAULT_RUN!r} ends with the server: stop the server.", code="default_run")
-        async with self._locks[name]:
-            try:
-                record = self._record(name)
-            except ConfigError as error:
-                raise Conflict(f"The run {name!r} cannot be ended: {error}", code="run_unusable") from None
-            if record is None:
+        async with self._changing(name):
+            if (record := self._record(name)) is None:
                 raise self._not_found(name)
-            if record.open:
-                self._write(name, replace(record, open=False))
+            self._write(name, record, is_open=False)
             self._failed.pop(name, None)
             if (gateway := self._gateways.get(name)) is not None:
                 try:
@@ -191,25 +156,37 @@ class Runs:
 
     # ---- one run ----------------------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def _changing(self, name: str) -> AsyncIterator[None]:
+        """Context of one request at a time that changes a run other than the default one."""
+        check_run_name(name)
+        if name == DEFAULT_RUN:
+            raise Conflict(
+                f"The run {DEFAULT_RUN!r} has the settings of the server and ends with it: change its job with "
+                "PUT /swarm/v1/job, or choose another run.",
+                code="default_run",
+            )
+        async with self._locks[name]:
+            try:
+                yield
+            except ConfigError as error:
+                raise Conflict(f"The run {name!r} is unusable: {error}", code="run_unusable") from None
+
     def _new_record(self, settings: RunSettings) -> RunRecord:
         job = settings.job
         if job is None:  # Optimisers of policies that the run does not have would be refused.
             own = {name: one for name, one in self._config.job.optimizers.items() if name in settings.policies}
             job = self._config.job.model_copy(update={"optimizers": own}).model_dump(mode="json")
-        return RunRecord(settings.policies, job)
+        return RunRecord(policies=settings.policies, job=job)
 
     def _checked_job(self, record: RunRecord, settings: RunSettings) -> JobConfig:
         """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
-        wanted = replace(
-            record,
-            policies=settings.policies or record.policies,
-            job=record.job if settings.job is None else settings.job,
-        )
+        given = settings.policies or record.policies
         try:
-            config, present = self._config_of(wanted), self._config_of(replace(record, job={}))
+            config = self._config_of(given, record.job if settings.job is None else settings.job)
         except ConfigError as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
-        if config.policies != present.policies:
+        if config.policies != self._config_of(record.policies, {}).policies:
             raise Conflict(
                 f"The policies of a run cannot change; its policies are {json.dumps(record.policies)}. Leave "
                 "`policies` out, or choose another run.",
@@ -217,15 +194,15 @@ class Runs:
             )
         return config.job
 
-    def _config_of(self, record: RunRecord) -> ServeConfig:
+    def _config_of(self, policies: Mapping[str, Any], job: Mapping[str, Any] | None) -> ServeConfig:
         """Returns the settings of the server with those of a run. Raises `ConfigError`."""
         served = self._config.model_dump(include={"model", "sampler", "server"})
-        return parse_config({**served, "policies": record.policies, "job": record.job})
+        return parse_config({**served, "policies": policies, "job": job or {}})
 
     async def _open(self, name: str, record: RunRecord) -> None:
         """Opens and starts a run. Raises `ConfigError`."""
         try:
-            gateway = self._gateway(name, self._config_of(record))
+            gateway = self._gateway(name, self._config_of(record.policies, record.job))
         except ConfigError as error:
             self._failed[name] = str(error)
             raise
@@ -239,15 +216,18 @@ class Runs:
         self._gateways[name] = gateway
         return gateway
 
+    def _names(self) -> list[str]:
+        return sorted(path.parent.name for path in self._folder.glob(f"*/{RECORD}"))
+
     def _record(self, name: str) -> RunRecord | None:
         return RunRecord.read(self._folder / name / RECORD)
 
-    def _write(self, name: str, record: RunRecord) -> None:
+    def _write(self, name: str, record: RunRecord, *, is_open: bool) -> None:
         """Raises `ConfigError` if the file cannot be written."""
         path = self._folder / name / RECORD
         try:
             path.parent.mkdir(0o700, exist_ok=True)
-            write_json(path, asdict(record))
+            write_json(path, {**record.model_dump(), "open": is_open})
             flush(self._folder)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
@@ -258,29 +238,23 @@ class Runs:
     def _view(self, name: str) -> RunView:
         path = "" if name == DEFAULT_RUN else f"/runs/{name}"
         if (gateway := self._gateways.get(name)) is not None:
-            engine, version = gateway.engine, gateway.swarm.policy_version
             return RunView(
                 name=name,
                 path=path,
                 policies=gateway.policies,
                 is_open=True,
-                state=engine.state,
-                reason=engine.reason,
-                policy_version=version,
+                state=gateway.engine.state,
+                reason=gateway.engine.reason,
+                policy_version=gateway.swarm.policy_version,
             )
         reason = self._failed.get(name, "")
         try:
             record = self._record(name) or RunRecord()
         except ConfigError as error:
             record, reason = RunRecord(), str(error)
-        return RunView(
-            name=name,
-            path=path,
-            policies=tuple(record.policies),
-            is_open=False,
-            state="failed" if reason else "offline",
-            reason=reason,
-        )
+        state: EngineState = "failed" if reason else "offline"
+        policies = tuple(record.policies)
+        return RunView(name=name, path=path, policies=policies, is_open=False, state=state, reason=reason)
 
 
 async def _all_of(works: Iterable[Awaitable[None]]) -> None:
@@ -306,8 +280,10 @@ def move_first_edition(data_dir: Path) -> None:
     if not any((data_dir / name).exists() for name in (JOURNAL, "checkpoints")):
         return
     folder = data_dir / "runs" / DEFAULT_RUN
+    lock_path = data_dir / f"{JOURNAL}.lock"
     try:
-        with _locked(data_dir / f"{JOURNAL}.lock"):
+        with lock_path.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = [name for name in FIRST_EDITION if (data_dir / name).exists()]
             if taken := [name for name in found if (folder / name).exists()]:
                 raise ConfigError(
@@ -320,24 +296,12 @@ def move_first_edition(data_dir: Path) -> None:
                 (data_dir / name).rename(folder / name)
                 flush(folder)
                 flush(data_dir)
+            lock_path.unlink()
+    except BlockingIOError:
+        raise ConfigError(
+            f"server.data_dir = {str(data_dir)!r} is in use by another server: stop that server, or choose another "
+            "folder"
+        ) from None
     except OSError as error:
         raise ConfigError(f"the run in {data_dir} cannot be moved to {folder}: {error}") from None
     log.warning("the run in %s was moved to %s", data_dir, folder)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Context in which no server of edition 1 opens the journal. Removes the lock file at the end."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"server.data_dir = {str(path.parent)!r} is in use by another server: stop that server, or choose "
-                "another folder"
-            ) from None
-        yield
-        path.unlink()
-    finally:
-        os.close(lock)

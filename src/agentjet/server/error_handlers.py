@@ -22,9 +22,9 @@ from starlette.responses import JSONResponse, Response
 from agentjet.errors import InvalidRequest, Later, RequestError
 from agentjet.gateway.engine import IllegalInState
 from agentjet.protocol import Problem
-from agentjet.server.deps import ClientGone, deps_of
+from agentjet.server.deps import ClientGone
 from agentjet.server.dialects import DIALECTS, error_shape
-from agentjet.server.runs import route_path
+from agentjet.server.runs import deps_of, route_path
 
 _REPR = Repr()
 """Shortens values in messages: a value can be as large as a body."""

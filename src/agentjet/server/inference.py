@@ -323,7 +323,7 @@ def role_of_policy(model: str, policies: Sequence[str], header: str) -> str:
         near = get_close_matches(policy, policies, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise NotFound(
-            f"This run has no policy {policy!r}{hint} Its policies are {', '.join(policies)}.",
+            f"This run has no policy {policy[:100]!r}{hint} Its policies are {', '.join(policies)}.",
             code="model_not_found",
             param="model",
         )

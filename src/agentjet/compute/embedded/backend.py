@@ -14,7 +14,7 @@ import numpy as np
 from agentjet.compute.embedded.worker_process import WorkerProcess
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import AgentJetError, ComputeError, WorkerDied
+from agentjet.errors import AgentJetError, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
 
@@ -93,7 +93,7 @@ class EmbeddedCompute:
                 if item.finish_reason is not None:
                     return
         finally:
-            process.close_stream(id)
+            process.close_stream(policy, id)
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """See `Sampler.score`."""
@@ -103,9 +103,7 @@ class EmbeddedCompute:
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         """See `Learner.forward_backward`."""
-        found = await self._ask(
-            "forward_backward", op.policy_id, number=op.number, batch=batch.to_wire(), loss=loss.to_wire()
-        )
+        found = await self._ask("forward_backward", op.policy_id, number=op.number, batch=batch, loss=loss.to_wire())
         return Outputs(**found)
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
@@ -117,7 +115,7 @@ class EmbeddedCompute:
 
     async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
         """See `Learner.logprobs`."""
-        found = await self._ask("logprobs", policy, batch=batch.to_wire(), reference=reference)
+        found = await self._ask("logprobs", policy, batch=batch, reference=reference)
         return Outputs(columns={"logprob": np.frombuffer(found, np.float32)})
 
     async def publish(self, policy: PolicyId, version: int) -> None:
@@ -150,9 +148,9 @@ class EmbeddedCompute:
         await asyncio.gather(*(process.close() for process in processes))
 
     def _process(self, policy: PolicyId) -> WorkerProcess:
-        """Returns the process of a policy. Raises `ComputeError` for a policy that was not added."""
+        """Returns the process of a policy. Raises `WorkerDied` for a policy that was not added."""
         if policy not in self._hosts:
-            raise ComputeError(f"the backend has no policy {policy}: add it first")
+            raise WorkerDied(f"no worker has the policy {policy}: add it first")
         return self._hosts[policy]
 
     async def _ask(self, op: str, policy: PolicyId, **arguments: Any) -> Any:

@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +40,7 @@ from agentjet.compute.embedded.policy import (
     locate_model,
     model_fingerprint,
     probe_tokens,
+    rename_or_discard,
     resolve_device,
     resolve_dtype,
     tolerance,
@@ -239,7 +241,10 @@ def _tokenizer_folder(folder: str, tokenizer: Any) -> str:
     if own.exists() and _pipeline(Tokenizer.from_file(str(own)).to_str()) == _pipeline(text):
         return str(own.parent.resolve())
     target = cache_dir() / f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    tokenizer.save_pretrained(target)
+    if not target.exists():  # A worker beside this one may read or write it: it appears whole.
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        tokenizer.save_pretrained(partial)
+        rename_or_discard(partial, target)
     return str(target)
 
 

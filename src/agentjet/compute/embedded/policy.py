@@ -136,9 +136,14 @@ def _unpack_gguf(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(partial)
     del quantised, plain
     gc.collect()
+    rename_or_discard(partial, target)
+
+
+def rename_or_discard(partial: Path, target: Path) -> None:
+    """Give a complete folder its name. Remove it if another process was faster."""
     try:
         partial.rename(target)
-    except OSError:  # another process was faster
+    except OSError:
         shutil.rmtree(partial)
 
 

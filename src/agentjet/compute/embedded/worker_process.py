@@ -35,12 +35,13 @@ from agentjet.errors import (
     WorkerDied,
     WorkerHung,
 )
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import unpack_sets
 from agentjet.types import PolicyId, Sampled
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
-    for error in (CheckpointError, ComputeError, ConfigError, GrammarError, OperationConflict, OutOfCache)
+    for error in (CheckpointError, ComputeError, ConfigError, GrammarError, OperationConflict, OutOfCache, WorkerDied)
 }
 CLOSE_SECONDS = 10.0
 THREAD_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -211,10 +212,17 @@ class WorkerProcess:
             ]
 
     async def ask(self, op: str, policy: PolicyId, **arguments: Any) -> Any:
-        """Send a request about a policy; returns its answer. Raises the worker's error, or `WorkerDied`."""
+        """Send a request about a policy; returns its answer. Raises the worker's error, or `WorkerDied`.
+
+        A `TrainingBatch` is encoded in a thread, because that takes long.
+        """
         id = next(self._ids)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._send({"op": op, "id": id, "policy": dataclasses.asdict(policy), **arguments})
+        frame = {"op": op, "id": id, "policy": dataclasses.asdict(policy), **arguments}
+        if isinstance(batch := arguments.get("batch"), TrainingBatch):
+            self._write(await asyncio.to_thread(lambda: encode_frame({**frame, "batch": batch.to_wire()})))
+        else:
+            self._send(frame)
         self._requests[id] = _Request(policy, reply)
         return await reply
 
@@ -225,11 +233,11 @@ class WorkerProcess:
         self._streams[id] = queue = asyncio.Queue()
         return id, queue
 
-    def close_stream(self, id: int) -> None:
+    def close_stream(self, policy: PolicyId, id: int) -> None:
         """Cancel a completion unless it has ended."""
         if self._streams.pop(id, None) is not None:
             with contextlib.suppress(WorkerDied):
-                self._send({"op": "cancel", "id": id})
+                self._send({"op": "cancel", "id": id, "policy": dataclasses.asdict(policy)})
 
     async def close(self) -> None:
         """End the process; kill it after `CLOSE_SECONDS`. Idempotent."""
@@ -249,12 +257,15 @@ class WorkerProcess:
             await asyncio.wait([reader, watch])
 
     def _send(self, frame: Frame) -> None:
+        self._write(encode_frame(frame))
+
+    def _write(self, encoded: bytes) -> None:
         if self._end is not None:
             raise _copied(self._end)
         process = self._process
         if process is None or process.returncode is not None or process.stdin is None or process.stdin.is_closing():
             raise WorkerDied("the worker process is not running")
-        process.stdin.write(encode_frame(frame))
+        process.stdin.write(encoded)
 
     async def _read_frames(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
