@@ -91,13 +91,15 @@ def roll_back_to(
 
     They get a new version number, with the weights of the old one.
     """
-    done, job = roll_back(run_folder(data_dir, run), version)
+    done, job = roll_back(data_dir, version, run)
     typer.echo(
         f"Policy version {done.policy_version} has the weights of version {done.to}. Undone: {done.batches} batches.\n"
         f"Dropped as rolled_back: {done.trained} trained episodes and {done.waiting} that waited; {done.live} live "
         f"ones are aborted."
     )
-    for name, end in (("max_steps", job.max_steps), ("optimizer.total_steps", job.optimizer.total_steps)):
+    ends = {"max_steps": job.max_steps, "optimizer.total_steps": job.optimizer.total_steps}
+    ends |= {f"optimizers.{policy}.total_steps": one.total_steps for policy, one in job.optimizers.items()}
+    for name, end in ends.items():
         if 0 < end <= done.policy_version:
             typer.echo(
                 f"job.{name} = {end} is reached at version {done.policy_version}: raise it to continue training."
@@ -117,8 +119,7 @@ def branch_from(
     old, at, version = source.rpartition("@")
     if not at or not old or not version:
         raise ConfigError(f"{source!r} is not of the form DATA_DIR@VERSION, such as agentjet-data@40")
-    source_folder = run_folder(Path(old), run)
-    began = branch(source_folder, version, data_dir, name=old if run == DEFAULT_RUN else str(source_folder))
+    began = branch(Path(old), version, data_dir, run)
     typer.echo(
         f"{data_dir} begins at policy version {began} of {old}.\n"
         f"Continue with the same model settings: agentjet serve --data-dir {shlex.quote(str(data_dir))}"
@@ -207,9 +208,9 @@ def _copy(source: Path, out: Path) -> None:
         raise ConfigError(f"{out} cannot be written: {error}") from None
 
 
-def roll_back(folder: Path, version: str) -> tuple[Rollback, JobConfig]:
+def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rollback, JobConfig]:
     """Takes a stopped run back to a checkpoint, by policy version or tag; returns the rollback and the job settings in
-    force. `folder` is that of the run.
+    force.
 
     Raises `ConfigError` if a server uses the folder, its journal lost its end, or the checkpoint has another
     origin. Raises `CheckpointError` if the checkpoint is missing, damaged, not the journal's, or not an ancestor of
@@ -220,6 +221,7 @@ def roll_back(folder: Path, version: str) -> tuple[Rollback, JobConfig]:
     from agentjet.swarm import Journal, SwarmState
     from agentjet.swarm.batches import check_rollback
 
+    folder = run_folder(data_dir, run)
     store = CheckpointStore(folder)
     journal = Journal.open(folder / JOURNAL)
     try:
@@ -239,21 +241,21 @@ def roll_back(folder: Path, version: str) -> tuple[Rollback, JobConfig]:
         journal.close()
 
 
-def branch(source: Path, version: str, data_dir: Path, *, name: str) -> int:
+def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -> int:
     """Makes a data dir that starts at a checkpoint of a run, by policy version or tag; returns the policy version.
 
-    `source` is the folder of the run, which is only read; the journal records `name`@VERSION as its path. Raises
-    `ConfigError` for a data dir that exists and for a checkpoint of another origin. Raises `CheckpointError` for one
-    that is missing, damaged, or not the journal's.
+    `source` is the data dir of the run; it is only read. Raises `ConfigError` for a data dir that exists and for a
+    checkpoint of another origin. Raises `CheckpointError` for one that is missing, damaged, or not the journal's.
     """
     from agentjet.gateway.checkpoints import CheckpointStore
     from agentjet.swarm import Journal
     from agentjet.swarm.store import Store
 
+    folder = run_folder(source, run)
     if data_dir.exists():
         raise ConfigError(f"{str(data_dir)!r} exists: name a folder that does not")
-    store = CheckpointStore(source)
-    original = Journal.open_read_only(source / JOURNAL)
+    store = CheckpointStore(folder)
+    original = Journal.open_read_only(folder / JOURNAL)
     try:
         target = find_checkpoint(store, version)
         states, origin = _verified(store, original, target), original.origin
@@ -273,7 +275,7 @@ def branch(source: Path, version: str, data_dir: Path, *, name: str) -> int:
             with started.transaction():
                 started.start_at(target)
                 journal.put_checkpoint(stamp)
-                journal.branch(origin, f"{Path(name).resolve()}@{target}")
+                journal.branch(origin, f"{(source if run == DEFAULT_RUN else folder).resolve()}@{target}")
         finally:
             journal.close()
         partial.rename(data_dir)

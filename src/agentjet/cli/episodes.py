@@ -211,16 +211,18 @@ def begin_episode(
         typer.echo(begun.model_dump_json(indent=2))
         return
     root = begun.base_url.removesuffix("/v1")
-    models = [("AGENTJET_POLICIES", ",".join(begun.policies))]
     for name, value in (
         ("AGENTJET_EPISODE", begun.episode_id),
+        ("AGENTJET_POLICIES", ",".join(begun.policies)),
         ("OPENAI_BASE_URL", begun.base_url),
         ("OPENAI_API_KEY", begun.api_key),
+        ("OPENAI_MODEL", begun.model),
         ("ANTHROPIC_BASE_URL", root),
         ("ANTHROPIC_API_KEY", begun.api_key),
-        *(models if begun.policies else [("OPENAI_MODEL", begun.model), ("ANTHROPIC_MODEL", begun.model)]),
+        ("ANTHROPIC_MODEL", begun.model),
     ):
-        typer.echo(f"export {name}={shlex.quote(value)}")
+        if value:  # A run has a model's name or policies.
+            typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 @app.command("finish")

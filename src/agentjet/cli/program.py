@@ -219,17 +219,18 @@ def _parse_reward(text: str, place: str) -> Reward | dict[str, Reward]:
     try:
         found = json.loads(text, parse_int=float)  # an integer of 400 digits becomes infinite, and is refused later
     except (ValueError, RecursionError):
-        found = text.strip()
+        found = None
     if isinstance(found, dict) and found and "reward" not in found:
-        return {policy: _checked_reward(one, f"{place}, {policy}") for policy, one in found.items()}
-    return _checked_reward(found, place)
+        return {policy: _checked_reward(one, place, text) for policy, one in found.items()}
+    return _checked_reward(found, place, text)
 
 
-def _checked_reward(found: Any, place: str) -> Reward:
+def _checked_reward(found: Any, place: str, text: str) -> Reward:
     whole = {"reward": found} if _is_number(found) else found
     if not isinstance(whole, dict) or not _is_number(whole.get("reward")):
-        shown = json.dumps(found)[:100]
-        raise NoReward(f'{place} is {shown}: expected a number, {{"reward": number}}, or these by policy')
+        raise NoReward(
+            f'{place} is {text.strip()[:100]!r}: expected a number or {{"reward": number}}, or one of them by policy'
+        )
     if unknown := set(whole) - {"reward", "by_role", "metrics"}:
         raise NoReward(f"{place} has the unknown key {min(unknown)!r}: expected reward, by_role and metrics")
     maps = {key: whole.get(key, {}) for key in ("by_role", "metrics")}
