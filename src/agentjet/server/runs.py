@@ -57,7 +57,8 @@ def deps_of(request: HTTPConnection) -> AppDeps:
 
 def route_path(scope: Scope) -> str:
     """Returns the decoded path of a request without `/runs/NAME`."""
-    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+    found = RUN_PATH.match(scope["path"])
+    return str(scope["path"][found.end() if found else 0 :])
 
 
 def bearer_of(request: HTTPConnection) -> str:
