@@ -32,6 +32,7 @@ from bench.breaking.reference import WEIGHTS
 
 SECONDS = 60.0
 """For a start to come to an end of either kind."""
+CHECKPOINTS = Path("runs/default/checkpoints")
 MAX_STARTS = 2
 """Workers that one recovery may take."""
 
@@ -143,7 +144,7 @@ async def judge(kind: str, damage: Damage, undisturbed: Undisturbed, compute: Lo
     with tempfile.TemporaryDirectory() as made:
         copied = Path(made) / "data"
         shutil.copytree(config.server.data_dir, copied, ignore=shutil.ignore_patterns("exports", "*.lock", "logs"))
-        damage(copied / "checkpoints")
+        damage(copied / CHECKPOINTS)
         server = config.server.model_copy(update={"data_dir": copied})
         starts = [await start(config.model_copy(update={"server": server}), compute) for _ in range(2)]
     first, second = starts
@@ -169,7 +170,7 @@ def main() -> int:
     number = int(sys.argv[3]) if len(sys.argv) > 3 else None
     torch.use_deterministic_algorithms(True, warn_only=True)
     config = ServeConfig.model_validate_json(settings.read_text())
-    version = int(ordered(config.server.data_dir / "checkpoints")[-1].name.removeprefix("step_"))
+    version = int(ordered(config.server.data_dir / CHECKPOINTS)[-1].name.removeprefix("step_"))
     undisturbed = Undisturbed(config, version, (exported / WEIGHTS).read_bytes())
     print(json.dumps([asdict(verdict) for verdict in asyncio.run(judge_all(undisturbed, number))]))
     return 0

@@ -215,7 +215,9 @@ def wrong_reward_name(names: Iterable[str], policies: Sequence[str]) -> tuple[st
     known = list(names)
     for name in known:
         policy, slash, role = name.partition("/")
-        if policy not in policies or (slash and not role):
+        if slash and not role:
+            return name, f"by_role[{name!r}] has no role after the slash: write {policy!r}, or {policy}/ROLE."
+        if policy not in policies:
             near = get_close_matches(policy, policies, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"The policies are {', '.join(policies)}."
             return name, f"by_role[{name!r}]: the run has no policy {policy!r}. {hint}"

@@ -103,6 +103,7 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         (["job.algorithm.aggregation=constant"], "needs constant > 0"),
         (["server.host=0.0.0.0"], "server.host = '0.0.0.0' (--set): non-loopback addresses require TLS"),
         (["policies.planner=3"], "this is a section; set what is in it, such as policies.planner.model"),
+        (["policies.policy.model=m"], "policies.policy: 'policy' is the policy of a run without [policies]: choose"),
         (["policies.Planner.model=m"], "policies.Planner: a policy's name is a lower-case letter, then up to 63 of"),
         (
             ["policies.planner.model=m", "job.optimizers.planer.lr=1"],

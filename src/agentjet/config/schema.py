@@ -185,6 +185,15 @@ class ServeConfig(Section):
         return self.policies[policy].worker if policy in self.policies else ""
 
     @model_validator(mode="after")
+    def _names_are_not_the_default(self) -> Self:
+        if SOLE_POLICY in self.policies:
+            raise ValueError(
+                f"policies.{SOLE_POLICY}: {SOLE_POLICY!r} is the policy of a run without [policies]: choose another "
+                "name, or omit [policies]"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _optimizers_have_policies(self) -> Self:
         for name in self.job.optimizers:
             if name not in self.policy_names:

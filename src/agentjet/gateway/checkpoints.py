@@ -332,6 +332,7 @@ class PolicyVersions:
     def __init__(self, run: OpenRun, engine: Engine) -> None:
         self._run = run
         self._swarm = run.swarm
+        self._compute = run.compute
         self._engine = engine
 
     async def record_evaluation(
@@ -436,7 +437,7 @@ class PolicyVersions:
             path = folder / f"step_{version:06d}{'-adapter' if adapter else ''}"
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                await self._run.compute.export(self._run.policy_id(chosen), path, adapter=adapter)
+                await self._compute.export(self._run.policy_id(chosen), path, adapter=adapter)
                 await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 

@@ -115,9 +115,8 @@ class Batches:
 
     def record_operation(self, policy: str, number: int, kind: OperationKind, batch: Batch) -> None:
         """Record an operation on a policy, before it is applied. A replayed operation changes nothing."""
-        if not self._journal.has_operation(policy, number, kind, batch.id):
-            with self._store.transaction():
-                self._journal.put_operation(policy, number, kind, batch.id)
+        with self._store.transaction():
+            self._journal.put_operation(policy, number, kind, batch.id)
 
     def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """Record that `batch` took the policies to version `batch.id + 1`. A replayed batch changes nothing.
@@ -139,7 +138,7 @@ class Batches:
         with store.transaction():
             self._journal.add_step(batch.id, merged, self._clock())
             store.record("run", policy_version=batch.id + 1, composed=False)
-            store.set(pending=None, last_step=merged, recent_steps=(*store.recent_steps, merged)[-RECENT_STEPS:])
+            store.set(pending=None, steps=self._journal.recent_steps(RECENT_STEPS))
             for episode_id in batch.episode_ids:
                 store.put(replace(store.episodes[episode_id], trained_in=batch.id))
             self._mixture.start_batch()
@@ -255,7 +254,7 @@ class Batches:
             store.record("run", composed=False, carry=journal.carry())
             num_groups = sum(len(batch.groups) for batch in undone)
             store.record("rollback", episodes=len(trained), groups=num_groups, reason=ROLLED_BACK)
-            store.set(pending=None, last_step={}, recent_steps=tuple(journal.recent_steps(RECENT_STEPS)))
+            store.set(pending=None, steps=journal.recent_steps(RECENT_STEPS))
             live, waiting = store.live(), store.state.counts["waiting"]
             for episode in live:
                 self._endings.end_unscored(episode, ROLLED_BACK_REASON, now)

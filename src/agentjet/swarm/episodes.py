@@ -94,7 +94,7 @@ class SwarmState:
     @property
     def last_step(self) -> dict[str, float]:
         """Metrics of the newest learned batch."""
-        return self.store.last_step
+        return self.store.steps.get(self.policy_version - 1, {})
 
     def dtype(self, policy: str) -> str:
         """The type of a policy's weights since its first version; empty until it is known."""
@@ -240,13 +240,16 @@ class SwarmState:
         if self.store.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        if episode.status == "finished" and _has_score(episode, request):
+        score = (request.reward, request.by_role, request.metrics)
+        if episode.status == "finished" and (episode.reward, episode.by_role, episode.metrics) == score:
             return episode
         episode = self._live(episode_id)
         now = self._clock()
         with self.store.transaction():
-            score = {"reward": request.reward, "by_role": dict(request.by_role), "metrics": dict(request.metrics)}
-            episode = replace(episode, status="finished", ended=now, **score)
+            by_role, metrics = dict(request.by_role), dict(request.metrics)
+            episode = replace(
+                episode, status="finished", ended=now, reward=request.reward, by_role=by_role, metrics=metrics
+            )
             self.store.put(episode)
             self.store.remember(scope, idempotency_key, request, episode_id)
             groups.member_finished(self.store, episode, now)
@@ -433,7 +436,3 @@ def _counted(counts: Mapping[str, int], names: Sequence[str]) -> Mapping[str, in
 def _begin_scope(request: BeginRequest) -> str:
     """Scope of idempotency keys: each client has its own."""
     return f"begin/{request.client_id}"
-
-
-def _has_score(episode: Episode, request: FinishRequest) -> bool:
-    return (episode.reward, episode.by_role, episode.metrics) == (request.reward, request.by_role, request.metrics)

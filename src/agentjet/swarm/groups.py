@@ -165,15 +165,6 @@ def member_lost(store: Store, episode: Episode, now: float) -> None:
         drop(store, store.groups[group.id], "no_members", now)
 
 
-def full_group(store: Store, episode: Episode) -> Group | None:
-    """The episode's open group if `group_size` members have finished."""
-    group = _group_of(store, episode)
-    if group is None or group.state != "open":
-        return None
-    num_finished = sum(store.episodes[member].status == "finished" for member in group.members)
-    return group if num_finished >= store.job.group_size else None
-
-
 def stale(store: Store) -> list[Group]:
     """The groups with a token that is too old for the batch being filled."""
     too_old = store.policy_version - store.job.max_staleness
@@ -297,10 +288,12 @@ class Endings:
 
     def close_if_complete(self, episode: Episode, now: float) -> None:
         """After an end: close the episode's group if it is complete, and abort its live members as surplus."""
-        group = full_group(self._store, episode)
-        if group is not None:
+        group, store = _group_of(self._store, episode), self._store
+        if group is None or group.state != "open":
+            return
+        if sum(store.episodes[member].status == "finished" for member in group.members) >= store.job.group_size:
             self._abort_live_members(group, SURPLUS, now)
-            close(self._store, self._store.groups[group.id], now)
+            close(store, store.groups[group.id], now)
 
     def drop_groups(self, unwanted: Sequence[Group], reason: str, abort_reason: str, now: float) -> None:
         """Drop groups that will not be trained, and abort their live members."""

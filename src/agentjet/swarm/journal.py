@@ -83,20 +83,21 @@ def of_worker(model: ModelInfo) -> Origin:
     return origin
 
 
-def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
+def changes(recorded: Origin, given: Origin, folder: Path) -> list[str]:
     """Sentences about allowed differences. Raises `ConfigError` for the first one that is not allowed."""
     differing = [key for key in given if key in recorded and recorded[key] != given[key]]
     for key in differing:
         policy, slash, setting = key.rpartition("/")
         if setting not in FREE:
-            named = f"{key} = {recorded[key]!r}"
+            named = f"{setting} = {recorded[key]!r}"
             if setting == "model_weights":
-                name = f"{policy}{slash}model.name"
-                named += f" (the fingerprint of the weights under {name} = {recorded.get(name)!r})"
+                name = recorded.get(f"{policy}{slash}model.name")
+                named += f" (the fingerprint of the weights under model.name = {name!r})"
+            named += f" for policy {policy!r}" if policy else ""
             raise ConfigError(
-                f"server.data_dir = {str(data_dir)!r} was created with {named}; {given[key]!r} would change the "
-                "meaning of its checkpoints. Restore the first one, or use a new server.data_dir, with an export of "
-                "this policy (`agentjet export`) as model.name."
+                f"The run in {str(folder)!r} was created with {named}; {given[key]!r} would change the meaning of its "
+                "checkpoints. Restore the first one, or use a new run or a new server.data_dir, with an export of this "
+                "policy (`agentjet export`) as model.name."
             )
     return [
         f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may lead to "
@@ -135,7 +136,7 @@ class Journal:
                 journal._db.execute("DELETE FROM meta WHERE key = 'origin'")
             elif {*policies} != {*journal.policies}:
                 raise ConfigError(
-                    f"server.data_dir = {str(path.parent)!r} was created with {_named(journal.policies)}; the settings "
+                    f"The run in {str(path.parent)!r} was created with {_named(journal.policies)}; the settings "
                     f"have {_named(policies)}. The policies of a run cannot change: restore [policies], or use "
                     "another run."
                 )
@@ -381,10 +382,6 @@ class Journal:
     def put_operation(self, policy: str, number: int, kind: str, batch_id: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?, ?)", (policy, number, kind, batch_id))
 
-    def has_operation(self, policy: str, number: int, kind: str, batch_id: int) -> bool:
-        query = "SELECT 1 FROM operations WHERE policy = ? AND number = ? AND kind = ? AND batch_id = ?"
-        return self._db.execute(query, (policy, number, kind, batch_id)).fetchone() is not None
-
     def operations(self, policy: str) -> list[tuple[int, str, int]]:
         """All operations on a policy, in order: number, kind and batch."""
         query = "SELECT number, kind, batch_id FROM operations WHERE policy = ? ORDER BY number"
@@ -398,10 +395,12 @@ class Journal:
         row = self._db.execute("SELECT metrics FROM steps WHERE batch_id = ?", (batch_id,)).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
-    def recent_steps(self, limit: int) -> list[dict[str, float]]:
-        """The metrics of the newest learned batches, the newest last."""
-        rows = self._db.execute("SELECT metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)).fetchall()
-        return [json.loads(row[0]) for row in reversed(rows)]
+    def recent_steps(self, limit: int) -> dict[int, dict[str, float]]:
+        """The metrics of the newest learned batches by batch, the newest last."""
+        rows = self._db.execute(
+            "SELECT batch_id, metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)
+        ).fetchall()
+        return {batch_id: json.loads(metrics) for batch_id, metrics in reversed(rows)}
 
     # ---- keys and events -----------------------------------------------------------------------------------
 

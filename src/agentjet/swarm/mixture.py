@@ -268,7 +268,7 @@ class Mixture:
 
     def shares(self) -> dict[str, TaskSetShare]:
         """Every named set that has a weight, or groups in the present or a recent batch."""
-        recent, prefix = self._store.recent_steps, "batch/share/"
+        recent, prefix = [*self._store.steps.values()], "batch/share/"
         seen = {name.removeprefix(prefix) for step in recent for name in step if name.startswith(prefix)}
         names = seen | {group.task_set for group in self._store.groups.values()} | set(self._store.job.task_weights)
         return {name: self._share(name, recent) for name in sorted(names - {"", OTHERS})}

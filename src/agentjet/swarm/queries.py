@@ -71,13 +71,11 @@ class Queries:
     @property
     def recent_steps(self) -> Sequence[Mapping[str, float]]:
         """Metrics of the newest learned batches, at most 50, the newest last."""
-        return self._store.recent_steps
+        return [*self._store.steps.values()]
 
     @property
     def last_batch(self) -> Batch | None:
         """The newest learned batch; None before the first."""
-        if not self._store.last_step:
-            return None
         version = self._store.policy_version
         return next(iter(self._journal.batches(version - 1, version)), None)
 

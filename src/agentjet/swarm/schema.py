@@ -311,7 +311,7 @@ def _end_prepared(db: sqlite3.Connection, state: State) -> None:
     """End the prepared episodes unscored, because no `finish` will come for them."""
     now = db.execute("SELECT MAX(time) FROM events").fetchone()[0]
     for episode in [e for e in state.episodes.values() if e.status == "live" and e.reward is not None]:
-        unscored = {"reward": None, "by_role": {}, "metrics": {}, "dropped": ""}
+        unscored: dict[str, Any] = {"reward": None, "by_role": {}, "metrics": {}, "dropped": ""}
         values = {"id": episode.id, "status": "expired", "ended": now, "reason": IN_DOUBT, **unscored}
         settled = state.apply(("episode", values))
         assert settled is not None

@@ -60,9 +60,8 @@ class Store:
         self.settings: JobSettings | None = journal.job_settings()
         self.pending: Batch | None = next(iter(journal.batches(state.policy_version)), None) if state.composed else None
         """The batch that is composed and not yet learned."""
-        self.last_step: dict[str, float] = journal.step(state.policy_version - 1)
-        self.recent_steps: tuple[dict[str, float], ...] = tuple(journal.recent_steps(RECENT_STEPS))
-        """Metrics of the newest learned batches, the newest last."""
+        self.steps = journal.recent_steps(RECENT_STEPS)
+        """Metrics of the newest learned batches by batch, the newest last."""
 
     # ---- reads ---------------------------------------------------------------------------------------------
 
