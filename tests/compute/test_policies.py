@@ -265,6 +265,9 @@ def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path
         first, second = compute.pid(A), compute.pid(far)
         assert first is not None and compute.pid(B) == first != second
         forest = build_forest(sampled_rows(make_policy(tiny_folder)))
+        with pytest.raises(ConfigError, match=r"model\.name"):
+            await compute.add(PolicyId("third"), model_of(tmp_path, rank=0), worker="two")
+        assert compute.pid(PolicyId("third")) is None and compute.pid(far) == second
         os.kill(first, signal.SIGSTOP)
         learning = asyncio.ensure_future(learn(compute, Op.of(B, 0), TrainingBatch(0, forest), JobConfig()))
         completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
