@@ -4,7 +4,7 @@ The paths of a run begin with `/runs/NAME`; those of the default run also go wit
 
 * a token or a key opens its own run only; the admin token of the default run opens every run;
 * the answer to a caller without rights in a run does not depend on the run: it is the same for an open run, for one
-  that was ended, and for a name that no run has. Both check the same number of tokens.
+  that was ended, and for a name that no run has, and it takes the same time but for a few microseconds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def deps_of(request: HTTPConnection) -> AppDeps:
 
 def route_path(scope: Scope) -> str:
     """Returns the decoded path of a request without `/runs/NAME`."""
-    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+    found = RUN_PATH.match(scope["path"])
+    return str(scope["path"][found.end() if found else 0 :])
 
 
 def bearer_of(request: HTTPConnection) -> str:
