@@ -111,7 +111,7 @@ async def trained(server: ChildServer, names: Sequence[str], workload: Workload)
             if os.environ.get("BENCH_DEBUG"):
                 for name in ("time/sample", "time/learn", "time/wait", "time/publish", "perf/tokens_per_second"):
                     print(name, [round(step.get(name, -1), 2) for step in steps])
-            return sum(step["batch/tokens"] if "batch/tokens" in step else 0.0 for step in steps)
+            return sum(step.get("batch/tokens", 0.0) for step in steps)
 
         await train(1, seed=0)
         began = time.perf_counter()
