@@ -103,9 +103,7 @@ async def trained(server: ChildServer, names: Sequence[str], workload: Workload)
         async def train(batches: int, seed: int) -> float:
             reports = await asyncio.gather(
                 *(
-                    one.train(
-                        agent, tasks, steps=batches, concurrency=workload.concurrency, seed=seed, progress=False
-                    )
+                    one.train(agent, tasks, steps=batches, concurrency=workload.concurrency, seed=seed, progress=False)
                     for one in swarms
                 )
             )

@@ -226,11 +226,14 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
                 "learning": lambda: learn_batch(compute, 4, forests[0], job),
                 "saving": lambda: compute.save(POLICY, tmp_path / "never"),
             }[moment]()
-            waiting = asyncio.ensure_future(doomed)
-            await asyncio.sleep(0.02)
             pid = compute.pid(POLICY)
             assert pid is not None
-            os.kill(pid, signal.SIGSTOP if moment == "stopped" else signal.SIGKILL)
+            if moment == "stopped":
+                os.kill(pid, signal.SIGSTOP)
+            waiting = asyncio.ensure_future(doomed)
+            await asyncio.sleep(0.02)
+            if moment != "stopped":
+                os.kill(pid, signal.SIGKILL)
             death = await compute.died([POLICY])
             (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
             if moment == "stopped":
