@@ -20,7 +20,7 @@ from starlette.types import Scope
 from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound
 from agentjet.gateway import Gateway
 from agentjet.gateway.runs import Runs
-from agentjet.protocol import RunSettings, RunView, check_run_name
+from agentjet.protocol import RunSettings, RunView
 from agentjet.server.auth import Keys
 from agentjet.server.limits import Limits
 from agentjet.types import DEFAULT_RUN, RUN_NAME
@@ -86,8 +86,7 @@ def run_in_path(scope: Scope) -> tuple[str, str] | None:
     found = RUN_PATH.match(scope["path"])
     if found is None:
         return None
-    _, first, name, *_ = (scope["raw_path"] + b"/").split(b"/")
-    is_plain = first == b"runs" and name.decode("latin-1") == found[1] and RUN_NAME.fullmatch(found[1])
+    is_plain = RUN_NAME.fullmatch(found[1]) and (scope["raw_path"] + b"/").startswith(f"{found[0]}/".encode())
     return found[0], found[1] if is_plain else found[0]
 
 
@@ -136,11 +135,6 @@ class ServedRuns:
         except (ConfigError, OSError) as error:
             raise Conflict(f"The run {name!r} cannot be entered: {error}.", code="run_unusable") from None
         return made
-
-    async def end(self, name: str) -> RunView:
-        """Ends a run: see `Runs.end`. Its tokens remain."""
-        check_run_name(name)
-        return await self.runs.end(name)
 
     def _opened(self, name: str, token: str) -> Gateway:
         """Raises `NotFound` if the run is not open; only the server's admin gets the names of other runs."""
