@@ -15,8 +15,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
 from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
