@@ -9,13 +9,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from agentjet.types import Message, ToolCall
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _JSON = json.JSONDecoder()
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""Literals that the parser searches for. Some vocabularies have them as special tokens, which are normally hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """The syntax of tool calls."""
+
+    opening: str
+    """Text before a call, or before the list of calls. Empty if a call is the whole completion."""
+    closing: str
+    arguments: str
+    """Key of the arguments in the JSON of a call."""
+    listed: bool
+    """True if all calls form one JSON list."""
+
+
+TOOL_FORMATS = {
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments", listed=False),
+    "mistral": ToolFormat("[TOOL_CALLS]", "", "arguments", listed=True),
+    "llama3": ToolFormat("", "", "parameters", listed=False),
+}
 
 Found = tuple[str, str]
 """Name and arguments (JSON text) of a tool call."""
@@ -30,7 +51,7 @@ def parse_completion(text: str, *, reasons: bool, in_reasoning: bool, tool_forma
     reasoning = ""
     if reasons:
         reasoning, text = _split_reasoning(text, in_reasoning)
-    content, found = _PARSERS[tool_format](text) if tool_format else (text, [])
+    content, found = _split_calls(text, TOOL_FORMATS[tool_format]) if tool_format else (text, [])
     calls = tuple(ToolCall(f"{id_prefix}_{i}", name, arguments) for i, (name, arguments) in enumerate(found))
     return Message("assistant", content, reasoning, calls)
 
@@ -46,27 +67,21 @@ def _split_reasoning(text: str, in_reasoning: bool) -> tuple[str, str]:
     return reasoning.strip("\n"), rest.lstrip("\n")
 
 
-def _parse_hermes(text: str) -> tuple[str, list[Found]]:
-    found: list[Found] = []
+def _split_calls(text: str, tool_format: ToolFormat) -> tuple[str, list[Found]]:
+    """Returns the text without its tool calls, and the calls."""
+    if not tool_format.opening:
+        found = _calls(text.strip().removeprefix("<|python_tag|>"), tool_format.arguments)
+        return ("", found) if found else (text, [])
+    found = []
 
     def take(block: re.Match[str]) -> str:
-        calls = _calls(block[1].strip(), "arguments")
+        calls = _calls(block[1].strip(), tool_format.arguments)
         found.extend(calls)
         return "" if calls else block[0]
 
-    content = _HERMES.sub(take, text)
+    end = rf"(?:{re.escape(tool_format.closing)}|\Z)" if tool_format.closing else r"\Z"
+    content = re.sub(rf"{re.escape(tool_format.opening)}(.*?){end}", take, text, flags=re.DOTALL)
     return (content.strip(), found) if found else (text, [])
-
-
-def _parse_mistral(text: str) -> tuple[str, list[Found]]:
-    content, _, block = text.partition("[TOOL_CALLS]")
-    calls = _calls(block.strip(), "arguments")
-    return (content.strip(), calls) if calls else (text, [])
-
-
-def _parse_llama3(text: str) -> tuple[str, list[Found]]:
-    calls = _calls(text.strip().removeprefix("<|python_tag|>"), "parameters")
-    return ("", calls) if calls else (text, [])
 
 
 def _calls(block: str, key: str) -> list[Found]:
@@ -116,14 +131,3 @@ def _as_written(source: str, key: str, arguments: dict[str, Any]) -> str:
         if value == arguments:
             return source[at.end() : end]
     return json.dumps(arguments, ensure_ascii=False)
-
-
-_PARSERS: dict[str, Callable[[str], tuple[str, list[Found]]]] = {
-    "hermes": _parse_hermes,
-    "mistral": _parse_mistral,
-    "llama3": _parse_llama3,
-}
-
-TOOL_FORMATS = tuple(_PARSERS)
-MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""Literals that the parsers search for. Some vocabularies have them as special tokens, which are normally hidden."""
