@@ -88,37 +88,22 @@ def _calls(block: str, key: str) -> list[Found]:
     """Returns the calls of a JSON object or of a list of objects; none if one of them is malformed."""
     try:
         value = json.loads(block)
-        calls = [_call(item, key, "") for item in value] if isinstance(value, list) else [_call(value, key, block)]
+        return [_call(item, key, "") for item in value] if isinstance(value, list) else [_call(value, key, block)]
     except (ValueError, RecursionError):
         return []
-    return [call for call in calls if call] if all(calls) else []
 
 
-def _call(value: Any, key: str, source: str) -> Found | None:
+def _call(value: Any, key: str, source: str) -> Found:
+    """Raises `ValueError` for a malformed call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return None
+        raise ValueError("a call is an object with a name")
     arguments = value.get(key, {})
     if isinstance(arguments, dict):
         arguments = _as_written(source, key, arguments)
-    elif not isinstance(arguments, str) or not _is_object(arguments):  # some models write them as a JSON string
-        return None
-    return (value["name"], arguments) if _is_text(value["name"] + arguments) else None
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
-
-
-def _is_text(text: str) -> bool:
-    """False if `text` has an unpaired surrogate, which JSON escapes can contain and a response cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    elif not isinstance(arguments, str) or not isinstance(json.loads(arguments), dict):  # some write a JSON string
+        raise ValueError("arguments are an object")
+    (value["name"] + arguments).encode()  # Raises for an unpaired surrogate, which JSON escapes can write.
+    return value["name"], arguments
 
 
 def _as_written(source: str, key: str, arguments: dict[str, Any]) -> str:

@@ -45,6 +45,7 @@ from agentjet.server.dialects.dialect import (
     CallLookup,
     Dialect,
     RequestT,
+    collect,
     role_of,
 )
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, ErrorShape
@@ -197,7 +198,8 @@ async def respond(
     choices = call.choices * (1 + len(call.others))
     if not call.stream:
         async with aclosing(chunks):
-            answer = await until_disconnect(request, dialect.to_answer(_answer_chunks(chunks, choices), body, head))
+            ended = await until_disconnect(request, collect(_answer_chunks(chunks, choices)))
+            answer = dialect.to_answer(ended, body, head)
             if not await _mark_delivered(request, chunks):
                 raise ClientGone
             return Response(to_json(answer), media_type="application/json")

@@ -6,7 +6,7 @@ empty string. The text parts of a content list are joined. `developer` is `syste
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,6 @@ from agentjet.server.dialects.dialect import (
     TextPart,
     call_of,
     check_choice,
-    collect,
     function_tool,
     named_function,
     schema_of,
@@ -199,9 +198,8 @@ def _constraint(body: ChatBody, functions: list[FunctionBody]) -> Constraint:
 # --- answers
 
 
-async def to_answer(chunks: Chunks, body: ChatBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the whole answer, after every choice has ended."""
-    choices = await collect(chunks)
+def to_answer(choices: Sequence[CallChunk], body: ChatBody, head: AnswerHead) -> dict[str, Any]:
+    """Returns the whole answer."""
     return {
         "id": f"chatcmpl-{head.id}",
         "object": "chat.completion",

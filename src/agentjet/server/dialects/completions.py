@@ -21,7 +21,6 @@ from agentjet.server.dialects.dialect import (
     Chunks,
     call_of,
     call_request,
-    collect,
     refuse_unused_stream_options,
 )
 from agentjet.server.dialects.error_shapes import sse
@@ -156,9 +155,8 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str |
 # --- answers
 
 
-async def to_answer(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the whole answer, after every choice has ended."""
-    choices = await collect(chunks)
+def to_answer(choices: Sequence[CallChunk], body: CompletionBody, head: AnswerHead) -> dict[str, Any]:
+    """Returns the whole answer."""
     shown = [_whole_choice(body, last) for last in choices]
     return _answer(head, shown, usage_of(choices, body.n or 1), fingerprint_of(call_of(choices[0])))
 

@@ -10,7 +10,7 @@ OpenAI's dialects.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -151,8 +151,8 @@ class AnswerHead:
 class Dialect(Generic[RequestT]):
     """One route of an API.
 
-    `to_request` raises `RequestError` for the first thing that cannot be honoured. `to_answer` and `to_events` take the
-    chunks of `Gateway.call`, and end when the chunks end. `to_events` yields server-sent events as text.
+    `to_request` raises `RequestError` for the first thing that cannot be honoured. `to_answer` takes the choices of
+    `merge_chunks`. `to_events` takes the chunks of `Gateway.call`, and yields server-sent events as text.
     """
 
     path: str
@@ -161,7 +161,7 @@ class Dialect(Generic[RequestT]):
     """The treatment of every key of a request."""
     errors: ErrorShape
     to_request: Callable[[RequestT, CallLookup], CallRequest]
-    to_answer: Callable[[Chunks, RequestT, AnswerHead], Coroutine[Any, Any, dict[str, Any]]]
+    to_answer: Callable[[Sequence[CallChunk], RequestT, AnswerHead], dict[str, Any]]
     to_events: Callable[[Chunks, RequestT, AnswerHead], AsyncGenerator[str]]
 
 

@@ -59,15 +59,12 @@ OPENAI_ERRORS = ErrorShape(model=OpenAIError, body=openai_error, event=lambda er
 
 # --- OpenAI's Responses API
 
-_PARAMS = {"messages": "input"}
-"""This dialect's names of parameters that other dialects name differently."""
-
 
 def responses_error(error: RequestError) -> dict[str, Any]:
     """Returns the body of an error."""
     body = openai_error(error)
-    if error.code != "unknown_parameter":  # That error has the body's own name of the parameter.
-        body["error"]["param"] = _PARAMS.get(error.param or "", error.param)
+    if error.param == "messages" and error.code != "unknown_parameter":  # That error has the body's own name.
+        body["error"]["param"] = "input"
     return body
 
 

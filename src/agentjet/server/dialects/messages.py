@@ -25,7 +25,6 @@ from agentjet.server.dialects.dialect import (
     call_of,
     call_request,
     check_choice,
-    collect,
     function_tool,
     placeholder_of,
 )
@@ -311,9 +310,9 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
-async def to_answer(chunks: Chunks, body: MessagesBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the whole answer, after it has ended."""
-    (last,) = await collect(chunks)
+def to_answer(choices: Sequence[CallChunk], body: MessagesBody, head: AnswerHead) -> dict[str, Any]:
+    """Returns the whole answer."""
+    (last,) = choices
     message = call_of(last).response
     content: list[dict[str, Any]] = []
     if message.reasoning:

@@ -18,7 +18,6 @@ from agentjet.server.dialects.dialect import (
     call_of,
     call_request,
     check_choice,
-    collect,
     merge_chunks,
     named_function,
     refuse_unused_stream_options,
@@ -159,9 +158,9 @@ PART_TYPES = {"reasoning": "reasoning_text", "message": "output_text"}
 ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
-async def to_answer(chunks: Chunks, body: ResponsesBody, head: AnswerHead) -> dict[str, Any]:
-    """Returns the whole answer, after it has ended."""
-    (last,) = await collect(chunks)
+def to_answer(choices: Sequence[CallChunk], body: ResponsesBody, head: AnswerHead) -> dict[str, Any]:
+    """Returns the whole answer."""
+    (last,) = choices
     return _ended(last, body, head)
 
 

@@ -12,7 +12,7 @@ So a call comes back as the same turn.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,9 @@ PROVIDER_TOOLS = (
     "programmatic_tool_calling",
 )  # fmt: skip
 """Prefixes of the types of tools that the provider runs, or that work on images. The policy is not offered them."""
-OPTIONAL_KEYS = {
-    "function": ("description", "parameters", "strict"),
-    "custom": ("description", "format"),
-    "namespace": ("description", "tools"),
-}
-"""The types of tool that the policy is offered, with their keys besides `name`."""
+REQUIRED_KEYS = {"function": ("name",), "custom": ("name",), "namespace": ("name", "tools")}
+"""The types of tool that the policy is offered."""
+OPTIONAL_KEYS = {"function": ("parameters", "strict"), "custom": ("format",), "namespace": ()}
 
 
 @with_keys(RESPONSES_KEYS, "tools[].")
@@ -53,6 +50,10 @@ class ResponsesTool(TypedPart):
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    format: Any = None
+    """The format of a custom tool's input."""
+    tools: list[ResponsesTool] | None = None
+    """The tools of a namespace."""
 
     @model_validator(mode="before")
     @classmethod
@@ -96,8 +97,7 @@ def _each(tools: Iterable[ResponsesTool], notes: list[str]) -> Iterator[tuple[Of
         notes += _check_keys(tool, where)
         if tool.type != "namespace":
             yield _offered_tool(tool, None, where, notes), where
-            continue
-        for k, inner in enumerate(_inner_tools(tool, where)):
+        for k, inner in enumerate(tool.tools or ()):
             place = f"{where}.tools.{k}"
             if inner.type == "namespace":
                 raise InvalidRequest(f"{place} is a namespace within another.", param=place)
@@ -106,20 +106,10 @@ def _each(tools: Iterable[ResponsesTool], notes: list[str]) -> Iterator[tuple[Of
 
 
 def _check_keys(tool: ResponsesTool, where: str) -> list[str]:
-    if tool.type not in OPTIONAL_KEYS:
+    if tool.type not in REQUIRED_KEYS:
         why = f" is of type {tool.type!r}: the server runs no tools, define a function and run it yourself."
         raise refusal(where, why)
-    return tool.check_keys(where, ("name",), OPTIONAL_KEYS[tool.type])
-
-
-def _inner_tools(tool: ResponsesTool, where: str) -> Sequence[ResponsesTool]:
-    inner = getattr(tool, "tools", None)
-    try:
-        if isinstance(inner, list):
-            return [ResponsesTool.model_validate(item) for item in inner]
-    except ValueError:
-        pass
-    raise InvalidRequest(f"{where}.tools must be a list of functions and custom tools.", param=f"{where}.tools")
+    return tool.check_keys(where, REQUIRED_KEYS[tool.type], ("description", *OPTIONAL_KEYS[tool.type]))
 
 
 def _offered_tool(tool: ResponsesTool, space: ResponsesTool | None, where: str, notes: list[str]) -> OfferedTool:
@@ -127,7 +117,7 @@ def _offered_tool(tool: ResponsesTool, space: ResponsesTool | None, where: str, 
     described = [space.description if space is not None else None, tool.description]
     parameters = tool.parameters
     if tool.type == "custom":
-        grammar, text = _custom_format(getattr(tool, "format", None), f"{where}.format")
+        grammar, text = _custom_format(tool.format, f"{where}.format")
         parameters = {
             "type": "object",
             "properties": {"input": {"type": "string", **text}},
@@ -145,14 +135,13 @@ def _offered_tool(tool: ResponsesTool, space: ResponsesTool | None, where: str, 
 
 def _custom_format(given: Any, where: str) -> tuple[str, dict[str, str]]:
     """Returns the Lark grammar of a custom tool's input, and the keywords of the text's JSON schema."""
-    kind = given.get("type", "text") if isinstance(given, dict) else "text" if given is None else "?"
-    if kind == "text":
+    if given is None or (isinstance(given, dict) and given.get("type", "text") == "text"):
         return "", {}
-    definition, syntax = (given.get("definition"), given.get("syntax")) if isinstance(given, dict) else (None, None)
-    if kind == "grammar" and isinstance(definition, str) and syntax == "lark":
-        return definition, {}
-    if kind == "grammar" and isinstance(definition, str) and syntax == "regex":
-        return "", {"pattern": f"^(?:{definition})$"}
+    if isinstance(given, dict) and given["type"] == "grammar" and isinstance(given.get("definition"), str):
+        if given.get("syntax") == "lark":
+            return given["definition"], {}
+        if given.get("syntax") == "regex":
+            return "", {"pattern": f"^(?:{given['definition']})$"}
     grammar = "{'type': 'grammar', 'syntax': 'lark' or 'regex', 'definition': ...}"
     raise refusal(where, f": use {{'type': 'text'}}, or {grammar}.", "invalid_value")
 
