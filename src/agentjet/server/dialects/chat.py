@@ -29,7 +29,7 @@ from agentjet.server.dialects.dialect import (
 )
 from agentjet.server.dialects.error_shapes import sse
 from agentjet.server.dialects.keys import CHAT_KEYS, Body, Count, JsonObject, Text, with_keys
-from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
+from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- requests
 
@@ -239,7 +239,7 @@ async def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGe
         if chunk.call is not None:
             choices.append(chunk)
             common["system_fingerprint"] = fingerprint_of(chunk.call)
-            choice["finish_reason"] = _finish_reason(chunk.call)
+            choice["finish_reason"] = chunk.call.finish_reason
             if tool_calls := _tool_calls(chunk.call.response):
                 delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(tool_calls)]
         yield sse({**common, "choices": [choice]})
@@ -258,8 +258,8 @@ def _choice(body: ChatBody, last: CallChunk) -> dict[str, Any]:
         "tool_calls": _tool_calls(message) or None,
         "refusal": None,
     }
-    reason = _finish_reason(call)
-    return {"index": last.index, "message": shown, "logprobs": _logprobs(body, last), "finish_reason": reason}
+    logprobs = _logprobs(body, last)
+    return {"index": last.index, "message": shown, "logprobs": logprobs, "finish_reason": call.finish_reason}
 
 
 def _tool_calls(message: Message) -> list[dict[str, Any]]:
@@ -271,8 +271,3 @@ def _tool_calls(message: Message) -> list[dict[str, Any]]:
 
 def _logprobs(body: ChatBody, chunk: CallChunk) -> dict[str, Any] | None:
     return {"content": shown_logprobs(chunk.tokens), "refusal": None} if body.logprobs else None
-
-
-def _finish_reason(call: Call) -> str:
-    assert call.finish_reason != "cancelled", "a cancelled call is never answered"
-    return call.finish_reason

@@ -155,7 +155,6 @@ def _required_function(choice: Mapping[str, Any]) -> str:
 # --- answers
 
 PART_TYPES = {"reasoning": "reasoning_text", "message": "output_text"}
-ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 def to_answer(choices: Sequence[CallChunk], body: ResponsesBody, head: AnswerHead) -> dict[str, Any]:
@@ -262,8 +261,7 @@ class _Items:
     @property
     def _place(self) -> dict[str, Any]:
         """The place of events in the open item."""
-        id_ = item_id(ID_PREFIXES[self._open], self._head.id)
-        return {"item_id": id_, "output_index": self._index, "content_index": 0}
+        return {"item_id": item_id(self._open, self._head.id), "output_index": self._index, "content_index": 0}
 
 
 def _ended(last: CallChunk, body: ResponsesBody, head: AnswerHead) -> dict[str, Any]:
@@ -301,7 +299,7 @@ def _ended(last: CallChunk, body: ResponsesBody, head: AnswerHead) -> dict[str, 
 
 def _text_item(kind: str, body: ResponsesBody, head: AnswerHead, text: str, status: str) -> dict[str, Any]:
     """Returns the reasoning or the message of an answer."""
-    item: dict[str, Any] = {"type": kind, "id": item_id(ID_PREFIXES[kind], head.id)}
+    item: dict[str, Any] = {"type": kind, "id": item_id(kind, head.id)}
     part: dict[str, Any] = {"type": PART_TYPES[kind], "text": text}
     if kind == "message":
         part |= {"annotations": [], "logprobs": []}
@@ -318,7 +316,7 @@ def _tool_call(number: str, call: ToolCall, tool: OfferedTool | None) -> dict[st
         kind, key, text = "custom_tool_call", "input", to_custom_input(call.arguments)
     return {
         "type": kind,
-        "id": item_id(ID_PREFIXES[kind], number),
+        "id": item_id(kind, number),
         "call_id": call.id,
         "name": name,
         key: text,

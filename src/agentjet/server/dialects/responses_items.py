@@ -138,13 +138,14 @@ Item = Annotated[
 CallItem = FunctionCallItem | CustomCallItem
 AssistantItem = MessageItem | CallItem | ReasoningItem | ItemReference
 
+_ID_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 _ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{32})(?:_([0-9]{1,4}))?")
 _CALL_ID = re.compile(r"call_([0-9a-f]{12})_[0-9]+")
 
 
-def item_id(kind: str, call_id: str) -> str:
+def item_id(item_type: str, call_id: str) -> str:
     """Returns the id of an item of the answer of a call."""
-    return f"{kind}_{call_id}"
+    return f"{_ID_PREFIXES[item_type]}_{call_id}"
 
 
 def encode_reasoning(reasoning: str) -> str:
