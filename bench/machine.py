@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from agentjet.compute.embedded.backend import THREAD_WAIT, THREAD_WAIT_VARIABLES, WORKER_VARIABLES
+from agentjet.compute.embedded.worker_process import THREAD_WAIT, THREAD_WAIT_VARIABLES, WORKER_VARIABLES
 
 SERVED = "as served"
 """The product's own way of waiting."""

@@ -14,10 +14,11 @@ import time
 import numpy as np
 import torch
 
+from agentjet.compute.embedded.hosted_policy import Fingerprints
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import Policy, load_policy
 from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
-from agentjet.compute.embedded.worker import Fingerprints, make_deterministic, trim_malloc
+from agentjet.compute.embedded.worker import make_deterministic, trim_malloc
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.job import OptimizerConfig
 from agentjet.recipes.advantages import grpo

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import numpy as np
 
 from agentjet.compute.embedded.checkpoint import seal, verified_state
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
-from agentjet.config import OptimizerConfig, ServeConfig
+from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import OutOfCache, WorkerDied
-from agentjet.gateway import CallChunk, CallRequest, Gateway
+from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.support import encode_set
@@ -28,6 +28,7 @@ from agentjet.types import (
     Message,
     ModelInfo,
     Op,
+    OperationKind,
     PolicyId,
     Sampled,
     SamplingParams,
@@ -35,6 +36,8 @@ from agentjet.types import (
 )
 from tests.tiny import SPECIAL, make_model_info, tokenizer
 
+RUN = Path("runs/default")
+"""Folder of the default run in a data dir."""
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 """Prompt tokens and parameters to the completion's tokens; an end token in it ends the completion."""
 
@@ -58,15 +61,62 @@ class Asked:
 
     prompt: tuple[int, ...]
     params: SamplingParams
+    policy: PolicyId
     finished: bool = False
     """Ran to its end; one that was cancelled or died stays False."""
 
 
-class ScriptedCompute:
-    """A `Compute` in this process: says what its script says, and its "weights" are a hash of all it has learned.
+class ScriptedPolicy:
+    """A policy of `ScriptedCompute`. Its "weights" are a hash of all it has learned.
 
-    So two policies are equal exactly when they learned the same forests in the same order. Every log-probability is
-    -0.5. What is asked for under a grammar or truncated was chosen among two tokens.
+    So two policies are equal exactly when they learned the same forests in the same order.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self.weights = "base"
+        self.version = 0
+        self.learned: list[int] = []
+        """Batches learned since it was added, replays included."""
+        self.gradient = ""
+        self.batch_id = -1
+        self.next_operation = 0
+        self.end: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+        """Done when it was removed, or its worker ended."""
+        self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+        self._operations: dict[int, tuple[str, dict[str, float]]] = {}
+
+    def stop(self, error: WorkerDied, *, expected: bool = True) -> None:
+        if not self.end.done():
+            self.end.set_result(error)
+            if not expected:
+                self.died.set_result(error)
+
+    async def while_alive(self, event: Awaitable[Any]) -> None:
+        """Await `event`; raises `WorkerDied` when the policy ends first, or has ended."""
+        waiting = asyncio.ensure_future(event)
+        await asyncio.wait([waiting, self.end], return_when=asyncio.FIRST_COMPLETED)
+        if self.end.done():
+            waiting.cancel()
+            raise self.end.result()
+
+    def repeated(self, op: Op, body: str) -> dict[str, float] | None:
+        if op.number == self.next_operation:
+            return None
+        assert op.number < self.next_operation, f"{op.number} after {self.next_operation}"
+        known, result = self._operations[op.number]
+        assert known == body, f"operation {op.number} has another body"
+        return result
+
+    def apply(self, op: Op, body: str, result: dict[str, float]) -> None:
+        self._operations[op.number] = (body, result)
+        self.next_operation += 1
+
+
+class ScriptedCompute:
+    """A `Compute` in this process: says what its script says.
+
+    Every log-probability is -0.5. What is asked for under a grammar or truncated was chosen among two tokens.
     """
 
     capabilities = Capabilities(support_sets=True, adapters=True, prefix_sharing=True, bit_equal_replay=True)
@@ -77,15 +127,15 @@ class ScriptedCompute:
         self.script = script
         self.piece = piece
         self.cache_tokens = cache_tokens
+        self.policies: dict[PolicyId, ScriptedPolicy] = {}
+        """The newest of each name, also after its end."""
+        self.workers: dict[str, set[PolicyId]] = {}
+        """The policies of the workers that run."""
         self.asked: list[Asked] = []
-        self.learned: list[int] = []
-        """Batches learned by the present worker, replays included."""
         self.starts = 0
+        """Workers that were started, or were to be."""
         self.dtype = ""
-        """Which the last start was told to keep."""
-        self.running = False
-        self.weights = ""
-        self.version = 0
+        """Which the last added policy was told to keep."""
         self.may_sample = asyncio.Event()
         """Clear it, and samples stop before their next piece."""
         self.stuck: Callable[[int, int], bool] = lambda request, piece: False
@@ -102,53 +152,92 @@ class ScriptedCompute:
         """Raised by the next starts, one each."""
         self.fail_learn: list[Exception] = []
         self.fail_save: list[Exception] = []
-        self.die_in_learn = 0
-        """So many of the next `optim_step` calls end in the worker's death, after the weights changed."""
+        self.die_after: list[str] = []
+        """Operations, as `KIND POLICY` in order: the worker dies after it applied one of them."""
         self.metrics: dict[str, float] = {}
         """Of every batch, besides the loss."""
-        self.deadly: set[int] = set()
-        """Batches that kill every worker that tries them."""
+        self.deadly: set[tuple[str, int]] = set()
+        """Runs and batches that kill every worker that tries them."""
         self.num_steps = 1
         """Optimiser steps per batch."""
-        self.die_in_backward = 0
-        """So many of the next `forward_backward` calls end in the worker's death, after the gradient changed."""
         self.applied: list[int] = []
         """Numbers of the operations that were applied, by all workers."""
-        self.gradient = ""
-        self.batch_id = -1
-        self.next_operation = 0
-        self._operations: dict[int, tuple[str, dict[str, float]]] = {}
-        self._death: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
-        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self, *, dtype: str = "") -> ModelInfo:
+    @property
+    def sole(self) -> ScriptedPolicy:
+        """The policy of a default run without named policies."""
+        return self.policies[PolicyId()]
+
+    @property
+    def weights(self) -> str:
+        return self.sole.weights
+
+    @property
+    def version(self) -> int:
+        return self.sole.version
+
+    @property
+    def learned(self) -> list[int]:
+        return self.sole.learned
+
+    @property
+    def running(self) -> bool:
+        return bool(self.workers)
+
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
         await self.may_start.wait()
+        await self.remove(policy)
         self.dtype = dtype
-        self.starts += 1
-        if self.fail_start:
-            raise self.fail_start.pop(0)
-        self._death = asyncio.get_running_loop().create_future()
-        self._end = asyncio.get_running_loop().create_future()
-        self.running, self.version, self.weights, self.learned = True, 0, "base", []
-        self.gradient, self.next_operation, self._operations = "", 0, {}
+        if worker not in self.workers:
+            self.starts += 1
+            if self.fail_start:
+                raise self.fail_start.pop(0)
+        self.workers.setdefault(worker, set()).add(policy)
+        self.policies[policy] = ScriptedPolicy(worker)
         return self.card
+
+    async def remove(self, policy: PolicyId) -> None:
+        known = self.policies.get(policy)
+        if known is None or known.end.done():
+            return
+        known.stop(WorkerDied(f"policy {policy} was removed"))
+        members = self.workers[known.worker]
+        members.remove(policy)
+        if not members:
+            del self.workers[known.worker]
+
+    async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
+        deaths = [self.policies[policy].died for policy in policies]
+        done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        return next(death.result() for death in deaths if death in done)
+
+    async def close(self) -> None:
+        for policy in self.policies:
+            await self.remove(policy)
+
+    def die(self, why: str | WorkerDied = "killed by the test", *, worker: str = "") -> None:
+        """End as if the process had been killed."""
+        error = why if isinstance(why, WorkerDied) else WorkerDied(why)
+        for policy in self.workers.pop(worker, ()):
+            self.policies[policy].stop(error, expected=False)
 
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled]:
-        asked, number = Asked(tuple(token_ids), params), len(self.asked)
+        asked, number = Asked(tuple(token_ids), params, policy), len(self.asked)
         self.asked.append(asked)
         if self.cache_tokens is not None and len(token_ids) + params.max_tokens > self.cache_tokens:
             raise OutOfCache(
                 f"{len(token_ids) + params.max_tokens} tokens do not fit in a cache of {self.cache_tokens}"
             )
+        known = self.policies[policy]
         tokens = list(self.script(token_ids, params))
         end = next((i for i, token in enumerate(tokens) if token in self.card.end_tokens), None)
         tokens = tokens[: params.max_tokens] if end is None else tokens[: min(params.max_tokens, end + 1)]
         for i in range(0, max(1, len(tokens)), self.piece):
-            await self._while_alive(self.may_sample.wait())
+            await known.while_alive(self.may_sample.wait())
             if self.stuck(number, i // self.piece):
-                await self._while_alive(asyncio.Event().wait())
+                await known.while_alive(asyncio.Event().wait())
             piece = tuple(tokens[i : i + self.piece])
             last = i + self.piece >= len(tokens)
             reason = ("stop" if tokens and tokens[-1] in self.card.end_tokens else "length") if last else None
@@ -156,7 +245,7 @@ class ScriptedCompute:
             yield Sampled(
                 piece,
                 (-0.5,) * len(piece),
-                self.version,
+                known.version,
                 reason,
                 _allowed(piece, params),  # type: ignore[arg-type]
             )
@@ -165,119 +254,86 @@ class ScriptedCompute:
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
         """Each token has the log-probability -1 / its position; the likeliest is token 5, with half of that."""
         scored = [TokenScore(-1 / at, ((5, -0.5 / at),)[:num_likeliest]) for at in range(1, len(token_ids))]
-        await self._while_alive(asyncio.sleep(0))
+        await self._alive(policy)
         return scored
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        await self._while_alive(self.may_learn.wait())
+        known = self.policies[op.policy_id]
+        await known.while_alive(self.may_learn.wait())
         if self.fail_learn:
             raise self.fail_learn.pop(0)
-        if batch.id in self.deadly:
-            self.die("out of memory")
-            raise WorkerDied("out of memory")
+        if (op.run, batch.id) in self.deadly:
+            raise self._killed("out of memory", op)
         body = f"{batch.id}/{loss.step}/{sorted(batch.forest.to_wire().items())}/{batch.facts}"
-        if (result := self._repeated(op, body)) is not None:
+        if (result := known.repeated(op, body)) is not None:
             return Outputs(result, self.num_steps)
-        assert batch.id == self.version, f"batch {batch.id} given to version {self.version}"
-        seen = hashlib.sha256(f"{self.gradient}/{self.weights}/{body}".encode())
-        self.gradient, self.batch_id = seen.hexdigest(), batch.id
+        assert batch.id == known.version, f"batch {batch.id} given to version {known.version}"
+        seen = hashlib.sha256(f"{known.gradient}/{known.weights}/{body}".encode())
+        known.gradient, known.batch_id = seen.hexdigest(), batch.id
         metrics = {"policy/loss": float(batch.id), "forest/tokens_computed": 0.0}
-        self._applied(op, body, metrics)
-        if self.die_in_backward:
-            self.die_in_backward -= 1
-            self.die("killed after forward_backward")
-            raise WorkerDied("killed after forward_backward")
+        self._apply("forward_backward", op, body, metrics)
         return Outputs(metrics, self.num_steps)
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        await self._while_alive(asyncio.sleep(0))
-        if (result := self._repeated(op, "optim_step")) is not None:
+        known = await self._alive(op.policy_id)
+        body = f"optim_step/{optimizer.lr}"
+        if (result := known.repeated(op, body)) is not None:
             return result
-        self.weights = hashlib.sha256(f"{self.weights}/{self.gradient}".encode()).hexdigest()
-        self.gradient = ""
+        known.weights = hashlib.sha256(f"{known.weights}/{known.gradient}/{body}".encode()).hexdigest()
+        known.gradient = ""
         metrics = {"optim/grad_norm": 1.0, "optim/steps": 1.0, "optim/skipped_steps": 0.0, **self.metrics}
-        self._applied(op, "optim_step", metrics)
-        if self.die_in_learn:
-            self.die_in_learn -= 1
-            self.die("killed while learning")
-            raise WorkerDied("killed while learning")
+        self._apply("optim_step", op, body, metrics)
         return metrics
 
     async def logprobs(self, policy: PolicyId, batch: TrainingBatch, *, reference: bool = False) -> Outputs:
         raise AssertionError("the gateway does not ask for log-probabilities")
 
     async def publish(self, policy: PolicyId, version: int) -> None:
-        await self._while_alive(asyncio.sleep(0))
-        if version == self.version:
+        known = await self._alive(policy)
+        if version == known.version:
             return
-        assert not self.gradient and version == self.version + 1, f"{version} after {self.version}"
-        self.version = version
-        self.learned.append(self.batch_id)
-
-    def _repeated(self, op: Op, body: str) -> dict[str, float] | None:
-        if op.number == self.next_operation:
-            return None
-        assert op.number < self.next_operation, f"{op.number} after {self.next_operation}"
-        known, result = self._operations[op.number]
-        assert known == body, f"operation {op.number} has another body"
-        return result
-
-    def _applied(self, op: Op, body: str, result: dict[str, float]) -> None:
-        self._operations[op.number] = (body, result)
-        self.applied.append(op.number)
-        self.next_operation += 1
+        assert not known.gradient and version == known.version + 1, f"{version} after {known.version}"
+        known.version = version
+        known.learned.append(known.batch_id)
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        await self._while_alive(asyncio.sleep(0))
-        assert not self.gradient, "saved between forward_backward and optim_step"
+        known = await self._alive(policy)
+        assert not known.gradient, "saved between forward_backward and optim_step"
         if self.fail_save:
             raise self.fail_save.pop(0)
         path.mkdir()
-        state = {"policy_version": self.version, "operation": self.next_operation, "weights": self.weights}
+        state = {"policy_version": known.version, "operation": known.next_operation, "weights": known.weights}
         state["dtype"] = self.card.dtype
-        return CheckpointStamp(self.version, seal(path, state), self.next_operation)
+        return CheckpointStamp(known.version, seal(path, state), known.next_operation)
 
     async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        await self._while_alive(asyncio.sleep(0))
+        known = await self._alive(policy)
         state = verified_state(path)
-        self.version, self.weights = state["policy_version"], state["weights"]
-        self.next_operation = state.get("operation", 2 * self.version)
-        return CheckpointStamp(self.version, state["digest"], self.next_operation)
+        known.version, known.weights = state["policy_version"], state["weights"]
+        known.next_operation = state.get("operation", 2 * known.version)
+        return CheckpointStamp(known.version, state["digest"], known.next_operation)
 
     async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
-        await self._while_alive(asyncio.sleep(0))
+        known = await self._alive(policy)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-        (path / ("adapter.txt" if adapter else "model.txt")).write_text(self.weights)
+        (path / ("adapter.txt" if adapter else "model.txt")).write_text(known.weights)
 
-    async def close(self) -> None:
-        self._stop("stopped")
+    async def _alive(self, policy: PolicyId) -> ScriptedPolicy:
+        known = self.policies[policy]
+        await known.while_alive(asyncio.sleep(0))
+        return known
 
-    async def died(self) -> WorkerDied:
-        return await asyncio.shield(self._death)
+    def _apply(self, kind: OperationKind, op: Op, body: str, result: dict[str, float]) -> None:
+        self.policies[op.policy_id].apply(op, body, result)
+        self.applied.append(op.number)
+        if self.die_after[:1] == [f"{kind} {op.policy}"]:
+            raise self._killed(f"killed after {self.die_after.pop(0)}", op)
 
-    def die(self, why: str | WorkerDied = "killed by the test") -> None:
-        """End as if the process had been killed."""
-        error = why if isinstance(why, WorkerDied) else WorkerDied(why)
-        self._stop(str(error))
-        if not self._death.done():
-            self._death.set_result(error)
-
-    def _stop(self, why: str) -> None:
-        self.running = False
-        if not self._end.done():
-            self._end.set_result(why)
-
-    async def _while_alive(self, event: object) -> None:
-        """Await `event`; raises `WorkerDied` when the worker ends first, or is not running."""
-        if not self.running:
-            event.close()  # type: ignore[attr-defined]
-            raise WorkerDied("the worker is not running")
-        waiting = asyncio.ensure_future(event)  # type: ignore[call-overload]
-        await asyncio.wait([waiting, self._end], return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            waiting.cancel()
-            raise WorkerDied(self._end.result())
+    def _killed(self, why: str, op: Op) -> WorkerDied:
+        error = WorkerDied(why, during=str(op.policy_id))
+        self.die(error, worker=self.policies[op.policy_id].worker)
+        return error
 
 
 def _allowed(piece: tuple[int, ...], params: SamplingParams) -> tuple[bytes, ...]:
@@ -303,13 +359,22 @@ def saying(reply: Callable[[str], str]) -> Script:
 
 @dataclass
 class Running:
-    """A gateway that is up, over a scripted worker."""
+    """The runs of a server that is up, over a scripted backend; and helpers for one of them."""
 
+    runs: Runs
     gateway: Gateway
     compute: ScriptedCompute
     clock: Clock
     stopwatch: Clock
     """Moves with the clock when the event loop stood still meanwhile."""
+
+    def of_run(self, name: str) -> Running:
+        """The same for another run."""
+        return replace(self, gateway=self.runs.get(name))
+
+    @property
+    def folder(self) -> Path:
+        return self.gateway.folder
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         """Wait for something to become true; fails after five seconds."""
@@ -332,21 +397,26 @@ class Running:
     async def episode(
         self, reward: float, *, task: str = "t", client: str = "c", text: str = "hello", **request: Any
     ) -> str:
-        """A whole training episode of one call; returns its id."""
+        """A whole training episode with one call of each policy; returns its id."""
         begun = await self.gateway.begin(BeginRequest(task_id=task, client_id=client, wait=5))
-        await self.say(begun.id, text, **request)
+        for role in self.gateway.policies or ("",):
+            await self.say(begun.id, text, role=role, **request)
         await self.gateway.finish(begun.id, FinishRequest(reward=reward))
         return begun.id
 
     async def batch(self, **request: Any) -> None:
         """Fill and learn one batch, with the rewards 0, 1, 0, 1, ... in each group; `request` goes into every call."""
-        version, job = self.gateway.swarm.policy_version, self.gateway.swarm.job
-        for group in range(job.batch_size):
-            for member in range(job.group_size):
-                await self.episode(float(member % 2), task=f"t{group}", **request)
+        version = self.gateway.swarm.policy_version
+        await self.fill_batch(**request)
         await self.until(
             lambda: self.gateway.swarm.policy_version == version + 1 and self.gateway.engine.state == "sampling"
         )
+
+    async def fill_batch(self, **request: Any) -> list[str]:
+        """Finish the episodes of one batch, as in `batch`; returns their ids."""
+        job = self.gateway.swarm.job
+        places = [(group, member) for group in range(job.batch_size) for member in range(job.group_size)]
+        return [await self.episode(float(member % 2), task=f"t{group}", **request) for group, member in places]
 
 
 @asynccontextmanager
@@ -356,31 +426,33 @@ async def running(
     *,
     job: dict[str, Any] | None = None,
     server: dict[str, Any] | None = None,
+    policies: dict[str, Any] | None = None,
     call_timeout: float = 5.0,
     card: ModelInfo | None = None,
     prepare: Callable[[ScriptedCompute], None] = lambda compute: None,
     wait_ready: bool = True,
 ) -> AsyncIterator[Running]:
-    """A gateway on `data_dir`, started and closed again. The job is two groups of two unless `job` says otherwise."""
+    """Runs on `data_dir`, started and closed again. The job is two groups of two unless `job` says otherwise."""
     card = card or make_model_info(data_dir.parent / "tokenizer")
     settings = {"batch_size": 2, "group_size": 2, "max_tokens": 32, "checkpoint_every": 0, **(job or {})}
     config = ServeConfig.model_validate(
         {
             "model": {"name": card.name},
             "server": {"data_dir": data_dir, "call_timeout": call_timeout, **(server or {})},
+            "policies": policies or {},
             "job": settings,
         }
     )
     clock, stopwatch = Clock(), Clock()
     compute = ScriptedCompute(card, script or saying(lambda prompt: "hi"))
     prepare(compute)
-    gateway = Gateway(config, compute, clock=clock, stopwatch=stopwatch)
+    runs = Runs(config, compute, clock=clock, stopwatch=stopwatch)
     try:
-        await gateway.start()
+        await runs.start()
         if wait_ready:
-            await gateway.ready()
-        yield Running(gateway, compute, clock, stopwatch)
+            await runs.default.ready()
+        yield Running(runs, runs.default, compute, clock, stopwatch)
     finally:
         for event in (compute.may_start, compute.may_learn, compute.may_sample):
             event.set()
-        await gateway.close()
+        await runs.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,8 @@ class Row:
 
     id: str
     group_id: int | None
-    reward: float | None
+    reward: float | dict[str, float] | None
+    """In a run with policies, the reward of each."""
     num_calls: int | None
     finished: float | None
     lost_as: str | None
@@ -60,6 +61,23 @@ class Audit:
     """Keys under which more than one episode was begun, and episodes with more than one key."""
     batches: int
 
+    @classmethod
+    def total(cls, audits: Sequence[Audit]) -> Audit:
+        """The audit of several runs together."""
+        return cls(
+            begun=sum(one.begun for one in audits),
+            finished=sum(one.finished for one in audits),
+            trained=sum(one.trained for one in audits),
+            waiting=sum(one.waiting for one in audits),
+            dropped=dict(sum((Counter(one.dropped) for one in audits), Counter[str]())),
+            unscored=dict(sum((Counter(one.unscored) for one in audits), Counter[str]())),
+            lost=[line for one in audits for line in one.lost],
+            trained_twice=[line for one in audits for line in one.trained_twice],
+            failures_scored=[line for one in audits for line in one.failures_scored],
+            two_effects=[line for one in audits for line in one.two_effects],
+            batches=sum(one.batches for one in audits),
+        )
+
     @property
     def aborted(self) -> int:
         """Finished episodes that will not train, each for a reason that is counted."""
@@ -82,7 +100,7 @@ def _row(episode: Mapping[str, Any], batch: int | None) -> Row:
     return Row(
         id=episode["id"],
         group_id=episode["group_id"],
-        reward=episode["reward"] if finished else None,
+        reward=(episode["by_role"] or episode["reward"]) if finished else None,
         num_calls=episode["num_calls"] if finished else None,
         finished=episode["ended"] if finished else None,
         lost_as=episode["status"] if lost else None,
@@ -165,16 +183,25 @@ def _trained_twice(episodes: Mapping[str, Row], forests: Path, learned: list[int
 
 
 def _operations_out_of_order(journal: Path) -> list[str]:
-    """Operations of the journal that are not a gradient and then its update, numbered on from 0, batch after batch."""
+    """Operations of the journal that are not a gradient and then its update, numbered on from 0, batch after batch.
+
+    All policies of the run must have the same ones.
+    """
     with sqlite3.connect(journal) as db:
-        rows = list(db.execute("SELECT number, kind, batch_id FROM operations ORDER BY number"))
+        rows = list(db.execute("SELECT policy, number, kind, batch_id FROM operations ORDER BY policy, number"))
+    by_policy: dict[str, list[tuple[int, str, int]]] = {}
+    for policy, *operation in rows:
+        by_policy.setdefault(policy, []).append(tuple(operation))
     wrong = []
-    before = -1
-    for place, (number, kind, batch_id) in enumerate(rows):
-        expected = ("forward_backward", "optim_step")[place % 2]
-        if (number, kind) != (place, expected) or batch_id < before:
-            wrong.append(f"operation {number} ({kind} of batch {batch_id})")
-        before = batch_id
+    for policy, operations in by_policy.items():
+        before = -1
+        for place, (number, kind, batch_id) in enumerate(operations):
+            expected = ("forward_backward", "optim_step")[place % 2]
+            if (number, kind) != (place, expected) or batch_id < before:
+                wrong.append(f"operation {number} of {policy} ({kind} of batch {batch_id})")
+            before = batch_id
+        if operations != next(iter(by_policy.values())):
+            wrong.append(f"operations of {policy} are not those of the other policies")
     return wrong
 
 

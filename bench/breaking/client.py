@@ -25,10 +25,10 @@ from agentjet.errors import AgentJetError, Conflict, Later
 from bench.breaking.records import Book
 
 TRIES = 3
-PREPARES = 0.3
-"""Part of the episodes whose reward is promised first, as a team's are."""
 REWARDS = (0.25, 0.5, 0.75, 1.0)
 """Never 0: a 0 in the journal was put there by somebody else."""
+Score = float | dict[str, float]
+"""The reward of an episode; in a run with policies that of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,46 +121,52 @@ class ChaosClient:
                 self._book.note("aborted", episode.id)
             return False
 
-    async def _finish(self, episode: AsyncEpisode, reward: float) -> None:
+    async def _finish(self, episode: AsyncEpisode, reward: Score) -> None:
         self._book.note("scoring", episode.id, reward=reward)
         try:
-            if self._dice.random() < PREPARES:
-                await episode.prepare(reward)
             await episode.finish(reward)
         except Conflict as error:
             self._book.note("refused", episode.id, code=error.code)
             raise
         self._book.note("finished", episode.id, reward=reward)
 
-    async def _agent(self, episode: AsyncEpisode) -> float:
-        """A few turns; sometimes the agent raises in between. The reward does not depend on the completions."""
+    async def _agent(self, episode: AsyncEpisode) -> Score:
+        """A few turns; sometimes the agent raises in between. The reward does not depend on the completions.
+
+        In a run with policies, a turn is a call of each policy in its own conversation, one after the other.
+        """
         dice = random.Random(self._dice.random())
         hang = self._hangs.pop() if self._hangs else ""
-        messages: list[Any] = [{"role": "user", "content": f"Say something about {dice.randrange(100)}."}]
+        start = {"role": "user", "content": f"Say something about {dice.randrange(100)}."}
+        talks: dict[str, list[Any]] = {policy: [start] for policy in episode.policies or ("policy",)}
         llm = self._llm.with_options(base_url=episode.base_url, api_key=episode.api_key)
         for turn in range(dice.choice((1, 2, 2, 3))):
-            await self._ask(llm, episode, messages, dice)
+            for policy, messages in talks.items():
+                await self._ask(llm, episode, policy, messages, dice)
+                messages.append({"role": "user", "content": "And then?"})
             if hang:
                 await self._hang(episode, hang)
                 return 1.0  # Much too late.
             if dice.random() < 0.08:
                 raise ToolCrashed(f"after turn {turn}")
             await asyncio.sleep(0.3 * dice.random())
-            messages.append({"role": "user", "content": "And then?"})
-        return dice.choice(REWARDS)
+        rewards = {policy: dice.choice(REWARDS) for policy in talks}
+        return rewards if episode.policies else rewards["policy"]
 
-    async def _ask(self, llm: AsyncOpenAI, episode: AsyncEpisode, messages: list[Any], dice: random.Random) -> None:
+    async def _ask(
+        self, llm: AsyncOpenAI, episode: AsyncEpisode, policy: str, messages: list[Any], dice: random.Random
+    ) -> None:
         """One call, plain, streamed, or for many completions at once."""
         how = dice.choice(("plain", "plain", "streamed", "wide"))
         create = llm.chat.completions.create
         if how == "streamed":
             call_text = ""
-            async for chunk in await create(model="policy", messages=messages, stream=True):
+            async for chunk in await create(model=policy, messages=messages, stream=True):
                 if chunk.choices:
                     call_text += chunk.choices[0].delta.content or ""
         else:
             wide: dict[str, Any] = {"n": 8, "max_tokens": 24} if how == "wide" else {}
-            answer = await create(model="policy", messages=messages, **wide)
+            answer = await create(model=policy, messages=messages, **wide)
             call_text = answer.choices[0].message.content or ""
             self._book.note("call", episode.id, call=answer.id.removeprefix("chatcmpl-"), text=call_text)
         messages.append({"role": "assistant", "content": call_text})

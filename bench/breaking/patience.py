@@ -18,6 +18,7 @@ from agentjet import AsyncSwarm
 from agentjet.client import AsyncEpisode, Retry
 from agentjet.errors import AgentJetError, Unreachable
 from agentjet.protocol import AbortRequest, BeginResponse
+from agentjet.types import DEFAULT_RUN
 from bench.breaking.records import Book
 from bench.breaking.scene import Scene
 from bench.breaking.victims import MOST_LIVE, PATIENCE
@@ -56,10 +57,10 @@ async def kill_under_a_waiting_client(scene: Scene, within: float) -> bool:
     """
     clock, name = AgingClock(), f"patient-{uuid.uuid4().hex[:6]}"
     url = f"http://127.0.0.1:{scene.wire.port}"
-    book = Book(scene.folder / "books" / f"{name}.jsonl")
+    book = Book(scene.books(DEFAULT_RUN) / f"{name}.jsonl")
     async with (
-        AsyncSwarm(url, scene.server.token, client_id=name) as holding,
-        AsyncSwarm(url, scene.server.token, client_id=name, retry=Retry(clock=clock, sleep=clock.sleep)) as waiting,
+        AsyncSwarm(url, scene.server.token(), client_id=name) as holding,
+        AsyncSwarm(url, scene.server.token(), client_id=name, retry=Retry(clock=clock, sleep=clock.sleep)) as waiting,
     ):
         held = [await holding.begin("held", mode="eval") for _ in range(MOST_LIVE)]
         heart = asyncio.create_task(_keep(held))

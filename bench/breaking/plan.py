@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+TEAM = "team"
+RUNS: dict[str, tuple[str, ...]] = {"default": ("policy",), TEAM: ("planner", "coder")}
+"""The runs of the server, and their policies. All policies have the same worker."""
 WHOLE = 150
 TRANSITIONS = (
     "add_facts",

@@ -34,9 +34,9 @@ class Books:
     """Episodes that a client was given."""
     calls: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Answers that reached an agent, by call id."""
-    scoring: dict[str, list[float]] = field(default_factory=dict)
+    scoring: dict[str, list[float | dict[str, float]]] = field(default_factory=dict)
     """Rewards that an agent returned, whether or not they arrived."""
-    finished: dict[str, float] = field(default_factory=dict)
+    finished: dict[str, float | dict[str, float]] = field(default_factory=dict)
     """Rewards that the server acknowledged."""
     refused: dict[str, str] = field(default_factory=dict)
     """Rewards that came too late, with the reason."""

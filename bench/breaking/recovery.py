@@ -22,15 +22,17 @@ from typing import Any
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.operations import OperationLog
-from agentjet.config import ServeConfig
+from agentjet.config import ModelConfig, ServeConfig
 from agentjet.errors import AgentJetError, ComputeError, WorkerDied
 from agentjet.gateway import Gateway
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import ModelInfo, PolicyId, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, Damage, ordered
 from bench.breaking.reference import WEIGHTS
 
 SECONDS = 60.0
 """For a start to come to an end of either kind."""
+CHECKPOINTS = Path("runs/default/checkpoints")
 MAX_STARTS = 2
 """Workers that one recovery may take."""
 
@@ -41,17 +43,22 @@ class LocalWorker(EmbeddedCompute):
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)
         self._worker = Worker(io.BytesIO())
-        self._info = ModelInfo(**self._worker._start(config.model_dump(mode="json"), ""))
-        self._first = copy.deepcopy(self._worker.learner.state())
+        model, sampler = (section.model_dump(mode="json") for section in (config.model, config.sampler))
+        self._info = ModelInfo(**self._worker.handle("add", PolicyId(), model=model, dtype="", sampler=sampler))
+        self.hosted = self._worker.policies[PolicyId()]
+        self._first = copy.deepcopy(self.hosted.learner.state())
         self.num_starts = 0
 
-    async def start(self, *, dtype: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
         """Give the policy its first weights back."""
         self.num_starts += 1
-        self._worker.learner.restore(copy.deepcopy(self._first))
-        self._worker._operations = OperationLog()
-        self._worker._change_version(0)
+        self.hosted.learner.restore(copy.deepcopy(self._first))
+        self.hosted._operations = OperationLog()
+        self.hosted._change_version(0)
         return self._info
+
+    async def remove(self, policy: PolicyId) -> None:
+        """The policy stays, for the next start."""
 
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
@@ -63,14 +70,16 @@ class LocalWorker(EmbeddedCompute):
     async def close(self) -> None:
         """Nothing to end."""
 
-    async def died(self) -> WorkerDied:
+    async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
         """Never."""
         return await asyncio.Future()
 
-    async def _ask(self, op: str, **arguments: Any) -> Any:
+    async def _ask(self, op: str, policy: PolicyId, **arguments: Any) -> Any:
         """As the loop of a worker process, which turns foreign errors into a `ComputeError`."""
         try:
-            return getattr(self._worker, f"_{op}")(**arguments)
+            if isinstance(batch := arguments.get("batch"), TrainingBatch):
+                arguments["batch"] = batch.to_wire()
+            return self._worker.handle(op, policy, **arguments)
         except AgentJetError:
             raise
         except Exception as error:
@@ -135,7 +144,7 @@ async def judge(kind: str, damage: Damage, undisturbed: Undisturbed, compute: Lo
     with tempfile.TemporaryDirectory() as made:
         copied = Path(made) / "data"
         shutil.copytree(config.server.data_dir, copied, ignore=shutil.ignore_patterns("exports", "*.lock", "logs"))
-        damage(copied / "checkpoints")
+        damage(copied / CHECKPOINTS)
         server = config.server.model_copy(update={"data_dir": copied})
         starts = [await start(config.model_copy(update={"server": server}), compute) for _ in range(2)]
     first, second = starts
@@ -161,7 +170,7 @@ def main() -> int:
     number = int(sys.argv[3]) if len(sys.argv) > 3 else None
     torch.use_deterministic_algorithms(True, warn_only=True)
     config = ServeConfig.model_validate_json(settings.read_text())
-    version = int(ordered(config.server.data_dir / "checkpoints")[-1].name.removeprefix("step_"))
+    version = int(ordered(config.server.data_dir / CHECKPOINTS)[-1].name.removeprefix("step_"))
     undisturbed = Undisturbed(config, version, (exported / WEIGHTS).read_bytes())
     print(json.dumps([asdict(verdict) for verdict in asyncio.run(judge_all(undisturbed, number))]))
     return 0

@@ -28,18 +28,21 @@ def make_model(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), check=True)
 
 
-async def undisturbed(settings: dict[str, Any], forests: Path, folder: Path, num_batches: int) -> Path:
-    """Learn the kept batches in order; returns the exported policy."""
-    compute = EmbeddedCompute(_config(settings, folder))
+async def undisturbed(
+    settings: dict[str, Any], forests: Path, folder: Path, policy: PolicyId, num_batches: int
+) -> Path:
+    """Learn the kept batches of a policy in order, alone in a worker; returns the exported policy."""
+    config = _config(settings, folder)
+    compute = EmbeddedCompute(config)
     try:
-        await compute.start()
-        op = Op.of(PolicyId(), 0)
+        await compute.add(policy, config.model)
+        op = Op.of(policy, 0)
         for batch_id in range(num_batches):
             kept = msgpack.unpackb((forests / f"{batch_id:06d}.msgpack").read_bytes())
             job = JobConfig.model_validate_json(kept["job"])
-            _, op = await learn(compute, op, TrainingBatch.from_wire(kept["batch"]), job)
-            await compute.publish(op.policy_id, batch_id + 1)
-        await compute.export(op.policy_id, folder / "export")
+            _, op = await learn(compute, op, TrainingBatch.from_wire(kept["batches"][policy.policy]), job)
+            await compute.publish(policy, batch_id + 1)
+        await compute.export(policy, folder / "export")
     finally:
         await compute.close()
     return folder / "export"

@@ -14,13 +14,14 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from agentjet.types import DEFAULT_RUN
 from bench.breaking.plan import Fault
 
 PATHS = {
-    "begin": re.compile(rb"POST /swarm/v1/episodes "),
-    "finish": re.compile(rb"POST /swarm/v1/episodes/[^/ ]+/finish "),
-    "abort": re.compile(rb"POST /swarm/v1/episodes/[^/ ]+/abort "),
-    "chat": re.compile(rb"POST /v1/chat/completions "),
+    "begin": re.compile(rb"POST (?:/runs/(\w+))?/swarm/v1/episodes "),
+    "finish": re.compile(rb"POST (?:/runs/\w+)?/swarm/v1/episodes/[^/ ]+/finish "),
+    "abort": re.compile(rb"POST (?:/runs/\w+)?/swarm/v1/episodes/[^/ ]+/abort "),
+    "chat": re.compile(rb"POST (?:/runs/\w+)?/v1/chat/completions "),
 }
 KEY = re.compile(rb"\r\nidempotency-key: *(\S+)", re.IGNORECASE)
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -43,8 +44,8 @@ class Wire:
 
     def __init__(self, server_port: int) -> None:
         self.port = 0
-        self.answers: defaultdict[str, set[str]] = defaultdict(set)
-        """Episode ids that were answered to a `begin`, by its key."""
+        self.answers: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        """Episode ids that were answered to a `begin`, by its run and its key."""
         self._server_port = server_port
         self._orders: list[Order] = []
         self._server: asyncio.Server | None = None
@@ -159,7 +160,8 @@ class Wire:
             downstream.close()
 
     def _note(self, request: bytes, answer: bytes) -> None:
-        key = KEY.search(request)
-        if key and PATHS["begin"].match(request) and answer.startswith(b"HTTP/1.1 200"):
+        key, begin = KEY.search(request), PATHS["begin"].match(request)
+        if key and begin and answer.startswith(b"HTTP/1.1 200"):
+            run = begin[1].decode() if begin[1] else DEFAULT_RUN
             with contextlib.suppress(ValueError):  # Cut off by a server that died.
-                self.answers[key[1].decode()].add(json.loads(answer.partition(b"\r\n\r\n")[2])["episode_id"])
+                self.answers[run][key[1].decode()].add(json.loads(answer.partition(b"\r\n\r\n")[2])["episode_id"])

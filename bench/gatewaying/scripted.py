@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
-from agentjet.config import OptimizerConfig
+from agentjet.config import ModelConfig, OptimizerConfig
 from agentjet.errors import WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
@@ -67,8 +67,11 @@ class ScriptedCompute:
         self._answer = answer_tokens(card)
         self._seconds = seconds
 
-    async def start(self, *, dtype: str = "") -> ModelInfo:
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
         return self._card
+
+    async def remove(self, policy: PolicyId) -> None:
+        return
 
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
@@ -109,7 +112,7 @@ class ScriptedCompute:
     async def close(self) -> None:
         return
 
-    async def died(self) -> WorkerDied:
+    async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
         """Never."""
         never: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         return await never

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 
 from agentjet.config import ServeConfig
-from agentjet.gateway import Gateway
+from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
 from agentjet.server.http import listen, tune_gc, uvicorn_config
 from agentjet.swarm import Journal
@@ -61,19 +61,19 @@ def counters(timed: TimedSync) -> Counters:
 
 
 async def serve(data_dir: Path, seconds: float, *, wait: bool) -> None:
-    gateway = Gateway(config(data_dir), ScriptedCompute(make_model_info(data_dir / "tokenizer"), seconds))
+    runs = Runs(config(data_dir), ScriptedCompute(make_model_info(data_dir / "tokenizer"), seconds))
     if not wait:
-        gateway._journal.file.db.execute("PRAGMA synchronous = OFF")
-    timed = TimedSync(gateway._journal, wait=wait)
-    app = create_app(gateway, Keys.open(data_dir))
+        runs.default._journal.file.db.execute("PRAGMA synchronous = OFF")
+    timed = TimedSync(runs.default._journal, wait=wait)
+    app = create_app(runs, Keys.open(data_dir))
     app.add_api_route("/counters", lambda: counters(timed))
     with listen("127.0.0.1", 0, backlog=4096) as listener:
-        await gateway.start()
-        await gateway.ready()
+        await runs.start()
+        await runs.default.ready()
         tune_gc()
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-        await uvicorn.Server(uvicorn_config(app, gateway.config.server)).serve([listener])
-    await gateway.close()
+        await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])
+    await runs.close()
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ CONTROL = (
     ("POST", "/swarm/v1/episodes/{episode}/finish", "episode"),
     ("POST", "/swarm/v1/episodes/{episode}/abort", "client"),
     ("PUT", "/swarm/v1/job", "admin"),
-    ("PUT", "/swarm/v1/lease", "admin"),
+    ("PUT", "/swarm/v1/runs/bench", "admin"),
 )
 """Control routes that take a body, and whose token opens each."""
 SCHEMA = {

@@ -18,7 +18,7 @@ from pathlib import Path
 import uvicorn
 
 from agentjet.config import ServeConfig
-from agentjet.gateway import Gateway
+from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
 from agentjet.server.http import listen, tune_gc, uvicorn_config
 from bench.gatewaying.scripted import MODEL, ScriptedCompute, make_model_info
@@ -63,8 +63,8 @@ def config(data_dir: Path, megabytes: int) -> ServeConfig:
 
 async def serve(data_dir: Path, megabytes: int) -> None:
     card = replace(make_model_info(data_dir / "tokenizer"), context_length=CONTEXT_LENGTH)
-    gateway = Gateway(config(data_dir, megabytes), ScriptedCompute(card, 0.0))
-    app = create_app(gateway, Keys.open(data_dir))
+    runs = Runs(config(data_dir, megabytes), ScriptedCompute(card, 0.0))
+    app = create_app(runs, Keys.open(data_dir))
     watch: list[Watch] = []
 
     async def watched() -> dict[str, float]:
@@ -72,13 +72,13 @@ async def serve(data_dir: Path, megabytes: int) -> None:
 
     app.add_api_route("/watched", watched)
     with listen("127.0.0.1", 0) as listener:
-        await gateway.start()
-        await gateway.ready()
+        await runs.start()
+        await runs.default.ready()
         tune_gc()
         watch.append(Watch())
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-        await uvicorn.Server(uvicorn_config(app, gateway.config.server)).serve([listener])
-    await gateway.close()
+        await uvicorn.Server(uvicorn_config(app, runs.default.config.server)).serve([listener])
+    await runs.close()
 
 
 def main() -> None:

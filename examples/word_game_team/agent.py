@@ -1,5 +1,5 @@
 """A word game for two models: the describer sees a secret word and hints at it, the guesser sees the hint and names a
-word. Each model is rewarded for its own part.
+word. Each model has its own reward.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 
 import openai
 
-from agentjet.client import Episode, TeamEpisode
+from agentjet.client import Episode
 from agentjet.types import Reward, Task
 
 DESCRIBER, GUESSER = "describer", "guesser"
@@ -18,8 +18,7 @@ WORDS = (
     "stone", "sun", "table", "train", "tree", "water", "wheel", "window", "winter", "writer",
 )  # fmt: skip
 
-# A new client costs 17 ms, a copy of one for another episode nothing. The servers are on this machine: no proxy is
-# asked.
+# A new client costs 17 ms, a copy of one for another episode nothing. The server is on this machine: no proxy is asked.
 OPENAI = openai.OpenAI(
     base_url="http://127.0.0.1",
     api_key="each episode has its own",
@@ -28,12 +27,12 @@ OPENAI = openai.OpenAI(
 )
 
 
-def play(task: Task, episode: TeamEpisode) -> Reward:
+def play(task: Task, episode: Episode) -> Reward:
     """The agent: one round. Half of each reward is the closeness of the guess, half is for keeping the rules: a hint
     must not contain the word, a guess is letters only."""
     word = str(task.payload)
-    hint = ask(episode[DESCRIBER], f"Describe a {word} in a few words, without saying the word itself.")
-    guess = ask(episode[GUESSER], f"Which word is meant? Answer with that word only. It is {hint}")
+    hint = ask(episode, DESCRIBER, f"Describe a {word} in a few words, without saying the word itself.")
+    guess = ask(episode, GUESSER, f"Which word is meant? Answer with that word only. It is {hint}")
     near = closeness(guess, word)
     return Reward(
         near,
@@ -42,10 +41,10 @@ def play(task: Task, episode: TeamEpisode) -> Reward:
     )
 
 
-def ask(part: Episode, text: str) -> str:
+def ask(episode: Episode, model: str, text: str) -> str:
     """The answer of one of the two models."""
-    llm = OPENAI.with_options(base_url=part.base_url, api_key=part.api_key)
-    completion = llm.chat.completions.create(model=part.model, messages=[{"role": "user", "content": text}])
+    llm = OPENAI.with_options(base_url=episode.base_url, api_key=episode.api_key)
+    completion = llm.chat.completions.create(model=model, messages=[{"role": "user", "content": text}])
     return completion.choices[0].message.content or ""
 
 

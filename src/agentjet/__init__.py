@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from agentjet.client import (
         AsyncEpisode,
         AsyncSwarm,
-        AsyncTeam,
         Endpoint,
         Episode,
         EvalReport,
         Swarm,
-        Team,
         TrainReport,
     )
     from agentjet.errors import AgentJetError
@@ -29,14 +27,12 @@ _MODULES = {
     "AgentJetError": "agentjet.errors",
     "AsyncEpisode": "agentjet.client",
     "AsyncSwarm": "agentjet.client",
-    "AsyncTeam": "agentjet.client",
     "Episode": "agentjet.client",
     "Endpoint": "agentjet.client",
     "EvalReport": "agentjet.client",
     "Reward": "agentjet.types",
     "Swarm": "agentjet.client",
     "Task": "agentjet.types",
-    "Team": "agentjet.client",
     "TrainReport": "agentjet.client",
 }
 
@@ -44,14 +40,12 @@ __all__ = [
     "AgentJetError",
     "AsyncEpisode",
     "AsyncSwarm",
-    "AsyncTeam",
     "Episode",
     "Endpoint",
     "EvalReport",
     "Reward",
     "Swarm",
     "Task",
-    "Team",
     "TrainReport",
     "__version__",
 ]

@@ -6,13 +6,14 @@ Shape letters: B calls or rows, T tokens, N forest nodes, M targets, G episodes 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal, Self
 
 Mode = Literal["train", "eval"]
-EpisodeStatus = Literal["live", "prepared", "finished", "aborted", "expired"]
-"""`prepared`: the reward is on disk. A later `finish` or `abort` decides if it counts."""
+EpisodeStatus = Literal["live", "finished", "aborted", "expired"]
 OperationKind = Literal["forward_backward", "optim_step"]
 EngineState = Literal["offline", "loading", "sampling", "learning", "draining", "failed"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
@@ -187,6 +188,8 @@ class Sampled:
 
 DEFAULT_RUN = "default"
 """The run of the paths without a run's name."""
+RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+"""The whole name of a run, which is also that of its folder."""
 SOLE_POLICY = "policy"
 """The policy of a run whose settings name none."""
 
@@ -197,6 +200,34 @@ def policy_of(role: str, policies: Sequence[str]) -> str:
     With named policies, a role is `POLICY` or `POLICY/NAME`.
     """
     return role.partition("/")[0] if policies else SOLE_POLICY
+
+
+def metrics_prefix(policy: str, policies: Sequence[str]) -> str:
+    """Returns the start of the names of a policy's metrics: empty in a run whose settings name no policies."""
+    return f"{policy}/" if policies else ""
+
+
+def wrong_reward_name(names: Iterable[str], policies: Sequence[str]) -> tuple[str, str] | None:
+    """Returns the first unknown or missing name of an episode's rewards by role, and a sentence about it.
+
+    None if the names are right: no names, or every policy, with any `POLICY/NAME`.
+    """
+    known = list(names)
+    for name in known:
+        policy, slash, role = name.partition("/")
+        if slash and not role:
+            return name, f"by_role[{name!r}] has no role after the slash: write {policy!r}, or {policy}/ROLE."
+        if policy not in policies:
+            near = get_close_matches(policy, policies, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"The policies are {', '.join(policies)}."
+            return name, f"by_role[{name!r}]: the run has no policy {policy!r}. {hint}"
+    missing = [policy for policy in policies if known and policy not in known]
+    if missing:
+        return missing[0], (
+            f"by_role has no reward for policy {missing[0]!r}: give one for each of {', '.join(policies)}, or none at "
+            "all, and every policy gets the reward of the episode."
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)

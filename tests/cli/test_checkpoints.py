@@ -5,7 +5,8 @@ Pinned here:
 2. the best recorded evaluation's checkpoint is saved and kept, the one before is not;
 3. a rollback gives the old weights a new version; every episode is counted once, and what follows is recovered;
 4. a rollback that cannot be right changes nothing; one that was interrupted is repeated;
-5. a branch begins at the version, with the same weights, and leaves the original as it was.
+5. a branch begins at the version, with the same weights, and leaves the original as it was;
+6. the policies of a run go back and branch together; other runs of a data dir are left as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from agentjet.client import Swarm
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.gateway.checkpoints import BEST
-from agentjet.protocol import BeginRequest, EvaluationRequest, FinishRequest
+from agentjet.protocol import BeginRequest, EvaluationRequest, RunSettings
+from agentjet.types import PolicyId
 from tests.cli.test_commands import at, run
 from tests.fakes import Running, running
 from tests.server.serving import Served
@@ -41,12 +43,16 @@ def versions(up: Running) -> list[int]:
     return [info.policy_version for info in up.gateway.store.listing()]
 
 
+def folder(data_dir: Path) -> Path:
+    return data_dir / "runs" / "default"
+
+
 def checkpoint(data_dir: Path, version: int) -> Path:
-    return data_dir / "checkpoints" / f"step_{version:06d}"
+    return folder(data_dir) / "checkpoints" / f"step_{version:06d}"
 
 
-def weights(data_dir: Path, version: int) -> str:
-    return str(json.loads((checkpoint(data_dir, version) / "state.json").read_text())["weights"])
+def weights(data_dir: Path, version: int, policy: str = "") -> str:
+    return str(json.loads((checkpoint(data_dir, version) / policy / "state.json").read_text())["weights"])
 
 
 async def trained(data_dir: Path, batches: int, **job: Any) -> None:
@@ -78,7 +84,7 @@ async def test_a_tagged_checkpoint_outlives_rotation(tmp_path: Path) -> None:
 async def test_a_damaged_tags_file_removes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1}) as up:
         await up.batch()
-        (tmp_path / "d" / "checkpoints" / "tags.json").write_text("[1]")
+        (up.folder / "checkpoints" / "tags.json").write_text("[1]")
         await up.batch()
         assert versions(up) == [1, 2] and "no checkpoint is removed: " in caplog.text
         with pytest.raises(CheckpointError, match=r"tags\.json is damaged .* or remove the file"):
@@ -157,8 +163,6 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
             await up.batch()
         waiting = await up.episode(1.0, task="waits")
         live = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
-        prepared = await up.gateway.begin(BeginRequest(task_id="lives", client_id="c"))
-        await up.gateway.prepare(prepared.id, FinishRequest(reward=1.0))
         before = up.gateway.swarm.queries.status_counts()
         assert (before["trained"], before["waiting"], before["live"]) == (16, 1, 1)
         with pytest.raises(ConfigError, match="in use by another server"):
@@ -172,17 +176,15 @@ async def test_a_rollback_gives_the_old_weights_a_new_version(tmp_path: Path) ->
         assert up.compute.learned == [], "nothing that was undone is learned again"
         counts = swarm.queries.status_counts()
         assert (counts["trained"], counts["dropped"], counts["waiting"], counts["live"]) == (4, 13, 0, 0)
-        assert counts["finished"] == before["finished"] and counts["prepared"] == 1
+        assert counts["finished"] == before["finished"]
         undone = swarm.queries.recent_episodes(5)[-1]
         assert (undone.status, undone.trained_in, undone.dropped) == ("finished", None, "rolled_back")
         assert (swarm.episode(waiting).dropped, swarm.episode(live.id).status) == ("rolled_back", "aborted")
         with pytest.raises(Conflict, match="rolled back"):
             await up.say(live.id)
-        finished = await up.gateway.finish(prepared.id, FinishRequest(reward=1.0))
-        assert finished.dropped == "rolled_back", "the promise is kept, and trains nothing"
         await up.batch()
         assert swarm.policy_version == 6 and up.compute.learned == [5]
-        assert swarm.last_step["groups/dropped_rolled_back"] == 3 * 2 + 2
+        assert swarm.last_step["groups/dropped_rolled_back"] == 3 * 2 + 1
         [event] = [event.body for event in swarm.queries.events() if event.kind == "rollback"]
         assert event == {"to": 1, "policy_version": 5, "batches": 3, "trained": 12, "waiting": 1, "live": 1}
         after = up.compute.weights
@@ -241,16 +243,16 @@ async def test_a_rollback_out_of_divergence(tmp_path: Path) -> None:
 # ---- 4. what is refused -------------------------------------------------------------------------------------------
 
 
-def digest(folder: Path) -> dict[str, str]:
+def digest(top: Path) -> dict[str, str]:
     """The digest of each file, except for the lock and SQLite's own files."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("journal")]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = [path for path in sorted(top.rglob("*")) if path.is_file() and not path.name.startswith("journal")]
+    return {str(path.relative_to(top)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 async def test_a_rollback_that_cannot_be_right_changes_nothing(tmp_path: Path) -> None:
     data = tmp_path / "d"
     await trained(data, 2)
-    with pytest.raises(ConfigError, match=r"is not a data dir of AgentJet: it has no journal\.sqlite"):
+    with pytest.raises(ConfigError, match=r"is not a data dir of AgentJet: it has no runs/default/journal\.sqlite"):
         roll_back(tmp_path / "nowhere", "1")
     with pytest.raises(CheckpointError, match="has no checkpoint '7'; it has versions 1, 2 and tags none"):
         roll_back(data, "7")
@@ -279,7 +281,7 @@ async def test_an_interrupted_rollback_is_repeated(tmp_path: Path) -> None:
     data = tmp_path / "d"
     await trained(data, 2)
     roll_back(data, "1")
-    whole = checkpoint(data, 3).rename(data / "checkpoints" / ".step_000003.new")
+    whole = checkpoint(data, 3).rename(folder(data) / "checkpoints" / ".step_000003.new")
     async with running(data) as up:
         assert up.compute.weights == weights(data, 1), "it gets its name"
     assert not whole.exists()
@@ -298,7 +300,7 @@ async def test_a_checkpoint_of_another_run_is_neither_gone_back_to_nor_branched_
     await trained(data, 3)
     await trained(other, 3)
     shutil.rmtree(checkpoint(data, 2))
-    with sqlite3.connect(data / "journal.sqlite") as journal:
+    with sqlite3.connect(folder(data) / "journal.sqlite") as journal:
         journal.execute("DELETE FROM checkpoints WHERE policy_version = 2")
     shutil.copytree(checkpoint(other, 2), checkpoint(data, 2))
     shutil.copytree(checkpoint(other, 3), checkpoint(data, 7))
@@ -312,11 +314,11 @@ async def test_a_checkpoint_of_another_run_is_neither_gone_back_to_nor_branched_
             branch(data, version, tmp_path / "new")
     with pytest.raises(ConfigError, match="newer than the journal, which ends at 3"):
         branch(data, "7", tmp_path / "new")
-    (data / "metrics.jsonl").write_text('{"step": 4}')
+    (folder(data) / "metrics.jsonl").write_text('{"step": 4}')
     with pytest.raises(ConfigError, match=r"has policy version 4, .* ends at 3"):
         roll_back(data, "1")
-    (data / "metrics.jsonl").unlink()
-    assert digest(data) == {name: sha for name, sha in before.items() if name != "metrics.jsonl"}
+    (folder(data) / "metrics.jsonl").unlink()
+    assert digest(data) == {name: sha for name, sha in before.items() if not name.endswith("metrics.jsonl")}
     assert not (tmp_path / "new").exists()
 
 
@@ -329,7 +331,7 @@ async def test_a_checkpoint_of_another_origin_is_refused_though_its_digest_is_ri
     same = {"policy_version": 1, "weights": "w", "model_weights": "a1", "adapters": True, "dtype": "float32"}
     origin = {"model_weights": "a1", "model.lora.rank": 8, "model.dtype": "float32"}
     for state, refused in ((same | made_with, True), (same, False)):
-        with sqlite3.connect(data / "journal.sqlite") as journal:
+        with sqlite3.connect(folder(data) / "journal.sqlite") as journal:
             stamp = (seal(checkpoint(data, 1), state),)
             journal.execute("UPDATE checkpoints SET digest = ? WHERE policy_version = 1", stamp)
             journal.execute("UPDATE meta SET value = ? WHERE key = 'origin'", (json.dumps(origin),))
@@ -362,6 +364,54 @@ async def test_a_branch_begins_at_the_version(tmp_path: Path) -> None:
     async with running(new) as up:
         assert up.gateway.swarm.policy_version == 3 and up.gateway.status().branched_from == f"{data}@2"
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
+
+
+TEAM: dict[str, Any] = {"planner": {}, "coder": {}}
+
+
+async def test_the_policies_of_a_run_go_back_and_branch_together(tmp_path: Path) -> None:
+    data, new, job = tmp_path / "d", tmp_path / "new", {"checkpoint_every": 1}
+    async with running(data, job=job) as up:
+        await up.runs.put("team", RunSettings(policies=TEAM))
+        team = up.of_run("team")
+        await team.gateway.ready()
+        for _ in range(2):
+            await up.batch()
+            await team.batch()
+    before = digest(folder(data))
+    for wrong, name in (("no run 'teams'; its runs are default, team", "teams"), ("is not the name of a run", "../d")):
+        for change in (lambda: roll_back(data, "1", name), lambda: branch(data, "1", new, name)):  # noqa: B023
+            with pytest.raises((ConfigError, InvalidRequest), match=wrong):
+                change()
+    step = data / "runs" / "team" / "checkpoints" / "step_000001"
+    weights = {policy: json.loads((step / policy / "state.json").read_text())["weights"] for policy in TEAM}
+    whole = (step / "coder" / "state.json").read_text()
+    (step / "coder" / "state.json").write_text(whole.replace('"weights": "', '"weights": "x'))
+    with pytest.raises(CheckpointError, match=r"coder is damaged: state\.json"):
+        roll_back(data, "1", "team")
+    (step / "coder" / "state.json").write_text(whole)
+    shutil.copytree(step / "planner", tmp_path / "swapped")
+    shutil.rmtree(step / "coder")
+    with pytest.raises(CheckpointError, match="another digest"):
+        roll_back(data, "1", "team")
+    shutil.move(tmp_path / "swapped", step / "coder")
+    with pytest.raises(CheckpointError, match="another digest"):
+        branch(data, "1", new, "team")
+    (step / "coder" / "state.json").write_text(whole)
+    assert branch(data, "1", new, "team") == 1
+    assert roll_back(data, "1", "team")[0].policy_version == 3
+    assert digest(folder(data)) == before
+    async with running(new, policies=TEAM) as up:
+        assert up.gateway.swarm.policy_version == 1
+        assert {policy: up.compute.policies[PolicyId(policy=policy)].weights for policy in TEAM} == weights
+        assert up.gateway.status().branched_from == f"{data}/runs/team@1"
+    async with running(data, job=job) as up:
+        await up.of_run("team").gateway.ready()
+        assert {policy: up.compute.policies[PolicyId("team", policy)].weights for policy in TEAM} == weights
+        await up.of_run("team").batch()
+    with pytest.raises(ConfigError, match="created with the policies coder, planner; the settings have no named"):
+        async with running(new):
+            pass
 
 
 async def test_what_cannot_be_branched(tmp_path: Path) -> None:

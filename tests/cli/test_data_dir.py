@@ -72,6 +72,9 @@ def test_data_dirs_have_evaluations_and_settings(tmp_path: Path) -> None:
     assert (first["evaluations"], first["score_first"], first["score_best"], first["steps"]) == (2, 0.5, 0.75, 1)
     assert (second["evaluations"], second["score_best"]) == (0, None)
     assert first["reward_best"] == 0.5 and first["episodes"] == 4
+    folders = [str(tmp_path / name / "runs" / "default") for name in "ab"]
+    by_folder = json.loads(run("compare", *folders, "--json"))
+    assert by_folder["settings"] == compared["settings"], "the folder of a run stands for it"
     printed = run("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert "settings that differ" in printed and "job.optimizer.lr" in printed
 
@@ -100,6 +103,8 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         run("compare", str(tmp_path))
     with pytest.raises(ConfigError, match=r"metrics\.jsonl' does not exist: name a data dir"):
         run("compare", str(tmp_path), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"runs/other/metrics\.jsonl' does not exist"):
+        run("compare", str(tmp_path), str(tmp_path), "--run", "other")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(ConfigError, match=r"bad\.jsonl', line 2: expected one JSON object"):

@@ -99,7 +99,7 @@ def test_what_cannot_be_exported(served: Served, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to export: of 0 episodes"):
         run("episodes", "export", str(tmp_path / "none.jsonl"), *at(served))
     assert [path.name for path in tmp_path.iterdir() if "none" in path.name] == []
-    with pytest.raises(ConfigError, match=r"is not a data dir of AgentJet: it has no journal\.sqlite"):
+    with pytest.raises(ConfigError, match=r"is not a data dir of AgentJet: it has no runs/default/journal\.sqlite"):
         run("episodes", "export", str(tmp_path / "none.jsonl"), "--data-dir", str(tmp_path))
     with Swarm(served.url, TOKEN) as swarm, pytest.raises(NotFound):
         swarm.episodes(before="nothing")

@@ -3,7 +3,8 @@
 1. `new` writes a readable plan, and refuses questions that cannot be studied.
 2. `steer` refuses invalid requests at once.
 3. `status` and `report` read a journal at any stage, also while another process writes it.
-4. A leased server is contacted first, returned if the study cannot start, and waited for with a message.
+4. A shared server is contacted first. Trials of several studies are runs on it at the same time, each open while its
+   trial runs; a run that cannot be ended is named.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -32,7 +33,7 @@ from agentjet.research.models import AddArm, AddHypothesis, Cap, Diagnosis, Paus
 from agentjet.research.records import Setting
 from agentjet.research.report.facts import StudyView
 from agentjet.research.scheduler import conduct, conduct_with_annexes
-from agentjet.research.servers import LeasedServerSlot, ServerLost
+from agentjet.research.servers import SharedServerSlot
 from tests.research.world import STUDY, Formula
 from tests.server.serving import ADMIN, Served
 
@@ -299,14 +300,45 @@ def test_a_server_is_asked_before_anything_begins(here: Path, served: Served) ->
     assert not (here / "study" / "launches").exists()
 
 
-def test_a_study_that_cannot_begin_leaves_the_server_to_others(here: Path, served: Served) -> None:
-    new("does a kl penalty help?")
-    (here / "token").write_text(ADMIN)
-    (here / "beside.py").write_text("")
-    with pytest.raises(ConfigError, match=r"subject\.code = .* beside\.py is new"):
-        research("run", "study", "--server", served.url, "--admin-token-file", "token")
-    with Swarm(served.url, ADMIN) as other:
-        assert other.take_lease("another study", 60).holder == "another study"
+def test_studies_share_a_server(tmp_path: Path, served: Served) -> None:
+    slots = [SharedServerSlot(served.url, ADMIN, print) for _ in range(2)]
+    folders = [tmp_path / study / "runs" / "a" for study in ("one", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    with Swarm(served.url, ADMIN) as swarm:
+
+        def are_open() -> list[bool]:
+            return [run.is_open for run in swarm.runs()[1:]]
+
+        setting = {"model.name": swarm.status().model, "job.seed": 7}
+        with ExitStack() as serving:
+            one, other = (
+                serving.enter_context(slot.serve(folder, setting, Event()))
+                for slot, folder in zip(slots, folders, strict=True)
+            )
+            assert are_open() == [True, True] and one.address.url != other.address.url
+            with Swarm(one.address.url, one.address.token) as run:
+                assert run.job().job["seed"] == 7 and run.status().run == (folders[0] / "name").read_text()
+        assert are_open() == [False, False]
+        with slots[0].serve(folders[0], setting | {"job.max_steps": 5}, Event()) as again:
+            assert again.address == one.address and sorted(are_open()) == [False, True]
+            assert again.swarm.job().job["max_steps"] == 5
+        with (
+            pytest.raises(ConfigError, match="and the study trains 'other': name another server"),
+            slots[0].serve(folders[0], setting | {"model.name": "other"}, Event()),
+        ):
+            raise AssertionError("it serves another model")
+        assert are_open() == [False, False]
+
+
+def test_a_run_that_cannot_be_ended_is_named(tmp_path: Path, served: Served) -> None:
+    told: list[str] = []
+    slot = SharedServerSlot(served.url, ADMIN, told.append)
+    with Swarm(served.url, ADMIN) as swarm, slot.serve(tmp_path, {"model.name": swarm.status().model}, Event()):
+        slot.url = "http://127.0.0.1:9"
+    name = (tmp_path / "name").read_text()
+    assert len(told) == 1 and told[0].startswith(f"run {name} of http://127.0.0.1:9 may still be open (")
+    assert told[0].endswith(f"; to end it: agentjet runs end {name}")
 
 
 class Moving:
@@ -327,9 +359,6 @@ class Moving:
     def run_finished(self, run: Path) -> None:
         raise AssertionError("nothing was completed")
 
-    def close(self) -> None:
-        """It has nothing."""
-
 
 def test_a_folder_that_is_moved_or_has_no_room_is_told_in_a_sentence(here: Path) -> None:
     new("does a kl penalty help?")
@@ -346,24 +375,6 @@ def test_a_folder_that_is_moved_or_has_no_room_is_told_in_a_sentence(here: Path)
     with pytest.raises(ConfigError, match=r"^study.*: No such file .* study's folder, and continue"):
         carry_out(Path("study"), [Moving()])
     assert read_log(here / "moved" / "journal.jsonl").study
-
-
-def test_a_study_says_for_whom_it_waits(tmp_path: Path, served: Served) -> None:
-    stopping, lines = Event(), list[str]()
-
-    def notify(line: str) -> None:
-        lines.append(line)
-        stopping.set()
-
-    LeasedServerSlot(served.url, ADMIN, "study 1", print).check()
-    slot = LeasedServerSlot(served.url, ADMIN, "study 2", notify)
-    slot.check()  # that somebody else has it is no reason not to begin
-    with pytest.raises(ServerLost, match="ended while waiting"), slot.serve(tmp_path, {"model.name": "m"}, stopping):
-        raise AssertionError("the server is leased")
-    assert re.fullmatch(
-        rf"waiting for {served.url}: The server is leased to 'study 1' for another \d+ s\. Wait.*", lines[0]
-    )
-    assert len(lines) == 1
 
 
 def test_an_adviser_that_gives_nothing_says_why(here: Path) -> None:

@@ -160,16 +160,16 @@ def test_ids_of_tasks(tmp_path: Path) -> None:
     assert (second.id, second.task_set) == ("7", "s")
 
 
-def judge(source: str, folder: Path, stdout: str = "", code: int = 0) -> float | Reward:
-    made = reward_source(source).score({}, Result(stdout, "", code, 1.0, folder))
-    assert isinstance(made, float | Reward)
-    return made
+def judge(source: str, folder: Path, stdout: str = "", code: int = 0) -> Any:
+    return reward_source(source).score({}, Result(stdout, "", code, 1.0, folder))
 
 
 def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
     assert judge("stdout", tmp_path, "thinking\n0.5\n\n") == Reward(0.5)
     whole = '{"reward": -1, "by_role": {"critic": 2}, "metrics": {"turns": 3}}'
     assert judge("stdout", tmp_path, whole) == Reward(-1.0, {"critic": 2}, {"turns": 3})
+    by_policy = '{"planner": 1, "coder": {"reward": 0.5, "metrics": {"turns": 3}}}'
+    assert judge("stdout", tmp_path, by_policy) == {"planner": Reward(1.0), "coder": Reward(0.5, metrics={"turns": 3})}
     (tmp_path / "reward.json").write_text('{\n "reward": 1\n}\n')
     assert judge("file:reward.json", tmp_path) == Reward(1.0)
     assert judge("stdout", tmp_path, "7" * 5_000) == Reward(math.inf), "which no episode may finish with"
@@ -185,6 +185,8 @@ def test_rewards_from_what_a_program_leaves(tmp_path: Path) -> None:
         ("true", "expected a number"),
         ("[" * 40_000, "expected a number"),
         ('{"reward": "1"}', "expected a number"),
+        ('{"planner": 1, "coder": "good"}', "expected a number"),
+        ("{}", "expected a number"),
         ('{"reward": 1, "rewards": {}}', "has the unknown key 'rewards': expected reward, by_role and metrics"),
         ('{"reward": 1, "metrics": {"turns": "many"}}', "expected an object of numbers"),
     ],

@@ -1,92 +1,118 @@
-"""A server that changes its run. Pinned here:
+"""Several runs and policies of `agentjet serve` and on the command line.
 
-1. An error while the left run's worker ends is raised to the caller. The requested run is up all the same, and the
-   left run can be entered again.
-2. A client of the left run is refused: neither its key nor its token reaches an episode of the other run.
+1. The server greets with a line for each policy, and prints the steps of every run, with the run's name in front.
+2. `agentjet runs` lists, creates and ends runs; the other commands work with the address of a run.
+3. A settings file of a run has the sections of a run only.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from agentjet.cli import server_process
-from agentjet.config import JobConfig, ServeConfig
-from agentjet.protocol import BeginRequest
-from agentjet.server import Keys, create_app
-from tests.fakes import Clock, ScriptedCompute, make_model_info, saying
+from agentjet.errors import ConfigError, Conflict, Forbidden, InvalidRequest, NotFound
+from agentjet.protocol import RunSettings
+from tests.cli.test_commands import at, run
+from tests.fakes import running
+from tests.server.serving import ADMIN, Served
 
-pytestmark = pytest.mark.anyio
-
-
-class Stubborn(ScriptedCompute):
-    """A worker whose end fails once."""
-
-    ends = 0
-
-    async def close(self) -> None:
-        await super().close()
-        self.ends += 1
-        if self.ends == 1:
-            raise OSError("the worker would not end")
+TEAM = {"planner": {}, "coder": {"lora": {"rank": 4}}}
 
 
-async def test_a_run_is_up_although_the_one_before_would_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_line_for_each_policy_and_for_each_step_of_every_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = make_model_info(tmp_path / "tokenizer")
-    monkeypatch.setattr(server_process, "EmbeddedCompute", lambda config: Stubborn(card, saying(lambda prompt: "hi")))
-    config = ServeConfig.model_validate({"model": {"name": card.name}, "server": {"data_dir": tmp_path / "d"}})
-    served = server_process.GatewaySwitcher(config, Clock())
-    await served.gateway.start()
-    await served.gateway.ready()
-    with pytest.raises(OSError, match="would not end"):
-        await served.enter("a", JobConfig())
-    await served.enter("a", JobConfig())
-    await served.gateway.ready()
-    assert (served.name, served.gateway.status().state) == ("a", "sampling")
-    with pytest.raises(OSError, match="would not end"):
-        await served.enter("", None)
-    await served.gateway.ready()
-    assert (served.name, served.gateway.status().state) == ("", "sampling")
-    with pytest.raises(OSError, match="would not end"):
-        await served.close()
+    async def scenario() -> None:
+        async with running(tmp_path / "d") as up:
+            printer = asyncio.create_task(server_process._print_runs(up.runs))
+            await up.runs.put("team", RunSettings(policies=TEAM))
+            team = up.of_run("team")
+            await team.gateway.ready()
+            await asyncio.sleep(2 * server_process.NEW_RUN_SECONDS)
+            server_process._greet(up.gateway, "http://here", tmp_path / "d")
+            server_process._greet(team.gateway, "http://here", tmp_path / "d")
+            await up.batch()
+            await team.batch()
+            await up.runs.end("team")
+            await up.batch()
+            printer.cancel()
+
+    asyncio.run(scenario())
+    lines = capsys.readouterr().out.splitlines()
+    [plain] = [line for line in lines if line.startswith("Ready: 0M")]
+    assert plain.endswith("policy version 0.")
+    assert "Ready: policies planner, coder, policy version 0." in lines
+    facts = plain.removeprefix("Ready: ").removesuffix(", policy version 0.")
+    assert f"  planner: tiny, {facts}, all weights" in lines
+    assert f"  coder: tiny, {facts}, adapter of rank 4" in lines
+    [model] = [line for line in lines if line.startswith("The model's chat template renders the message 'Hello'")]
+    assert model.replace("The model's chat template", "The chat template of planner, coder") in lines
+    steps = [line.partition("  ")[::2] for line in lines if "step " in line]
+    assert [step for step, _ in steps] == ["step 1", "team: step 1", "step 2"]
+    assert steps[1][1] == "reward 0.500 (planner 0.500, coder 0.500)"
 
 
-async def test_runs_of_one_server_do_not_touch_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = make_model_info(tmp_path / "tokenizer")
-    monkeypatch.setattr(
-        server_process, "EmbeddedCompute", lambda config: ScriptedCompute(card, saying(lambda prompt: "hi"))
+def test_runs_on_the_command_line(served: Served, tmp_path: Path) -> None:
+    admin = ["--url", served.url, "--token", ADMIN]
+    assert run("runs", "list", *admin).splitlines() == ["default  sampling, policy version 0"]
+    file = tmp_path / "team.toml"
+    file.write_text("[policies.planner]\n[policies.coder]\n[job]\nbatch_size = 1\ngroup_size = 2\nmax_tokens = 32\n")
+    said = run("runs", "create", "team", "--config", str(file), *admin)
+    assert "policies planner, coder" in said and f"export AGENTJET_URL={served.url}/runs/team " in said
+    assert "agentjet token show client --data-dir DATA_DIR --run team" in said
+    folder = served.run.folder.parent / "team"
+    there = ["--url", f"{served.url}/runs/team", "--token-file", str(folder / "token")]
+    while "loading" in (shown := run("status", *there)):
+        pass
+    assert "run          team" in shown and "policies     planner, coder" in shown
+    given = dict(
+        line.removeprefix("export ").split("=", 1) for line in run("episodes", "begin", "t", *there).splitlines()
     )
-    config = ServeConfig.model_validate({"model": {"name": card.name}, "server": {"data_dir": tmp_path / "d"}})
-    clock = Clock()
-    served = server_process.GatewaySwitcher(config, clock)
-    keys = Keys(token="c" * 20, admin_token="a" * 20, clock=clock)
-    await served.gateway.start()
-    transport = httpx.ASGITransport(create_app(served, keys))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+    assert given["AGENTJET_POLICIES"] == "planner,coder" and "OPENAI_MODEL" not in given
+    assert given["OPENAI_BASE_URL"] == f"{served.url}/runs/team/v1"
+    assert given["AGENTJET_EPISODE"] in run("episodes", "list", *there)
+    run("checkpoints", "create", *there)
+    assert "step      0" in run("checkpoints", "list", *there)
+    listed = json.loads(run("runs", "list", "--json", *admin))
+    assert [(one["name"], one["policies"]) for one in listed] == [("default", []), ("team", ["planner", "coder"])]
+    assert "not open, policies planner, coder" in run("runs", "end", "team", *admin)
+    with pytest.raises(NotFound, match="'team' is not open"):
+        run("status", *there)
+    assert "policies planner, coder" in run("runs", "create", "team", *admin), "with its own settings"
 
-        async def ask(method: str, path: str, bearer: str, **more: Any) -> httpx.Response:
-            return await http.request(method, path, headers={"Authorization": f"Bearer {bearer}"}, **more)
 
-        own = (await ask("POST", "/swarm/v1/episodes", "c" * 20, json={"task_id": "t"})).json()
-        await served.enter("study", JobConfig())
-        await served.gateway.ready()
-        other = await served.gateway.begin(BeginRequest(task_id="t"))
-        path = f"/swarm/v1/episodes/{own['episode_id']}"
-        for bearer in ("c" * 20, own["api_key"]):
-            for verb, body in (("heartbeat", None), ("finish", {"reward": 1.0}), ("abort", {})):
-                refused = await ask("POST", f"{path}/{verb}", bearer, json=body)
-                assert (refused.status_code, refused.json()["code"]) == (404, "episode_not_found")
-                assert "in the run that this server serves now" in refused.json()["detail"]
-        message = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-        assert (await ask("POST", "/v1/chat/completions", own["api_key"], json=message)).status_code == 404
-        assert served.gateway.swarm.episode(other.id) == other, "the other run's episode is as it was"
-        await served.enter("", None)
-        await served.gateway.ready()
-        back = await ask("POST", f"{path}/finish", own["api_key"], json={"reward": 1.0})
-        assert (back.status_code, back.json()["reward"]) == (200, 1.0)
-    await served.close()
+def test_runs_that_cannot_be_created(served: Served, tmp_path: Path) -> None:
+    admin = ["--url", served.url, "--token", ADMIN]
+    file = tmp_path / "run.toml"
+    for text, error in (
+        ('[model]\nname = "x"', "has 'model', which belongs to the settings of the server"),
+        ("steps = 3", "has 'steps', which belongs to the settings of the server"),
+        ("[job", "is not valid TOML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=error):
+            run("runs", "create", "a", "--config", str(file), *admin)
+    for text, error in (
+        ("[job]\nbach_size = 3", r"did you mean job\.batch_size"),
+        ("[policies.Planner]", "lower-case letter"),
+        ("[policies.a]\nmodle = 1", r"policies\.a\.modle = 1"),
+        ("[policies.a]\nlora = {rank = 4}\n[policies.b]\nmodel = 'other'\nlora = {rank = 4}", "share one base model"),
+    ):
+        file.write_text(text)
+        with pytest.raises(InvalidRequest, match=error):
+            run("runs", "create", "a", "--config", str(file), *admin)
+    with pytest.raises(ConfigError, match="does not exist"):
+        run("runs", "create", "a", "--config", str(tmp_path / "none.toml"), *admin)
+    with pytest.raises(InvalidRequest, match=r"'A/\.\.' is not the name of a run"):
+        run("runs", "create", "A/..", *admin)
+    with pytest.raises(Conflict, match="'default' has the settings of the server and ends with it"):
+        run("runs", "create", "default", *admin)
+    with pytest.raises(NotFound, match="no open run 'a'; open are: default"):
+        run("runs", "end", "a", *admin)
+    with pytest.raises(Forbidden, match="'admin-token'"):
+        run("runs", "list", *at(served))
+    assert [path.name for path in served.run.folder.parent.iterdir()] == ["default"]

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentjet.cli.main import app
-from agentjet.errors import ConfigError, Unauthorized
+from agentjet.errors import ConfigError, InvalidRequest, Unauthorized
 from agentjet.server import Keys
 
 
@@ -42,6 +42,20 @@ def test_rotating_the_keys_ends_them_and_no_token(tmp_path: Path) -> None:
     assert running.control(held) == "client"
     with pytest.raises(Unauthorized):
         running.episode(key, 2e10)
+
+
+def test_the_tokens_of_a_run(tmp_path: Path) -> None:
+    Keys.open(tmp_path)
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    other = Keys.open(tmp_path / "runs" / "other")
+    for role in ("client", "admin", "viewer"):
+        held = token("show", role, "--run", "other", data_dir=tmp_path).strip()
+        assert other.control(held) == role and held != token("show", role, data_dir=tmp_path).strip()
+    said = token("rotate", "client", "--run", "other", data_dir=tmp_path)
+    assert "--run other" in said and "AGENTJET_TOKEN" not in said
+    assert token("show", "client", "--run", "other", data_dir=tmp_path).strip() not in said
+    with pytest.raises(InvalidRequest, match="is not the name of a run"):
+        token("show", "client", "--run", "..", data_dir=tmp_path)
 
 
 def test_the_secret_of_the_keys_is_never_shown(tmp_path: Path) -> None:

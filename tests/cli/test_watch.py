@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agentjet.cli.status import frames, status_lines
 from agentjet.protocol import StatusResponse
 
 
 def seen(
-    *, step: int = 0, clients: dict[str, float] | None = None, holding: dict[str, int] | None = None
+    *, step: int = 0, clients: dict[str, float] | None = None, holding: dict[str, int] | None = None, **more: Any
 ) -> StatusResponse:
     return StatusResponse(
         version="0", state="sampling", waiting_for="somebody", model="tiny", policy_version=step, batch_size=1,
-        group_size=2, max_steps=0, groups_complete=0, groups_open=0, episodes={}, calls_active=0, last_step={},
-        clients=clients or {}, holding=holding or {}, last_event=0, uptime=1.0,
+        group_size=2, max_steps=0, groups_complete=0, groups_open=0, episodes={}, calls_active=0,
+        clients=clients or {}, holding=holding or {}, last_event=0, uptime=1.0, **{"last_step": {}, **more},
     )  # fmt: skip
 
 
@@ -22,6 +24,19 @@ def test_clients_of_long_ago_are_counted() -> None:
         "new (seen 3 s ago), holder (holds 2, seen 5000 s ago), 2 seen over 10 minutes ago"
     )
     assert dict(status_lines(seen()))["clients"] == "none yet"
+
+
+def test_a_run_with_policies_has_a_line_for_each() -> None:
+    step = {"reward/mean": 0.5, "planner/policy/entropy": 1.25, "coder/policy/entropy": 2.5, "coder/reward/mean": 0.25}
+    lines = status_lines(seen(run="other", policies=("planner", "coder"), last_step=step))
+    assert ("run", "other") in lines and ("policies", "planner, coder") in lines and "model" not in dict(lines)
+    assert lines[-3:] == [
+        ("last step", "reward/mean 0.5"),
+        ("  planner", "policy/entropy 1.25"),
+        ("  coder", "reward/mean 0.25, policy/entropy 2.5"),
+    ]
+    assert [name for name, _ in status_lines(seen(last_step={"reward/mean": 1.0}))][-1] == "last step"
+    assert "run" not in dict(status_lines(seen())) and dict(status_lines(seen()))["model"] == "tiny"
 
 
 def test_a_file_gets_a_text_for_each_change() -> None:

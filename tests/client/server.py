@@ -50,10 +50,13 @@ class FakeTime:
 
 
 class FakeServer:
-    """One policy that learns at once. `lose_answers` requests are carried out without an answer, `be_down` requests are
+    """A run that learns at once. `lose_answers` requests are carried out without an answer, `be_down` requests are
     not."""
 
-    def __init__(self, *, batch_size: int = 2, group_size: int = 2, max_steps: int = 0) -> None:
+    def __init__(
+        self, *, batch_size: int = 2, group_size: int = 2, max_steps: int = 0, policies: tuple[str, ...] = ()
+    ) -> None:
+        self.policies = policies
         self.batch_size = batch_size
         self.group_size = group_size
         self.max_steps = max_steps
@@ -156,7 +159,8 @@ class FakeServer:
             episode_id=view.episode_id,
             base_url=f"{URL}/v1",
             api_key=f"key-of-{view.episode_id}",
-            model="tiny",
+            model="" if self.policies else "tiny",
+            policies=self.policies,
             policy_version=self.version,
             lease_seconds=60.0,
             expires_at=60.0,
@@ -167,13 +171,8 @@ class FakeServer:
         if view.status != "live" and not (verb == "abort" and view.status in ("aborted", "expired")):
             return _problem(409, f"episode_{view.status}")
         if verb == "finish":
-            view = view.model_copy(
-                update={
-                    "status": "finished",
-                    "reward": FinishRequest.model_validate(body).reward,
-                    "num_calls": self.num_calls,
-                }
-            )
+            scores = FinishRequest.model_validate(body).model_dump()
+            view = view.model_copy(update={"status": "finished", "num_calls": self.num_calls, **scores})
         elif verb == "abort" and view.status == "live":
             view = view.model_copy(update={"status": "aborted", "reason": AbortRequest.model_validate(body).reason})
             members = self.groups.get(view.group, [])
@@ -197,6 +196,10 @@ class FakeServer:
                 "perf/tokens_per_second": 100.0,
                 "groups/zero_variance": sum(len(set(group)) == 1 for group in by_group) / len(by_group),
             }
+            views = [self.episodes[member] for members in finished for member in members]
+            for name in self.policies:
+                own = [view.by_role.get(name, view.reward) or 0.0 for view in views]
+                metrics[f"{name}/reward/mean"] = sum(own) / len(own)
             self.steps.append(metrics)
             self.emit("step", {"policy_version": self.version, "metrics": metrics})
 
@@ -205,7 +208,8 @@ class FakeServer:
             version="0",
             state=self.state,
             waiting_for="somebody",
-            model="tiny",
+            model="" if self.policies else "tiny",
+            policies=self.policies,
             policy_version=self.version,
             batch_size=self.batch_size,
             group_size=self.group_size,

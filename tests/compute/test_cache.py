@@ -150,9 +150,9 @@ def test_who_waits_for_room_is_not_looked_at_in_every_step(policy: Policy, monke
     asked: list[int] = []
     acquire = KeyValueCache.acquire
 
-    def counted(cache: KeyValueCache, prompt: np.ndarray, length: int) -> object:
+    def counted(cache: KeyValueCache, prompt: np.ndarray, length: int, owner: object) -> object:
         asked.append(length)
-        return acquire(cache, prompt, length)
+        return acquire(cache, prompt, length, owner)
 
     monkeypatch.setattr(KeyValueCache, "acquire", counted)
     for _ in range(100):

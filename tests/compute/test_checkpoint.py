@@ -26,7 +26,7 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy
 from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError
-from agentjet.gateway import Gateway
+from agentjet.gateway import Runs
 from agentjet.types import PolicyId, Sampled, SamplingParams
 from bench.breaking.damage import NEWEST, REFUSED, TRAINER, Damage
 from bench.breaking.recovery import LocalWorker, Undisturbed, judge
@@ -47,7 +47,7 @@ class WordsOfAScript(LocalWorker):
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled]:
-        self._words.version = self._worker._version
+        self._words.policies[policy].version = self.hosted.version
         async for piece in self._words.sample(policy, token_ids, params):
             yield piece
 
@@ -75,18 +75,18 @@ def ended(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
     async def run() -> LocalWorker:
         words = ScriptedCompute(make_model_info(data_dir.parent / "tokenizer"), saying(lambda prompt: "hi"))
-        await words.start()
         compute = WordsOfAScript(config, words)
-        gateway = Gateway(config, compute)
+        await words.add(PolicyId(), config.model)
+        runs = Runs(config, compute)
         try:
-            await gateway.start()
-            await gateway.ready()
-            running = Running(gateway, words, Clock(), Clock())
+            await runs.start()
+            await runs.default.ready()
+            running = Running(runs, runs.default, words, Clock(), Clock())
             for _ in range(NUM_BATCHES):
                 await running.batch()
             await compute.export(PolicyId(), data_dir / "exports" / "last")
         finally:
-            await gateway.close()
+            await runs.close()
         return compute
 
     compute = asyncio.run(run())

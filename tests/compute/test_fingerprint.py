@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from agentjet.compute.embedded import checkpoint
+from agentjet.compute.embedded.hosted_policy import Fingerprints
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy, fingerprint
-from agentjet.compute.embedded.worker import Fingerprints
 from agentjet.config import JobConfig, OptimizerConfig
 from agentjet.timeline.forest import Forest, build_forest, call_row
 from tests.compute.conftest import make_policy, sampled_rows

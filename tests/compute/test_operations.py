@@ -182,22 +182,23 @@ def test_the_sampler_pauses_until_the_weights_are_published(tiny_folder: Path, t
         {"model": {"name": str(tiny_folder), "device": "cpu", "dtype": "float32", "threads": 1}}
     )
     worker = Worker(io.BytesIO())
-    worker._start(config.model_dump(mode="json"), "")
-    policy, params = asdict(POLICY), asdict(SamplingParams(max_tokens=50, temperature=3.0))
-    worker._sample(1, policy, tokens(1, 5).tobytes(), params)
+    sampler = config.sampler.model_dump(mode="json")
+    worker.handle("add", POLICY, model=config.model.model_dump(mode="json"), dtype="", sampler=sampler)
+    params = asdict(SamplingParams(max_tokens=50, temperature=3.0))
+    worker.handle("sample", POLICY, id=1, tokens=tokens(1, 5).tobytes(), params=params)
     assert worker._next_frame(0.0) is None, "time for a step of the sampler"
-    batch = TrainingBatch(0, build_forest(sampled_rows(worker.policy)))
-    loss = LossSpec.of(JobConfig())
-    worker._forward_backward(asdict(Op.of(POLICY, 0)), batch.to_wire(), loss.to_wire())
+    hosted = worker.policies[POLICY]
+    batch = TrainingBatch(0, build_forest(sampled_rows(hosted.policy)))
+    hosted.forward_backward(0, batch.to_wire(), LossSpec.of(JobConfig()).to_wire())
     assert worker._next_frame(0.0) is None, "a gradient changes no weights"
     with pytest.raises(OperationConflict, match="pending gradient"):
-        worker._save(policy, str(tmp_path / "never"))
-    worker._optim_step(asdict(Op.of(POLICY, 1)), OptimizerConfig().model_dump(mode="json"))
+        hosted.save(str(tmp_path / "never"))
+    hosted.optim_step(1, OptimizerConfig().model_dump(mode="json"))
     worker._inbox.put({"op": "publish"})
     assert worker._next_frame(0.0) == {"op": "publish"}
     worker._inbox = queue.SimpleQueue()
-    worker._publish(policy, 1)
-    assert worker._next_frame(0.0) is None and worker._version == 1
+    hosted.publish(1)
+    assert worker._next_frame(0.0) is None and hosted.version == 1
 
 
 def test_a_setting_that_needs_a_missing_capability_is_refused() -> None:

@@ -295,7 +295,7 @@ def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path], tmp_
 
     async def scenario() -> None:
         compute = EmbeddedCompute(settings)
-        card = await compute.start()
+        card = await compute.add(PolicyId(), settings.model)
         assert not card.shares_prefixes and card.context_length == 8192
         prompt = tokens(1, 9).tolist()
 

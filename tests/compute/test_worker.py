@@ -28,12 +28,11 @@ import numpy as np
 import pytest
 
 from agentjet.compute.embedded import EmbeddedCompute, checkpoint
-from agentjet.compute.embedded.backend import THREAD_WAIT, worker_environment
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.worker import Worker
-from agentjet.compute.embedded.worker_process import Frame
+from agentjet.compute.embedded.worker_process import THREAD_WAIT, WorkerProcess, worker_environment
 from agentjet.compute.protocol import learn
 from agentjet.config import JobConfig, ServeConfig
 from agentjet.errors import (
@@ -119,18 +118,6 @@ async def batch(compute: EmbeddedCompute, seed: int) -> Forest:
     )
 
 
-class Overheard(EmbeddedCompute):
-    """Notes whose tokens come back."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        super().__init__(config)
-        self.heard = set[int]()
-
-    def _dispatch(self, frame: Frame) -> None:
-        self.heard |= {id for id, *_ in frame.get("tokens", ())}
-        super()._dispatch(frame)
-
-
 def weights(folder: Path) -> bytes:
     return (folder / "policy" / "model.safetensors").read_bytes()
 
@@ -155,10 +142,18 @@ def test_verbs_refusals_and_idempotent_learning(
     monkeypatch.chdir(tmp_path)
 
     async def scenario() -> None:
-        compute = Overheard(config(tiny_folder, tmp_path))
-        assert (await compute.start()).num_parameters > 0
+        delivered = set[int]()
+        dispatch = WorkerProcess._dispatch
+
+        def recorded(process: WorkerProcess, frame: dict[str, Any]) -> None:
+            delivered.update(id for id, *_ in frame.get("tokens", ()))
+            dispatch(process, frame)
+
+        monkeypatch.setattr(WorkerProcess, "_dispatch", recorded)
+        compute = EmbeddedCompute(settings := config(tiny_folder, tmp_path))
+        assert (await compute.add(POLICY, settings.model)).num_parameters > 0
         if sys.platform == "linux":
-            given = Path(f"/proc/{compute.pid}/environ").read_bytes().split(b"\0")
+            given = Path(f"/proc/{compute.pid(POLICY)}/environ").read_bytes().split(b"\0")
             assert {f"{name}={value}".encode() for name, value in worker_environment().items()} <= set(given)
         with pytest.raises(OutOfCache):
             await completion(compute, tokens(0, 5), SamplingParams(max_tokens=10**6))
@@ -176,8 +171,8 @@ def test_verbs_refusals_and_idempotent_learning(
         assert first.policy_version == 0
         await stream.aclose()
         forest = await batch(compute, 1)
-        compute.heard.clear()
-        job = compute._config.job
+        delivered.clear()
+        job = settings.job
         with pytest.raises(OperationConflict, match=r"operation 6 .* out of order: the next one is 0"):
             await learn_batch(compute, 3, forest, job)
         metrics = await learn_batch(compute, 0, forest, job)
@@ -187,16 +182,16 @@ def test_verbs_refusals_and_idempotent_learning(
         assert weights(tmp_path / "once") == weights(tmp_path / "twice")
         with pytest.raises(OperationConflict, match=r"operation 0 .* with another body"):
             await learn_batch(compute, 0, forest.with_columns(advantage=-forest["advantage"]), job)
-        with pytest.raises(ComputeError, match="no policy other/policy"):
+        with pytest.raises(ComputeError, match="no worker has the policy other/policy"):
             await compute.publish(PolicyId("other"), 7)
         before = (await compute.logprobs(POLICY, TrainingBatch(1, forest))).columns["logprob"]
         reference = (await compute.logprobs(POLICY, TrainingBatch(1, forest), reference=True)).columns["logprob"]
         assert len(before) == forest.num_targets and not np.array_equal(before, reference)
         assert (await completion(compute, tokens(0, 5), SamplingParams(max_tokens=3)))[2] == {1}
-        assert len(compute.heard) == 1, "what was closed is sampled no further"
+        assert len(delivered) == 1, "what was closed is sampled no further"
         await compute.close()
         await compute.close()
-        assert compute.pid is None
+        assert compute.pid(POLICY) is None
 
     asyncio.run(scenario())
 
@@ -211,11 +206,10 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
 ) -> None:
     async def scenario() -> None:
         server = {"data_dir": tmp_path, "worker_timeout": 1.0}
-        compute = EmbeddedCompute(
-            ServeConfig.model_validate({**config(tiny_folder, tmp_path).model_dump(), "server": server})
-        )
-        await compute.start()
-        job = compute._config.job
+        settings = ServeConfig.model_validate({**config(tiny_folder, tmp_path).model_dump(), "server": server})
+        compute = EmbeddedCompute(settings)
+        await compute.add(POLICY, settings.model)
+        job = settings.job
         forests = []
         for version in range(4):
             forests.append(await batch(compute, version))
@@ -234,9 +228,10 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
             }[moment]()
             waiting = asyncio.ensure_future(doomed)
             await asyncio.sleep(0.02)
-            assert compute.pid is not None
-            os.kill(compute.pid, signal.SIGSTOP if moment == "stopped" else signal.SIGKILL)
-            death = await compute.died()
+            pid = compute.pid(POLICY)
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP if moment == "stopped" else signal.SIGKILL)
+            death = await compute.died([POLICY])
             (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
             if moment == "stopped":
                 assert isinstance(death, WorkerHung) and isinstance(outcome, WorkerHung)
@@ -246,7 +241,7 @@ def test_killed_workers_are_reported_and_replay_to_the_same_weights(
                 assert outcome is None or isinstance(outcome, WorkerDied) or moment in ("learning", "saving")
             with pytest.raises(WorkerDied):
                 await compute.export(POLICY, tmp_path / "never")
-            await compute.start()
+            await compute.add(POLICY, settings.model)
             version = (await compute.load(POLICY, tmp_path / "step_000002")).policy_version
             for v in range(version, 4):
                 await learn_batch(compute, v, forests[v], job)
@@ -287,9 +282,11 @@ def test_an_unreadable_model_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
 
     async def scenario() -> None:
-        compute = EmbeddedCompute(config(tmp_path / "empty", tmp_path))
+        settings = config(tmp_path / "empty", tmp_path)
+        compute = EmbeddedCompute(settings)
         with pytest.raises(ConfigError, match=r"model\.name"):
-            await compute.start()
+            await compute.add(POLICY, settings.model)
+        assert compute.pid(POLICY) is None
         await compute.close()
 
     asyncio.run(scenario())
@@ -307,8 +304,8 @@ def test_a_type_that_is_left_open_is_the_one_begun_with(
     tiny_folder: Path, tmp_path: Path, setting: str, begun_with: str, becomes: str
 ) -> None:
     settings = config(tiny_folder, tmp_path).model_dump(mode="json")
-    settings["model"]["dtype"] = setting
-    card = Worker(io.BytesIO())._start(settings, begun_with)
+    model = {**settings["model"], "dtype": setting}
+    card = Worker(io.BytesIO()).handle("add", POLICY, model=model, dtype=begun_with, sampler=settings["sampler"])
     assert (card["dtype"], card["threads"]) == (becomes, 1)
 
 
@@ -318,11 +315,13 @@ def test_a_vanished_parent_leaves_no_orphan(tiny_folder: Path, tmp_path: Path) -
         import asyncio, os, sys
         from agentjet.compute.embedded import EmbeddedCompute
         from agentjet.config import ServeConfig
+        from agentjet.types import PolicyId
 
         async def main():
-            compute = EmbeddedCompute(ServeConfig.model_validate_json(sys.argv[1]))
-            await compute.start()
-            print(compute.pid, flush=True)
+            settings = ServeConfig.model_validate_json(sys.argv[1])
+            compute = EmbeddedCompute(settings)
+            await compute.add(PolicyId(), settings.model)
+            print(compute.pid(PolicyId()), flush=True)
             os._exit(0)
 
         asyncio.run(main())

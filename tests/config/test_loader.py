@@ -53,6 +53,9 @@ def test_what_is_set_is_toml_or_else_text(text: str, value: object) -> None:
         ("job.algoritm.loss", "job.algorithm"),
         ("sever.port", "server"),
         ("job.optimiser.lr", "job.optimizer"),
+        ("policies.planner.modle", "policies.planner.model"),
+        ("policies.planner.lora.rnk", "policies.planner.lora.rank"),
+        ("job.optimizers.policy.beta", "job.optimizers.policy.beta1"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
@@ -99,6 +102,22 @@ def test_an_unknown_key_names_its_value_and_where_it_stands(tmp_path: Path) -> N
         (["model.context_length=100", "job.max_tokens=100"], "job.max_tokens = 100 leaves no room for a prompt"),
         (["job.algorithm.aggregation=constant"], "needs constant > 0"),
         (["server.host=0.0.0.0"], "server.host = '0.0.0.0' (--set): non-loopback addresses require TLS"),
+        (["policies.planner=3"], "this is a section; set what is in it, such as policies.planner.model"),
+        (["policies.policy.model=m"], "policies.policy: 'policy' is the policy of a run without [policies]: choose"),
+        (["policies.Planner.model=m"], "policies.Planner: a policy's name is a lower-case letter, then up to 63 of"),
+        (
+            ["policies.planner.model=m", "job.optimizers.planer.lr=1"],
+            "job.optimizers.planer: the run has no policy 'planer'; did you mean 'planner'?",
+        ),
+        (
+            ["policies.planner.model=m", "policies.coder.model=m", "job.optimizers.x.lr=1"],
+            "job.optimizers.x: the run has no policy 'x'; its policies are 'planner', 'coder'",
+        ),
+        (
+            ['policies.a={lora={rank=2},model="m"}', 'policies.b={lora={rank=2},model="n"}'],
+            "policies.b.model = 'n' and policies.a.model = 'm': the adapters of one worker share one base model; set "
+            "policies.b.worker to another name",
+        ),
         (["batch_size"], "'batch_size' is not of the form section.setting=value"),
         (["=3"], "'=3' is not of the form section.setting=value"),
     ],

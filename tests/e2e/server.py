@@ -70,6 +70,11 @@ class Server:
             raise
 
     @property
+    def folder(self) -> Path:
+        """The folder of the default run."""
+        return self.data_dir / "runs" / "default"
+
+    @property
     def output(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 

@@ -29,7 +29,7 @@ def test_other_adapters_are_refused(tmp_path: Path) -> None:
     model, data_dir = make_model(tmp_path / "tiny"), tmp_path / "run"
     learn_and_kill(model, data_dir)
     said = refused(model, data_dir, model__lora__rank=4)
-    assert f"server.data_dir = {str(data_dir)!r}" in said
+    assert str(data_dir) in said
     assert "model.lora.rank = 0" in said and "4 would change" in said
     assert "listens on" not in said and "Ready" not in said
     with Server(model, data_dir) as server:

@@ -1,22 +1,21 @@
 """Studies on servers of somebody else, with a tiny model.
 
-1. They are leased: strangers are refused meanwhile, and find their own run as they left it.
-2. A study uses several side by side, and another waits for them, told by whom they are held.
+1. Each trial is a run there, beside the server's own run and those of other studies. It is open while the trial runs.
+2. A study uses several servers side by side.
 3. One that serves other weights under the model's name is refused.
 """
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
 from agentjet import Swarm
-from agentjet.errors import ConfigError, Conflict
+from agentjet.errors import ConfigError
 from agentjet.research.journal import StudyFolder, read_log
 from agentjet.research.models import Arm, Hypothesis, Knob, Study, Subject, Trial
-from agentjet.research.servers import LeasedServerSlot
+from agentjet.research.servers import SharedServerSlot
 from agentjet.research.swarm_runner import SwarmRunner, run_name
 from tests.e2e.researching import LONG, STEPS, Researcher, admin_of, server_options
 from tests.e2e.server import Server
@@ -29,17 +28,23 @@ LINES = ((5, 1 / 3), (6, 1.0), (5, 1.0))
 """Seeds and fidelities: the third trial continues the first."""
 
 
-def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path: Path) -> None:
+def slot_of(server: Server) -> SharedServerSlot:
+    return SharedServerSlot(server.url, admin_of(server), print)
+
+
+def runs_of(server: Server) -> dict[str, bool]:
+    """The runs of studies, and whether they are open."""
+    with Swarm(server.url, admin_of(server)) as swarm:
+        return {run.name: run.is_open for run in swarm.runs() if run.path}
+
+
+def test_a_run_of_a_study_beside_that_of_the_server(subject: Subject, tmp_path: Path) -> None:
     trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", fidelity) for seed, fidelity in LINES]
     with Server(Path(subject.model), tmp_path / "server", "--set", "job.checkpoint_every=0") as server:
-        server.batch()
-        with SwarmRunner(
-            subject, tmp_path, [LeasedServerSlot(server.url, admin_of(server), "a study", print)]
-        ) as runner:
+        with SwarmRunner(subject, tmp_path, [slot_of(server)]) as runner:
             runner.launch("0", trials[0])
-            server.until(lambda: server.get("/lease")["run"].startswith(run_name(trials[0])))
-            stranger = server.http.post("/episodes", json={"task_id": "t"})
-            assert (stranger.status_code, stranger.json()["code"]) == (409, "leased")
+            server.until(lambda: any(name.startswith(run_name(trials[0])) for name in runs_of(server)))
+            server.batch()
             for number, trial in enumerate(trials[1:], 1):
                 runner.launch(str(number), trial)
             outcomes = [runner.collect(str(number)) for number in range(len(trials))]
@@ -49,7 +54,7 @@ def test_a_server_of_others_is_leased_and_given_back(subject: Subject, tmp_path:
             ("completed", STEPS + 1),
         ]
         assert outcomes[2].curve[:2] == outcomes[0].curve  # the same run, gone on with
-        assert server.get("/lease")["run"] == ""
+        assert list(runs_of(server).values()) == [False, False]
         assert server.get("/status")["policy_version"] == 1
         server.batch()
 
@@ -58,51 +63,43 @@ def test_a_server_of_other_weights_is_refused_whatever_they_are_called(subject: 
     other = make_model(tmp_path / "elsewhere" / Path(subject.model).name, seed=1)
     trials = [Trial("s", "a", {"job.optimizer.lr": 1e-3}, seed, "explore", 1 / 3) for seed in (5, 6)]
     with Server(Path(subject.model), tmp_path / "one") as one, Server(other, tmp_path / "two") as two:
-        with SwarmRunner(subject, tmp_path, [LeasedServerSlot(one.url, admin_of(one), "a study", print)]) as runner:
+        with SwarmRunner(subject, tmp_path, [slot_of(one)]) as runner:
             runner.launch("0", trials[0])
             assert runner.collect("0").end == "completed"
-        with SwarmRunner(subject, tmp_path, [LeasedServerSlot(two.url, admin_of(two), "a study", print)]) as runner:
+        with SwarmRunner(subject, tmp_path, [slot_of(two)]) as runner:
             runner.launch("1", trials[1])
             with pytest.raises(ConfigError, match=f"{two.url} serves other weights"):
                 runner.collect("1")
 
 
-def test_a_study_on_two_servers_of_others_that_another_has_to_wait_for(subject: Subject, tmp_path: Path) -> None:
+def test_two_studies_on_the_same_two_servers(subject: Subject, tmp_path: Path) -> None:
     study, other = tuning_of(subject, "which rate?"), tuning_of(subject, "which rate, again?")
     model = Path(subject.model)
     with Server(model, tmp_path / "one") as one, Server(model, tmp_path / "two") as two:
         options = [option for server in (one, two) for option in server_options(server)]
         for folder, planned in (("study", study), ("other", other)):
             StudyFolder(tmp_path / folder).write(planned, "")
-        first = Researcher(tmp_path / "study", *options)
-        first.until(lambda: all(server.get("/lease")["run"] for server in (one, two)))
-        held = rf"leased to 'study {study.id}: which rate\?' for another \d+ s"
-        with Swarm(one.url, admin_of(one)) as person, pytest.raises(Conflict, match=held):
-            person.take_lease("somebody", 60)
-        second = Researcher(tmp_path / "other", *options)
-        waiting = [f"waiting for {server.url}: The server is leased to 'study {study.id}" for server in (one, two)]
-        second.until(lambda: all(line in second.log for line in waiting))
-        assert first.process.wait(LONG) == 0, first.log
-        second.until(
-            lambda: all(server.get("/lease")["holder"] == f"study {other.id}: {other.topic}" for server in (one, two))
-        )
-        second.process.send_signal(signal.SIGINT)
-        assert second.process.wait(LONG) == 130, second.log
-        assert [server.get("/lease")["run"] for server in (one, two)] == ["", ""]
+        studies = [Researcher(tmp_path / folder, *options) for folder in ("study", "other")]
+        studies[0].until(lambda: all(sum(runs_of(server).values()) == 2 for server in (one, two)))
+        for researcher in studies:
+            assert researcher.process.wait(LONG) == 0, researcher.log
         assert [server.get("/status")["policy_version"] for server in (one, two)] == [0, 0]
-        runs = [{path.name for path in (server.data_dir / "runs").iterdir()} for server in (one, two)]
+        runs = [runs_of(server) for server in (one, two)]
 
+    assert not any(is_open for there in runs for is_open in there.values())
+    for folder in ("study", "other"):
+        log = read_log(tmp_path / folder / "journal.jsonl")
+        assert len(log.trials) == 4 and {log.outcomes[name][0].end for name in log.trials} == {"completed"}
+        names = {run_name(trial) for trial in log.trials.values()}
+        placed = [{name.partition("-")[0] for name in there} & names for there in runs]
+        assert all(placed) and placed[0] | placed[1] == names and not placed[0] & placed[1]
     log = read_log(tmp_path / "study" / "journal.jsonl")
-    assert len(log.trials) == 4 and {log.outcomes[name][0].end for name in log.trials} == {"completed"}
-    names = {run_name(trial) for trial in log.trials.values()}
-    placed = [{name.partition("-")[0] for name in there} & names for there in runs]
-    assert all(placed) and placed[0] | placed[1] == names and not placed[0] & placed[1]
     with SwarmRunner(subject, tmp_path / "study", []) as runner:
         for name in log.trials:
             assert runner.ask(f"{name}-1", "weights") == {"steps": STEPS, "learner": STEPS, "sampler": STEPS}
             assert runner.ask(f"{name}-1", "regrade") is None
     assert (tmp_path / "study" / "report.html").exists()
-    assert "the runner cannot report pass@k before and after training" in first.log
+    assert "the runner cannot report pass@k before and after training" in studies[0].log
 
 
 def tuning_of(subject: Subject, topic: str) -> Study:

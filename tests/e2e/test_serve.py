@@ -40,7 +40,7 @@ def test_serve_learn_stop_and_resume(model: Path, tmp_path: Path) -> None:
     data_dir.mkdir(0o755)
     with Server(model, data_dir) as server:
         assert str(data_dir / "token") in server.output
-        kept = [data_dir / "token", data_dir / "journal.sqlite", *(data_dir / "logs").iterdir()]
+        kept = [data_dir / "token", server.folder / "journal.sqlite", *(data_dir / "logs").iterdir()]
         assert {path.name for path in kept} >= {"server.log", "worker.log"}
         assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
         assert "<|im_start|>user\\nHello<|im_end|>\\n<|im_start|>assistant" in server.output
@@ -59,15 +59,15 @@ def test_serve_learn_stop_and_resume(model: Path, tmp_path: Path) -> None:
         assert server.interrupt() == 0
         assert not is_running(worker)
         assert "Checkpoint of policy version 1" in server.output
-    folder = data_dir / "checkpoints" / "step_000001"
+    folder = server.folder / "checkpoints" / "step_000001"
     assert (folder / "policy" / "config.json").exists() and (folder / "state.json").exists()
     other = make_tokenizer(tmp_path / "other")
     said = refused(other, data_dir)
-    assert "server.data_dir" in said and str(model) in said and str(other) in said
+    assert str(data_dir) in said and str(model) in said and str(other) in said
     with Server(model, data_dir) as server:
         assert server.get("/status")["policy_version"] == 1
         server.batch()
-        server.until(lambda: '"step": 2' in (data_dir / "metrics.jsonl").read_text())  # written after the journal
+        server.until(lambda: '"step": 2' in (server.folder / "metrics.jsonl").read_text())  # written after the journal
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 4])
@@ -91,7 +91,7 @@ def test_killed_and_started_again_it_has_the_same_weights(model: Path, tmp_path:
     with Server(model, data_dir, model__lora__rank=rank) as server:
         assert not is_running(worker), "the worker ended with its gateway"
         assert server.get("/status")["policy_version"] == 2
-        (data_dir / "exports" / "compared").rename(data_dir / "exports" / "before")
+        (server.folder / "exports" / "compared").rename(server.folder / "exports" / "before")
         assert exported(server) == before
         # The port is another one; the key is the same.
         history: list[Any] = [
@@ -154,7 +154,7 @@ def test_a_stalled_reader_delays_no_stop(model: Path, tmp_path: Path) -> None:
         assert server.get("/status")["calls_active"] == 1
         assert server.interrupt() == 0
         assert "Traceback" not in server.output and "timeout graceful shutdown exceeded" not in server.output
-    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as journal:
+    with closing(sqlite3.connect(server.folder / "journal.sqlite")) as journal:
         assert journal.execute("SELECT count(*) FROM undelivered").fetchone() == (8,)
 
 

@@ -35,11 +35,12 @@ def test_a_guess_is_letters_only() -> None:
 
 
 def test_the_shipped_settings_load() -> None:
-    assert load_config(SETTINGS, environ={}).job.max_steps > 0
+    config = load_config(SETTINGS, environ={})
+    assert (config.policy_names, config.job.max_steps) == ((DESCRIBER, GUESSER), 15)
 
 
 def tiny_run(folder: Path, seed: int) -> dict[str, list[float]]:
-    """Mean rewards by member and batch, of a run on tiny models."""
+    """Mean rewards by policy and batch, of a run on tiny models."""
     sets = set_options(make_model(folder / "model"), max_steps=STEPS, batch_size=2, optimizer__lr=1e-2)
     out = folder / "out"
     result = main(["--out", str(out), "--seed", str(seed), *sets])
@@ -54,7 +55,7 @@ def tiny_run(folder: Path, seed: int) -> dict[str, list[float]]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_both_models_learn(tmp_path: Path, seed: int) -> None:
     rewards = tiny_run(tmp_path, seed)
-    for member in (DESCRIBER, GUESSER):
-        assert len(rewards[member]) == STEPS
-        first, last = ends(rewards[member])
+    for policy in (DESCRIBER, GUESSER):
+        assert len(rewards[policy]) == STEPS
+        first, last = ends(rewards[policy])
         assert last > 1.5 * first, rewards

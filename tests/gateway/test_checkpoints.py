@@ -21,7 +21,7 @@ from agentjet.cli.data_dir import check_data_dir
 from agentjet.compute.embedded.checkpoint import seal
 from agentjet.errors import CheckpointError, ConfigError, Later
 from agentjet.types import CheckpointStamp
-from tests.fakes import Running, ScriptedCompute, running
+from tests.fakes import RUN, Running, ScriptedCompute, running
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +31,7 @@ def versions(run: Running) -> list[int]:
 
 
 def folder(data_dir: Path, version: int) -> Path:
-    return data_dir / "checkpoints" / f"step_{version:06d}"
+    return data_dir / RUN / "checkpoints" / f"step_{version:06d}"
 
 
 def unreadable(data_dir: Path) -> None:
@@ -72,7 +72,7 @@ async def test_an_unusable_checkpoint_is_set_aside_and_the_one_before_is_taken(
     async with running(tmp_path / "d") as run:
         assert (run.compute.learned, run.compute.weights) == ([2], weights)
         assert versions(run) == [2]
-        assert run.gateway.status().unusable_checkpoints == [str(tmp_path / "d" / "checkpoints" / name)]
+        assert run.gateway.status().unusable_checkpoints == [str(tmp_path / "d" / RUN / "checkpoints" / name)]
         [event] = [event.body for event in run.gateway.swarm.queries.events() if event.body.get("set_aside")]
         assert not event["ok"] and event["set_aside"].endswith(name)
         info = await run.gateway.versions.save()
@@ -96,9 +96,9 @@ async def test_without_a_good_one_and_without_the_calls_every_start_is_refused(t
 async def test_an_empty_journal_beside_damaged_checkpoints_does_not_begin_at_zero(tmp_path: Path) -> None:
     async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
         await run.batch()
+    (folder(tmp_path / "a", 1) / "state.json").write_text("{")
     (tmp_path / "d").mkdir()
-    (tmp_path / "a" / "checkpoints").rename(tmp_path / "d" / "checkpoints")
-    (folder(tmp_path / "d", 1) / "state.json").write_text("{")
+    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / "checkpoints")
     for _ in range(2):
         with pytest.raises(CheckpointError, match="the checkpoint of version 1 covers them"):
             async with running(tmp_path / "d"):
@@ -107,12 +107,12 @@ async def test_an_empty_journal_beside_damaged_checkpoints_does_not_begin_at_zer
 
 async def refused(data_dir: Path, why: str) -> None:
     """Every start is, and changes no checkpoint."""
-    before = sorted(path.name for path in (data_dir / "checkpoints").iterdir())
+    before = sorted(path.name for path in (data_dir / RUN / "checkpoints").iterdir())
     for _ in range(2):
         with pytest.raises(ConfigError, match=why):
             async with running(data_dir):
                 pass
-    assert sorted(path.name for path in (data_dir / "checkpoints").iterdir()) == before
+    assert sorted(path.name for path in (data_dir / RUN / "checkpoints").iterdir()) == before
 
 
 async def test_a_journal_that_ends_before_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -134,13 +134,13 @@ async def test_a_journal_that_lost_its_end_is_refused(tmp_path: Path, end: int) 
             for _ in range(batches):
                 await run.batch()
         if not (tmp_path / "early.sqlite").exists():
-            shutil.copy(data / "journal.sqlite", tmp_path / "early.sqlite")
-    shutil.copy(tmp_path / "early.sqlite", data / "journal.sqlite")
-    with (data / "metrics.jsonl").open("a") as file:
+            shutil.copy(data / RUN / "journal.sqlite", tmp_path / "early.sqlite")
+    shutil.copy(tmp_path / "early.sqlite", data / RUN / "journal.sqlite")
+    with (data / RUN / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9')  # A line that was cut off counts for nothing.
     await refused(data, rf"metrics\.jsonl has policy version 3, .* ends at {end}: .*move only checkpoints/ to a new")
     (tmp_path / "new").mkdir()
-    (data / "checkpoints").rename(tmp_path / "new" / "checkpoints")
+    (data / RUN / "checkpoints").rename(tmp_path / "new" / "checkpoints")
     check_data_dir(tmp_path / "new")
     async with running(tmp_path / "new") as run:
         assert run.gateway.swarm.policy_version == 3, "the way out"
@@ -178,8 +178,8 @@ async def test_a_checkpoint_of_another_run_is_set_aside(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         await run.batch()
         weights = run.compute.weights
-    shutil.rmtree(tmp_path / "d" / "checkpoints")
-    (tmp_path / "a" / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    shutil.rmtree(tmp_path / "d" / RUN / "checkpoints")
+    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / "checkpoints")
     async with running(tmp_path / "d") as run:
         assert run.compute.weights == weights and len(run.gateway.store.unusable()) == 1
 
@@ -245,7 +245,7 @@ async def test_a_write_that_the_journal_did_not_record_leaves_nothing(
             patched.setattr(run.gateway.swarm.batches, "record_checkpoint", refuses)
             with pytest.raises(Later):
                 await run.gateway.versions.save()
-        assert list((tmp_path / "d" / "checkpoints").iterdir()) == []
+        assert list((tmp_path / "d" / RUN / "checkpoints").iterdir()) == []
         assert (await run.gateway.versions.save()).policy_version == 1
 
 
@@ -256,15 +256,15 @@ async def test_a_checkpoint_that_was_recorded_gets_its_name(tmp_path: Path) -> N
         await run.batch()
         await run.batch()
         weights = run.compute.weights
-    shutil.copytree(folder(data, 1), data / "checkpoints" / ".step_000003.new")
-    folder(data, 2).rename(data / "checkpoints" / ".step_000002.new")
+    shutil.copytree(folder(data, 1), data / RUN / "checkpoints" / ".step_000003.new")
+    folder(data, 2).rename(data / RUN / "checkpoints" / ".step_000002.new")
     async with running(data) as run:
         assert (run.compute.learned, run.compute.weights, versions(run)) == ([], weights, [1, 2])
-    assert not (data / "checkpoints" / ".step_000003.new").exists()
+    assert not (data / RUN / "checkpoints" / ".step_000003.new").exists()
 
 
 async def test_the_sweep_takes_what_was_not_finished_and_nothing_else(tmp_path: Path) -> None:
-    checkpoints = tmp_path / "d" / "checkpoints"
+    checkpoints = tmp_path / "d" / RUN / "checkpoints"
     for name in (".step_000001.new", "..step_000001.new.partial", ".step_000001.partial", "step_000001.bak", "notes"):
         (checkpoints / name).mkdir(parents=True)
     async with running(tmp_path / "d"):

@@ -14,7 +14,7 @@ import pytest
 
 from agentjet.errors import Conflict
 from agentjet.protocol import StatusResponse
-from tests.fakes import running
+from tests.fakes import RUN, running
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ async def test_metrics_that_are_no_number_are_left_out(tmp_path: Path) -> None:
         assert shown.last_step == run.gateway.swarm.last_step
         assert shown.last_step["optim/skipped_steps"] == 1.0
         assert not {"policy/mismatch_kl", "policy/kl"} & shown.last_step.keys()
-    [line] = (tmp_path / "d" / "metrics.jsonl").read_text().splitlines()
+    [line] = (tmp_path / "d" / RUN / "metrics.jsonl").read_text().splitlines()
     assert "NaN" not in line and "Infinity" not in line
 
 
@@ -44,7 +44,7 @@ async def test_a_policy_that_diverged_says_so_and_keeps_the_last_good_checkpoint
         for written in (run.gateway.versions.save, run.gateway.versions.export):
             with pytest.raises(Conflict, match="has diverged"):
                 await written()
-    assert not (tmp_path / "d" / "exports").exists()
+    assert not (tmp_path / "d" / RUN / "exports").exists()
     async with running(tmp_path / "d") as run:
         assert [info.policy_version for info in run.gateway.store.listing()] == [1]
         assert run.gateway.status().policy_version == 2

@@ -24,14 +24,14 @@ import pytest
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.swarm import Journal
-from tests.fakes import Running, running
+from tests.fakes import RUN, Running, running
 
 pytestmark = pytest.mark.anyio
 
 
 def on_disk(data_dir: Path) -> int:
     """Episodes that another process would see."""
-    with closing(Journal.open_read_only(data_dir / "journal.sqlite")) as journal:
+    with closing(Journal.open_read_only(data_dir / RUN / "journal.sqlite")) as journal:
         return journal.read_state().num_episodes
 
 

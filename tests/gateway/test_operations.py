@@ -39,7 +39,9 @@ async def test_the_journal_has_the_operations_of_each_batch(tmp_path: Path) -> N
         run.compute.num_steps = 2
         await run.batch()
         kinds = ["forward_backward", "optim_step"] * 3
-        assert run.gateway.swarm.store.journal.operations() == [*zip(range(6), kinds, [0, 0, 1, 1, 1, 1], strict=True)]
+        assert run.gateway.swarm.store.journal.operations("policy") == [
+            *zip(range(6), kinds, [0, 0, 1, 1, 1, 1], strict=True)
+        ]
         assert run.compute.applied == list(range(6))
 
 
@@ -49,11 +51,11 @@ async def test_a_worker_that_dies_between_gradient_and_update_is_replaced(tmp_pa
     async with running(tmp_path / "d", job={"checkpoint_every": 0}) as run:
         run.compute.num_steps = num_steps
         await run.batch()
-        run.compute.die_in_backward = 1
+        run.compute.die_after = ["forward_backward policy"]
         await run.batch()
         assert (run.compute.starts, run.compute.learned) == (2, [0, 1])
         assert run.compute.weights == expected
-        assert len(run.gateway.swarm.store.journal.operations()) == 4 * num_steps
+        assert len(run.gateway.swarm.store.journal.operations("policy")) == 4 * num_steps
 
 
 async def test_the_operations_after_a_checkpoint_continue_its_numbers(tmp_path: Path) -> None:

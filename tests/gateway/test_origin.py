@@ -16,7 +16,7 @@ import pytest
 
 from agentjet.errors import CheckpointError, ConfigError
 from agentjet.types import CheckpointStamp, PolicyId
-from tests.fakes import ScriptedCompute, running
+from tests.fakes import RUN, ScriptedCompute, running
 from tests.tiny import make_model_info
 
 pytestmark = pytest.mark.anyio
@@ -71,7 +71,7 @@ async def test_a_checkpoint_of_other_settings_is_not_passed_over(tmp_path: Path)
 async def test_why_a_checkpoint_is_of_no_use_is_said_first(tmp_path: Path) -> None:
     async with running(tmp_path / "d", job={"checkpoint_every": 1, "keep_checkpoints": 1}) as run:
         await run.batch()
-    (tmp_path / "d" / "checkpoints" / "step_000001" / "state.json").write_text("{")
+    (tmp_path / "d" / RUN / "checkpoints" / "step_000001" / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"step_000001 cannot be read: .*; The journal cannot replay"):
         async with running(tmp_path / "d"):
             pass
@@ -94,7 +94,7 @@ async def test_a_copied_checkpoint_brings_its_type(tmp_path: Path) -> None:
     card = replace(make_model_info(tmp_path / "tokenizer"), dtype="bfloat16")
     async with running(tmp_path / "old", card=card, job={"checkpoint_every": 1}) as run:
         await run.batch()
-    shutil.copytree(tmp_path / "old" / "checkpoints", tmp_path / "new" / "checkpoints")
+    shutil.copytree(tmp_path / "old" / RUN / "checkpoints", tmp_path / "new" / "checkpoints")
     async with running(tmp_path / "new", card=card) as run:
         assert run.compute.dtype == "bfloat16"
         assert run.gateway.swarm.policy_version == 1

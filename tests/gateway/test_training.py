@@ -23,7 +23,7 @@ from agentjet.errors import CheckpointError, ConfigError, Conflict, Later, Worke
 from agentjet.gateway.engine import IllegalInState
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.swarm import Batch
-from tests.fakes import ScriptedCompute, running
+from tests.fakes import RUN, ScriptedCompute, running
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +45,7 @@ async def test_a_full_batch_is_learned(tmp_path: Path) -> None:
         status = run.gateway.status()
         assert (status.policy_version, status.episodes["trained"]) == (2, 8)
         assert status.last_step["policy/loss"] == 1.0
-    lines = [json.loads(line) for line in (tmp_path / "d" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "d" / RUN / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["reward/mean"] == 0.5
     assert {"time/sample", "time/learn", "time/wait", "perf/tokens_per_second"} <= lines[0].keys()
@@ -119,7 +119,7 @@ async def test_a_worker_that_dies_while_learning_learns_the_batch_once(tmp_path:
     expected = await reference_weights(tmp_path, 2)
     async with running(tmp_path / "d") as run:
         await run.batch()
-        run.compute.die_in_learn = 1
+        run.compute.die_after = ["optim_step policy"]
         await run.batch()
         assert run.compute.weights == expected
         assert run.compute.learned == [0, 1]
@@ -165,7 +165,7 @@ async def test_an_empty_journal_beside_a_checkpoint_starts_there(tmp_path: Path,
             await run.batch()
         weights = run.compute.weights
     (tmp_path / "d").mkdir()
-    (tmp_path / "a" / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / "checkpoints")
     if damaged:
         (tmp_path / "d" / "checkpoints" / "step_000002" / "state.json").write_text("{")
     async with running(tmp_path / "d") as run:
@@ -178,7 +178,7 @@ async def test_an_episode_that_begins_before_the_checkpoint_is_loaded(tmp_path: 
     async with running(tmp_path / "a", job={"checkpoint_every": 1}) as run:
         await run.batch()
     (tmp_path / "d").mkdir()
-    (tmp_path / "a" / "checkpoints").rename(tmp_path / "d" / "checkpoints")
+    (tmp_path / "a" / RUN / "checkpoints").rename(tmp_path / "d" / "checkpoints")
     async with running(tmp_path / "d", wait_ready=False, prepare=lambda compute: compute.may_start.clear()) as run:
         episode = await run.gateway.begin(BeginRequest(task_id="t"))
         assert episode.policy_version == 1
@@ -209,7 +209,7 @@ async def test_checkpoints_rotate_and_one_is_saved_at_the_stop(tmp_path: Path) -
     async with running(tmp_path / "e") as run:
         await run.batch()
         assert run.gateway.store.listing() == []
-    assert (tmp_path / "e" / "checkpoints" / "step_000001" / "state.json").exists()
+    assert (tmp_path / "e" / RUN / "checkpoints" / "step_000001" / "state.json").exists()
 
 
 async def test_training_ends_at_max_steps_with_a_checkpoint(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
     async with running(tmp_path / "d") as run:
         await run.batch()
         weights = run.compute.weights
-        run.compute.deadly = {1}
+        run.compute.deadly = {("default", 1)}
         members = [await run.episode(float(i % 2), task=f"t{i // 2}") for i in range(4)]
         await run.until(lambda: run.gateway.status().episodes["dropped"] == 4)
         await run.until(lambda: run.gateway.engine.state == "sampling")
@@ -267,7 +267,7 @@ async def test_a_batch_that_kills_two_workers_is_set_aside(tmp_path: Path) -> No
         assert run.gateway.status().episodes["trained"] == 8
 
 
-@pytest.mark.parametrize("moment", ["training_batch", "learned"])
+@pytest.mark.parametrize("moment", ["training_batches", "learned"])
 async def test_a_batch_that_the_gateway_cannot_work_with_is_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

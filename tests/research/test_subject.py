@@ -2,7 +2,7 @@
    file is named, also in the model's folder.
 2. An error that every trial would have is refused by name before the first trial.
 3. A run's record is on disk after every measurement, and gives curves and signals up to a step.
-4. A leased server gets the complete job and no settings that need a new server. Arms cannot differ in those.
+4. A shared server gets the complete job and no settings that need a new server. Arms cannot differ in those.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 3. An error that affects the whole study is raised in `collect`.
 4. Trials that differ only in fidelity share a run.
 5. Reported weight changes answer whether the last steps changed the weights.
-6. Leased servers serve the weights of the first one.
+6. Shared servers serve the weights of the first one.
 7. A diverged run that cannot answer scores the floor, and never more than its lowest reward.
 8. An unavailable slot is dropped once, with a message; its lost trial is not an attempt.
 9. A run that is back at the base model is measured again.
@@ -49,7 +49,6 @@ class Refusing:
     error: AgentJetError
     name: str = "nowhere"
     asked: list[Setting] = field(default_factory=list)
-    closed: bool = False
 
     @contextmanager
     def serve(self, run: Path, settings: Setting, stopping: Signal) -> Iterator[RunningServer]:
@@ -63,9 +62,6 @@ class Refusing:
 
     def run_finished(self, run: Path) -> None:
         raise AssertionError("nothing was completed")
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Gone(Refusing):
@@ -155,7 +151,7 @@ def test_a_place_that_cannot_serve(tmp_path: Path) -> None:
         runner.launch("k-2", TRIAL)
         runner.collect("k-2")
         assert runner.ask("k-1", "settings") is None
-    assert len(slot.asked) == 2 * MAX_SERVINGS and slot.closed
+    assert len(slot.asked) == 2 * MAX_SERVINGS
     assert slot.asked[0] == {
         "job.optimizer.total_steps": 9,
         "job.group_size": 4,
@@ -177,7 +173,7 @@ def test_a_place_that_is_gone_costs_nothing(tmp_path: Path, began: bool) -> None
         said = rf"^--server http://x: no answer\. No trial .* Continue with: agentjet research run {tmp_path}$"
         with pytest.raises(ConfigError, match=said):
             runner.collect("k-1")
-    assert len(slot.asked) == MAX_SERVINGS and slot.closed, "one trial asked for it, and no other"
+    assert len(slot.asked) == MAX_SERVINGS, "one trial asked for it, and no other"
     for key in ("k-1", "k-2"):
         assert [path.name for path in (tmp_path / "launches" / key).iterdir()] == ["trial.json"]
     assert (tmp_path / "runs" / run_name(TRIAL) / "trace").exists(), "it may be gone on with"

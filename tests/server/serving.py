@@ -72,7 +72,7 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
         keys = Keys(token=TOKEN, admin_token=ADMIN, viewer_token=VIEWER, clock=run.clock)
         server_config = run.gateway.config.server
         listener = listen("127.0.0.1", 0)
-        app = create_app(run.gateway, keys)
+        app = create_app(run.runs, keys)
         server = uvicorn.Server(uvicorn_config(app, server_config))
         task = asyncio.create_task(server.serve([listener]))
         url = f"{'https' if server_config.tls_cert else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
@@ -89,7 +89,7 @@ async def serving(data_dir: Path, *args: Any, **kwargs: Any) -> AsyncIterator[Se
             ):
                 yield Served(run, url, keys, app, http, agents, listener)
         finally:
-            await run.gateway.drain()
+            await run.runs.drain()
             server.should_exit = True
             await task
 

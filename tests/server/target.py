@@ -36,7 +36,6 @@ class Target:
         gateway = self.served.run.gateway
 
         async def wake() -> None:
-            self.app.state.deps.lease.end()
             await gateway.start_engine()
             await gateway.ready()
             known = self.episode.get("episode_id")

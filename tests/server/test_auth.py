@@ -186,9 +186,11 @@ async def test_what_a_server_writes_is_its_owners_alone_wherever_it_is_put(tmp_p
     (tmp_path / "data").mkdir(0o755)
     async with serving(tmp_path / "data") as served:
         await served.run.batch()
-        leased = {"holder": "study 7", "seconds": 30}
-        answer = await served.http.put("/swarm/v1/lease", json=leased, headers={"Authorization": f"Bearer {ADMIN}"})
+        answer = await served.http.put("/swarm/v1/runs/other", json={}, headers={"Authorization": f"Bearer {ADMIN}"})
         assert answer.status_code == 200
-        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "data").iterdir() if path.is_file()}
-    assert modes.keys() >= {"journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm", "metrics.jsonl", "lease.json"}
-    assert set(modes.values()) == {0o600}
+        found = [path for path in (tmp_path / "data" / "runs").rglob("*") if "checkpoints" not in path.parts]
+        modes = {str(path.relative_to(tmp_path / "data")): path.stat().st_mode & 0o777 for path in found}
+        files = {path for path in modes if (tmp_path / "data" / path).is_file()}
+    assert files >= {"runs/default/journal.sqlite-wal", "runs/default/metrics.jsonl"}
+    assert files >= {"runs/other/journal.sqlite", "runs/other/run.json", "runs/other/token", "runs/other/key-secret"}
+    assert {modes[path] for path in files} == {0o600} and {modes[path] for path in modes.keys() - files} == {0o700}

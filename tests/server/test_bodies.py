@@ -83,10 +83,9 @@ async def test_an_agent_cannot_score_itself_where_that_is_forbidden(tmp_path: Pa
         episode = await served.begin()
         own = f"/swarm/v1/episodes/{episode['episode_id']}"
         headers = {"Authorization": f"Bearer {episode['api_key']}"}
-        for way in ("prepare", "finish"):
-            refused = await served.http.post(f"{own}/{way}", json={"reward": 1}, headers=headers)
-            assert (refused.status_code, refused.json()["code"]) == (403, "not_your_reward")
-            assert "server.episode_may_finish" in refused.json()["detail"]
+        refused = await served.http.post(f"{own}/finish", json={"reward": 1}, headers=headers)
+        assert (refused.status_code, refused.json()["code"]) == (403, "not_your_reward")
+        assert "server.episode_may_finish" in refused.json()["detail"]
         assert (await served.http.post(f"{own}/heartbeat", headers=headers)).status_code == 200
         assert (await served.http.post(f"{own}/finish", json={"reward": 1})).status_code == 200
 

@@ -44,6 +44,10 @@ async def test_an_episode_from_begin_to_finish(tmp_path: Path) -> None:
         assert (finished.status_code, finished.json()["reward"]) == (200, 0.5)
         assert (await served.http.get(path)).json() == {**finished.json(), "calls": []}
         assert finished.json()["group"] == "g" and finished.json()["client_id"] == "me"
+        for status, listed in (("finished", [finished.json()]), ("live", []), ("", [finished.json()])):
+            asked = {"status": status} if status else {}
+            assert (await served.http.get("/swarm/v1/episodes", params=asked)).json()["episodes"] == listed
+        assert (await served.http.get("/swarm/v1/episodes", params={"status": "gone"})).status_code == 422
 
 
 async def test_finishing_twice_gives_the_same_answer_twice(tmp_path: Path) -> None:
@@ -56,27 +60,6 @@ async def test_finishing_twice_gives_the_same_answer_twice(tmp_path: Path) -> No
         assert (other.status_code, other.json()["code"]) == (409, "episode_finished")
         late = await served.http.post(path + "/abort")
         assert (late.status_code, late.json()["code"]) == (409, "episode_finished")
-
-
-async def test_a_promise_is_made_found_and_kept(tmp_path: Path) -> None:
-    async with serving(tmp_path / "d") as served:
-        begun = await served.begin(team="t1", code_version="v1")
-        await served.begin(team="t2")
-        path = f"/swarm/v1/episodes/{begun['episode_id']}"
-        body = {"reward": 0.5, "by_role": {"critic": 1.0}}
-        headers = {"Idempotency-Key": "k"}
-        promised = await served.http.post(path + "/prepare", json=body, headers=headers)
-        assert (promised.status_code, promised.json()["status"], promised.json()["reward"]) == (200, "prepared", 0.5)
-        assert (await served.http.post(path + "/prepare", json=body, headers=headers)).json() == promised.json()
-        listing = await served.http.get("/swarm/v1/episodes", params={"team": "t1", "status": "prepared"})
-        assert listing.json()["episodes"] == [promised.json()]
-        assert promised.json()["by_role"] == {"critic": 1.0} and promised.json()["code_version"] == "v1"
-        other = await served.http.post(path + "/finish", json={"reward": 1})
-        assert (other.status_code, other.json()["code"]) == (409, "episode_prepared")
-        assert (await served.http.get("/swarm/v1/status")).json()["episodes"]["prepared"] == 1
-        assert (await served.http.post(path + "/finish", json=body)).json()["status"] == "finished"
-        gone = await served.http.get("/swarm/v1/episodes", params={"team": "t1", "status": "gone"})
-        assert gone.status_code == 422
 
 
 async def test_a_retried_begin_is_one_episode(tmp_path: Path) -> None:
@@ -374,7 +357,7 @@ async def test_openapi_is_complete(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         from tests.server.serving import TOKEN, Keys
 
-        schema = create_app(run.gateway, Keys(token=TOKEN, admin_token=ADMIN)).openapi()
+        schema = create_app(run.runs, Keys(token=TOKEN, admin_token=ADMIN)).openapi()
     operations = {
         f"{method.upper()} {path}": operation
         for path, methods in schema["paths"].items()

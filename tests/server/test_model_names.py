@@ -1,9 +1,15 @@
-"""Agents contain names of models: the policy answers to the names that the server's settings accept."""
+"""Names of models in requests.
+
+1. Agents contain names: the one model of a run answers to those that the server's settings accept.
+2. In a run with named policies, the name chooses the policy, and the role behind `@` belongs to it. No alias does.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -54,5 +60,97 @@ def test_a_role_is_as_long_in_the_models_name_as_in_its_header(tmp_path: Path) -
                 with pytest.raises(openai.BadRequestError, match="128"):
                     await client.chat.completions.create(messages=HELLO, **ask)
             await client.chat.completions.create(messages=HELLO, model="policy@" + "x" * 128)
+
+    asyncio.run(scenario())
+
+
+TEAM = {"planner": {}, "coder": {}}
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens")
+
+
+def body_of(path: str, model: str) -> dict[str, Any]:
+    if path == "/v1/completions":
+        return {"model": model, "prompt": "hello"}
+    body: dict[str, Any] = {"model": model, "input" if path == "/v1/responses" else "messages": HELLO}
+    return {**body, "max_tokens": 9} if path == "/v1/messages" else body
+
+
+def test_a_name_chooses_the_policy(tmp_path: Path) -> None:
+    """In every dialect: the answer has the policy's name, and the call its role."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path / "data", policies=TEAM, server={"model_aliases": "gpt*"}) as served:
+            episode = await served.begin()
+            assert (episode["model"], episode["policies"]) == ("", ["planner", "coder"])
+            headers = {"Authorization": f"Bearer {episode['api_key']}"}
+            listed = (await served.http.get("/v1/models", headers=headers)).json()
+            assert [model["id"] for model in listed["data"]] == ["planner", "coder"]
+            for name, found in (("coder", "coder"), ("coder@critic", "coder")):
+                assert (await served.http.get(f"/v1/models/{name}", headers=headers)).json()["id"] == found
+            for path in PATHS:
+                for model, role in (
+                    ("planner", ""),
+                    ("coder@critic", ""),
+                    ("coder", "judge"),
+                    ("coder@judge", "judge"),
+                ):
+                    named = {**headers, **({HEADER: role} if role else {})}
+                    answer = await served.http.post(path, json=body_of(path, model), headers=named)
+                    assert answer.status_code == 200, answer.text
+                    assert answer.json().get("model", model.partition("@")[0]) == model.partition("@")[0]
+            calls = (await served.run.gateway.episode_tree(episode["episode_id"])).calls
+            assert Counter(call.role for call in calls) == {"planner": 4, "coder/critic": 4, "coder/judge": 8}
+            stream = await served.openai(episode).chat.completions.create(model="coder", messages=HELLO, stream=True)
+            chunks = [chunk async for chunk in stream]
+            assert {chunk.model for chunk in chunks} == {"coder"} and chunks[-1].system_fingerprint == "coder-0"
+
+    asyncio.run(scenario())
+
+
+def test_names_that_no_policy_has(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path / "data", policies=TEAM, server={"model_aliases": "gpt*"}) as served:
+            episode = await served.begin()
+            headers = {"Authorization": f"Bearer {episode['api_key']}"}
+
+            async def refused(path: str, model: str, status: int, **more: str) -> str:
+                answer = await served.http.post(path, json=body_of(path, model), headers={**headers, **more})
+                assert answer.status_code == status, answer.text
+                error = answer.json()["error"]
+                assert path.startswith("/v1/messages") or error["param"] == "model"
+                return str(error["message"])
+
+            for path in PATHS:
+                for model in ("planer", "planer@critic"):
+                    said = await refused(path, model, 404)
+                    assert "no policy 'planer'; did you mean 'planner'? Its policies are planner, coder" in said
+                for model in ("policy", "gpt-4o", "tiny", "@planner", "planner/critic", "Planner", "x" * 10_000):
+                    assert "Its policies are planner, coder." in await refused(path, model, 404)
+                assert "has a '/'" in await refused(path, "planner@a/b", 400)
+                assert "has a '/'" in await refused(path, "planner", 400, **{HEADER: "a/b"})
+                assert "header has 'a'" in await refused(path, "planner@b", 400, **{HEADER: "a"})
+            assert (await served.http.get("/v1/models/planer", headers=headers)).status_code == 404
+            assert (await served.http.get(f"/swarm/v1/episodes/{episode['episode_id']}")).json()["num_calls"] == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("by_role", "nearest"),
+    [
+        ({"planner": 1.0}, "coder"),
+        ({"planner": 1.0, "coder": 0.5, "codr/critic": 0.0}, "coder"),
+        ({"planner": 1.0, "coders": 0.5}, "coder"),
+    ],
+)
+def test_rewards_that_do_not_fit_the_policies(by_role: dict[str, float], nearest: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path / "data", policies=TEAM) as served:
+            path = f"/swarm/v1/episodes/{(await served.begin())['episode_id']}/finish"
+            refused = await served.http.post(path, json={"reward": 1.0, "by_role": by_role})
+            assert (refused.status_code, refused.json()["code"]) == (422, "invalid_reward")
+            assert nearest in refused.json()["detail"]
+            body = {"reward": 0.75, "by_role": {"planner": 1.0, "coder": 0.5, "coder/critic": 0.0}}
+            assert (await served.http.post(path, json=body)).json()["by_role"] == body["by_role"]
 
     asyncio.run(scenario())

@@ -82,7 +82,7 @@ async def test_a_full_disk_is_told_once_and_over_when_it_takes_a_write(
         for _ in range(3):
             refused = await served.http.post("/swarm/v1/episodes", json={"task_id": "t"})
             assert (refused.status_code, refused.json()["code"]) == (503, "journal_unavailable")
-        path = str(tmp_path / "d" / "journal.sqlite")
+        path = str(served.run.folder / "journal.sqlite")
         assert path in refused.json()["detail"] and "free some space" in refused.json()["detail"]
         waiting = (await served.http.get("/swarm/v1/status")).json()["waiting_for"]
         assert waiting == f"the disk. {refused.json()['detail']}"

@@ -27,7 +27,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Journal.open(path).close()
 
 
-@pytest.mark.parametrize("version", [6, 7, 8])
+@pytest.mark.parametrize("version", [6, 7, 8, 9])
 def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
     """The files were written by AgentJet 0.1 and by the schemas after it."""
     dump = Path(__file__).with_name(f"journal_{version}.sql").read_text()
@@ -39,10 +39,9 @@ def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
     assert world.journal.undigested_until() == (1 if version == 6 else -1)
     assert swarm.queries.status_counts() == {
         "live": 1,
-        "prepared": 1,
         "finished": 5,
         "aborted": 1,
-        "expired": 0,
+        "expired": 1,
         "trained": 2,
         "waiting": 0,
         "dropped": 2,
@@ -50,28 +49,50 @@ def test_an_older_schema_is_migrated(tmp_path: Path, version: int) -> None:
     newest = swarm.queries.recent_episodes(10)
     assert [episode.seq for episode in newest] == [8, 7, 6, 5, 4, 3, 2, 1]
     prepared, live, evaluated, lost, *dropped, second, first = newest
-    assert (prepared.reward, prepared.by_role, prepared.num_tokens) == (0.25, {"critic": 1.0}, 1)
+    assert (prepared.status, prepared.reward, prepared.by_role, prepared.num_tokens) == ("expired", None, {}, 1)
+    assert prepared.reason.startswith("in doubt: ") and prepared.ended == 1000.0
     assert (live.num_calls, live.num_tokens, live.oldest_version) == (2, 2, 1)
     assert (evaluated.reward, lost.reason) == (0.5, "broken")
     assert [episode.dropped for episode in dropped] == ["zero_variance"] * 2
     assert [first.trained_in, second.trained_in, first.instance_id] == [0, 0, "" if version == 6 else "p1"]
     [batch] = swarm.batches.from_version(0)
-    assert len(world.journal.operations()) == (2 if version == 8 else 0)
+    assert len(world.journal.operations("policy")) == (2 if version >= 8 else 0)
     assert batch.groups == ((first.id, second.id),) and world.forest(batch).num_targets == 4
     [group] = swarm.queries.groups
-    assert (group.members, group.task_set, group.id) == ((live.id, prepared.id), "algebra", live.group_id)
+    assert (group.members, group.task_set, group.id) == ((live.id,), "algebra", live.group_id)
     assert swarm.queries.code_versions()["v1"].episodes == 2
     _, continued = swarm.tree(live.id, "").calls
     world.call(live, 8, parent=continued, kept=5)
     world.reopen()
     assert len(world.swarm.tree(live.id, "").calls) == 3
-    world.finish(world.swarm.episode(prepared.id), 0.25, by_role={"critic": 1.0})
-    assert world.finish(live, 1.0).status == "finished" and world.swarm.batches.ready()
-    assert world.begin(mode="eval", client_id="x", instance_id="p2").seq == 9
+    assert world.finish(live, 1.0).status == "finished" and not world.swarm.batches.ready()
+    world.play("g", 0.0, task_set="algebra", code_version="v1")
+    assert world.swarm.batches.ready()
+    assert world.begin(mode="eval", client_id="x", instance_id="p2").seq == 10
     if version > 6:
         with pytest.raises(Conflict, match="Another process"):
             world.begin(mode="eval", client_id="x", instance_id="p1")
     world.close()
+
+
+def test_a_killed_migration_leaves_the_older_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(Path(__file__).with_name("journal_9.sql").read_text())
+        before = list(db.iterdump())
+
+    def killed(values: object) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        dying.setattr("agentjet.swarm.schema.to_json", killed)
+        Journal.open(path)
+    with closing(sqlite3.connect(path)) as db:
+        assert list(db.iterdump()) == before
+    Journal.open(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        bodies = db.execute("SELECT body FROM settled_episodes UNION ALL SELECT body FROM snapshot").fetchall()
+        assert len(bodies) == 8 and not any("team" in body or 'prepared"' in body for (body,) in bodies)
 
 
 def test_a_schema_before_0_1_is_refused(tmp_path: Path) -> None:
@@ -79,7 +100,7 @@ def test_a_schema_before_0_1_is_refused(tmp_path: Path) -> None:
     Journal.open(path).close()
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = '5' WHERE key = 'schema_version'")
-    with pytest.raises(ConfigError, match=r"has journal schema 5, this AgentJet reads 6 to 9: start AgentJet 0\.1"):
+    with pytest.raises(ConfigError, match=r"has journal schema 5, this AgentJet reads 6 to 10: start AgentJet 0\.1"):
         Journal.open(path)
 
 
@@ -163,11 +184,11 @@ def test_a_data_dir_that_cannot_be_written_to_is_a_config_error(
     Journal.open(path).close()
     with monkeypatch.context() as mounted:
         mounted.setattr("os.open", read_only)
-        with pytest.raises(ConfigError, match=r"server\.data_dir = '.*d' .* \(Read-only file system: .*\.lock\)"):
+        with pytest.raises(ConfigError, match=r"'.*d' is not writable \(Read-only file system: .*\.lock\)"):
             Journal.open(path)
     path.with_name("journal.sqlite.lock").unlink()
     path.with_name("journal.sqlite.lock").mkdir()
-    with pytest.raises(ConfigError, match=r"server\.data_dir = .*Is a directory.* choose another folder"):
+    with pytest.raises(ConfigError, match=r"Is a directory.* choose another server\.data_dir"):
         Journal.open(path)
 
 
@@ -207,11 +228,11 @@ def test_a_server_that_only_evaluates_keeps_what_the_rule_says(world: World, mon
 
 
 def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
-    lost = world.begin("a", team="red")
-    waiting = world.play("a", 0.0, team="red")[0]
+    lost = world.begin("a")
+    waiting = world.play("a", 0.0)[0]
     world.abort(lost)
     world.begin(mode="eval")
-    evaluated = world.begin(mode="eval", team="red")
+    evaluated = world.begin(mode="eval")
     world.finish(evaluated, 1.0)
 
     def seqs(**wanted: Any) -> list[int]:
@@ -222,5 +243,4 @@ def test_pages_join_episodes_in_memory_and_settled_ones(world: World) -> None:
     assert seqs(limit=2, before=evaluated.id) == [3, 2]
     assert seqs(before=waiting.id) == [1]
     assert seqs(status="finished") == [4, 2]
-    assert seqs(status="aborted", team="red") == [1]
-    assert seqs(team="red") == [4, 2, 1]
+    assert seqs(status="aborted") == [1]

@@ -33,9 +33,9 @@ def settings(name: str = "small", *, dtype: Any = "auto", **others: Any) -> Mode
 def begun(folder: Path, model: ModelConfig) -> Path:
     """A journal of one episode, whose worker has been up."""
     path = folder / "journal.sqlite"
-    journal = Journal.open(path, model=model)
+    journal = Journal.open(path, models={"policy": model})
     swarm = SwarmState(journal, JobConfig())
-    assert swarm.check_origin(CARD) == []
+    assert swarm.check_origin("policy", CARD) == []
     swarm.record_origin()
     swarm.begin(BeginRequest(task_id="t"))
     journal.close()
@@ -59,10 +59,10 @@ def test_what_would_make_other_weights_is_refused(
     path = begun(tmp_path, settings())
     for _ in range(2):  # A refusal records nothing.
         with pytest.raises(ConfigError) as refused:
-            Journal.open(path, model=other)
+            Journal.open(path, models={"policy": other})
         assert f"{str(tmp_path)!r} was created with {key} = {was}; {now} would change" in str(refused.value)
         assert "a new server.data_dir" in str(refused.value)
-    Journal.open(path, model=settings()).close()
+    Journal.open(path, models={"policy": settings()}).close()
 
 
 @pytest.mark.parametrize(
@@ -74,25 +74,25 @@ def test_what_would_make_other_weights_is_refused(
     ],
 )
 def test_what_changes_nothing_is_free(tmp_path: Path, other: ModelConfig) -> None:
-    Journal.open(begun(tmp_path, settings()), model=other).close()
+    Journal.open(begun(tmp_path, settings()), models={"policy": other}).close()
 
 
 def test_settings_of_adapters_are_free_where_there_are_none(tmp_path: Path) -> None:
     path = begun(tmp_path, settings(lora={"rank": 0}))
-    Journal.open(path, model=settings(lora={"rank": 0, "alpha": 1, "target_modules": "q_proj"})).close()
+    Journal.open(path, models={"policy": settings(lora={"rank": 0, "alpha": 1, "target_modules": "q_proj"})}).close()
 
 
 def test_other_base_weights_are_refused_once_the_worker_is_up(tmp_path: Path) -> None:
     begun(tmp_path, settings())
     world = World(tmp_path)
-    assert world.swarm.dtype == "bfloat16"
+    assert world.swarm.dtype("policy") == "bfloat16"
     for card in (replace(CARD, weights="b2"), replace(CARD, dtype="float32")):
         with pytest.raises(
             ConfigError, match=r"model_weights = 'a1' .*; 'b2' would|dtype = 'bfloat16'; 'float32' would"
         ):
-            world.swarm.check_origin(card)
-    assert world.swarm.check_origin(CARD) == []
-    assert world.swarm.check_origin(replace(CARD, weights="")) == [], "a backend that takes no fingerprint"
+            world.swarm.check_origin("policy", card)
+    assert world.swarm.check_origin("policy", CARD) == []
+    assert world.swarm.check_origin("policy", replace(CARD, weights="")) == [], "a backend that takes no fingerprint"
     world.close()
 
 
@@ -100,24 +100,24 @@ def test_what_changes_weights_by_rounding_is_said_once(tmp_path: Path) -> None:
     begun(tmp_path, settings())
     world = World(tmp_path)
     elsewhere = replace(CARD, threads=8, device="cuda:0")
-    said = world.swarm.check_origin(elsewhere)
+    said = world.swarm.check_origin("policy", elsewhere)
     world.swarm.record_origin()
     assert [line.partition(":")[0] for line in said] == [
         "model.device was 'cpu' and is 'cuda",
         "model.threads was 2 and is 8",
     ]
-    assert world.reopen().check_origin(elsewhere) == []
+    assert world.reopen().check_origin("policy", elsewhere) == []
     world.close()
 
 
 def test_a_mistyped_setting_counts_once_something_was_recorded(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    journal = Journal.open(path, model=settings("smal", lora={"rank": 40}))
+    journal = Journal.open(path, models={"policy": settings("smal", lora={"rank": 40})})
     journal.check_origin({"model_weights": "of another model"})
     journal.record_origin()
     journal.close()
     begun(tmp_path, settings())
-    Journal.open(path, model=settings()).close()
+    Journal.open(path, models={"policy": settings()}).close()
 
 
 def test_a_data_dir_without_a_record_takes_what_its_policy_comes_up_with(tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_a_data_dir_without_a_record_takes_what_its_policy_comes_up_with(tmp_pat
     world.journal.file.set_meta("origin", '{"model.name":"small"}')  # as the schema before this one is brought forward
     world.close()
     with pytest.raises(ConfigError, match=r"model.name = 'small'; 'large' would"):
-        Journal.open(world.path, model=settings("large"))
-    Journal.open(world.path, model=settings(lora={"rank": 40})).close()  # the checkpoint did not fit
-    journal = Journal.open(world.path, model=settings())
+        Journal.open(world.path, models={"policy": settings("large")})
+    Journal.open(world.path, models={"policy": settings(lora={"rank": 40})}).close()  # the checkpoint did not fit
+    journal = Journal.open(world.path, models={"policy": settings()})
     journal.record_origin()
     journal.close()
     with pytest.raises(ConfigError, match=r"model.lora.rank = 4; 8 would"):
-        Journal.open(world.path, model=settings(lora={"rank": 8}))
+        Journal.open(world.path, models={"policy": settings(lora={"rank": 8})})

@@ -37,7 +37,7 @@ def test_only_the_present_version_is_to_be_had(make_world: Make) -> None:
         BeginRequest(task_id="t", at_version=0)
 
 
-@pytest.mark.parametrize("end", ["finish", "abort", "expire", "prepare"])
+@pytest.mark.parametrize("end", ["finish", "abort", "expire"])
 def test_learning_waits_for_pinned_episodes(make_world: Make, end: str) -> None:
     world = full(make_world)
     pinned = world.begin("a", mode="eval", at_version=0)
@@ -52,7 +52,7 @@ def test_learning_waits_for_pinned_episodes(make_world: Make, end: str) -> None:
     elif end == "abort":
         world.abort(pinned)
     else:
-        getattr(world, end)(pinned, 1.0)
+        world.finish(pinned, 1.0)
     assert pinned.id not in world.swarm.batches.compose().episode_ids
 
 

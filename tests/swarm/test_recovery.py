@@ -41,9 +41,7 @@ CLIENT_STEPS = [
     ),
     steps("play", st.sampled_from("abcd"), REWARDS, KINDS),
     steps("call", PICKS, st.sampled_from(["", "critic"]), st.lists(st.integers(4, 9), max_size=3)),
-    steps("prepare", PICKS, REWARDS, KEYS),
     steps("finish", PICKS, REWARDS, KEYS),
-    steps("decide", PICKS),
     steps("abort", PICKS, KEYS),
     steps("heartbeat", PICKS),
 ]
@@ -126,27 +124,7 @@ class History:
             after = self.world.finish(episode, reward, key=key, by_role={"critic": 1.0 - reward})
         except Conflict:
             return
-        undecided = before.status in ("live", "prepared")
-        assert after.reward == reward and (undecided or before == after)
-        assert before.status != "prepared" or before.reward == reward
-
-    def prepare(self, pick: int, reward: float, key: str | None) -> None:
-        if not (episode := self.pick(pick)):
-            return
-        try:
-            after = self.world.prepare(episode, reward, key=key, by_role={"critic": 1.0 - reward})
-        except Conflict:
-            return
-        assert after.reward == reward and after.status in ("prepared", "finished")
-
-    def decide(self, pick: int) -> None:
-        """Finish what was promised: it must be granted."""
-        prepared = self.world.swarm.queries.recent_episodes(50, status="prepared")
-        if prepared:
-            episode = prepared[pick % len(prepared)]
-            assert episode.reward is not None
-            if self.world.swarm.expires_at(episode) > self.world.now:
-                self.world.finish(episode, episode.reward, by_role=dict(episode.by_role))
+        assert after.reward == reward and (before.status == "live" or before == after)
 
     def abort(self, pick: int, key: str | None) -> None:
         if not (episode := self.pick(pick)):
@@ -235,7 +213,7 @@ class History:
             batches = swarm.batches.from_version(max(swarm.store.state.durable_version, swarm.policy_version - 2))
         except CheckpointError:
             raise AssertionError("batches above the durable version can always be replayed") from None
-        return [(batch, swarm.batches.training_batch(batch).to_wire()) for batch in batches]
+        return [(batch, self.world.training(batch).to_wire()) for batch in batches]
 
     def check_books(self) -> None:
         swarm, job = self.world.swarm, self.world.job
@@ -244,7 +222,7 @@ class History:
             assert name == "log" or vars(folded)[name] == value, name
         counts = swarm.queries.status_counts()
         episodes = {episode.id: swarm.episode(episode.id) for episode in self.begun}.values()
-        for status in ("live", "prepared", "finished", "aborted", "expired"):
+        for status in ("live", "finished", "aborted", "expired"):
             assert counts[status] == sum(episode.status == status for episode in episodes)
         scored = sum(episode.status == "finished" and episode.mode == "train" for episode in episodes)
         assert counts["trained"] + counts["waiting"] + counts["dropped"] == scored

@@ -10,8 +10,9 @@ from agentjet.config import AlgorithmConfig, JobConfig
 from agentjet.protocol import AbortRequest, BeginRequest, FinishRequest
 from agentjet.recipes.recipe import recipe_of
 from agentjet.swarm import Batch, Episode, Journal, SwarmState
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import Forest
-from agentjet.types import Call, Message, ToolCall
+from agentjet.types import SOLE_POLICY, Call, Message, ToolCall
 
 LEASE = 100.0
 MAX_SECONDS = 1000.0
@@ -20,10 +21,11 @@ MAX_SECONDS = 1000.0
 class World:
     """Short words for long requests; `reopen` is a restart of the server on the same folder."""
 
-    def __init__(self, folder: Path, **job: Any) -> None:
+    def __init__(self, folder: Path, *, policies: tuple[str, ...] = (), **job: Any) -> None:
         algorithm = AlgorithmConfig(**job.pop("algorithm", {}))
         settings = {"batch_size": 2, "group_size": 2, "lease_seconds": LEASE, "max_episode_seconds": MAX_SECONDS}
         self.job = JobConfig(**(settings | job), algorithm=algorithm)
+        self.policies = policies
         self.path = folder / "journal.sqlite"
         self.now = 1000.0
         self.num_calls = 0
@@ -32,7 +34,7 @@ class World:
     def open(self) -> None:
         self.journal = Journal.open(self.path)
         self.journal.file.db.execute("PRAGMA synchronous = OFF")  # no test pulls the plug; waiting for the disk is slow
-        self.swarm = SwarmState(self.journal, self.job, clock=lambda: self.now)
+        self.swarm = SwarmState(self.journal, self.job, policies=self.policies, clock=lambda: self.now)
 
     def close(self) -> None:
         self.journal.close()
@@ -42,18 +44,19 @@ class World:
         self.open()
         return self.swarm
 
+    def training(self, batch: Batch) -> TrainingBatch:
+        """The batch of the one policy of a run without named policies."""
+        return self.swarm.batches.training_batches(batch)[SOLE_POLICY]
+
     def forest(self, batch: Batch) -> Forest:
         """The forest of a batch, with the advantages that its recipe computes."""
-        training = self.swarm.batches.training_batch(batch)
+        training = self.training(batch)
         columns = recipe_of(batch.job.algorithm).columns(training, {})
         return training.forest.with_columns(**columns.values)
 
     def begin(self, group: str = "g", *, key: str | None = None, **request: Any) -> Episode:
         asked = {"task_id": "t", "group": group} | request
         return self.swarm.begin(BeginRequest(**asked), idempotency_key=key)
-
-    def prepare(self, episode: Episode, reward: float, *, key: str | None = None, **request: Any) -> Episode:
-        return self.swarm.prepare(episode.id, FinishRequest(reward=reward, **request), idempotency_key=key)
 
     def finish(self, episode: Episode, reward: float, *, key: str | None = None, **request: Any) -> Episode:
         return self.swarm.finish(episode.id, FinishRequest(reward=reward, **request), idempotency_key=key)

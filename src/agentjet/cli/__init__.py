@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from agentjet.client import Swarm
 
 Url = Annotated[
-    str | None, typer.Option("--url", help="The server's address; default: AGENTJET_URL, then port 8400 here.")
+    str | None,
+    typer.Option("--url", help="Address of the server, or ADDRESS/runs/NAME; default: AGENTJET_URL, then port 8400."),
 ]
 Token = Annotated[str | None, typer.Option("--token", help="The server's token; default: AGENTJET_TOKEN.")]
 TokenFile = Annotated[
@@ -32,6 +33,7 @@ Override = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="Override a setting of the server; can be repeated."),
 ]
+Run = Annotated[str, typer.Option("--run", metavar="NAME", help="A run of the data dir.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 
 JOINERS = "\u200c\u200d"

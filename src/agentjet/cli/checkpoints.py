@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentjet.cli import Json, Token, TokenFile, Url, connect, print_text
-from agentjet.cli.data_dir import JOURNAL, METRICS
+from agentjet.cli import Json, Run, Token, TokenFile, Url, connect, print_text
+from agentjet.cli.data_dir import JOURNAL, METRICS, run_folder
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.types import CheckpointStamp
+from agentjet.types import DEFAULT_RUN, SOLE_POLICY, CheckpointStamp
 
 if TYPE_CHECKING:
     from agentjet.config import JobConfig
@@ -36,6 +36,8 @@ app = typer.Typer(no_args_is_help=True, help="List, save and name checkpoints; g
 Version = Annotated[int, typer.Argument(metavar="VERSION", min=0, help="Policy version of the checkpoint.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A letter, then letters, digits, dots, dashes, underscores.")]
 
+State = dict[str, object]
+"""The state of a policy in a checkpoint."""
 SEAL_KEYS = frozenset({"format", "files", "digest"})
 """Keys that `seal` writes into a checkpoint's state."""
 
@@ -56,7 +58,7 @@ def list_checkpoints(url: Url = None, token: Token = None, token_file: TokenFile
 
 @app.command("create")
 def create_checkpoint(url: Url = None, token: Token = None, token_file: TokenFile = None) -> None:
-    """Save a checkpoint of the present policy, between two batches."""
+    """Save a checkpoint of the run's policies, between two batches."""
     with connect(url, token, token_file) as swarm:
         print_text(checkpoint_line(swarm.checkpoint()))
 
@@ -83,18 +85,21 @@ def untag_checkpoint(name: Name, url: Url = None, token: Token = None, token_fil
 def roll_back_to(
     version: Annotated[str, typer.Argument(metavar="VERSION", help="Policy version or tag of a checkpoint.")],
     data_dir: Annotated[Path, typer.Option("--data-dir", help="The data dir of a stopped server.")],
+    run: Run = DEFAULT_RUN,
 ) -> None:
-    """Take a stopped server's policy back to a checkpoint, and undo the batches learned since.
+    """Take the policies of a stopped run back to a checkpoint, and undo the batches learned since.
 
-    The policy gets a new version number, with the weights of the old one.
+    They get a new version number, with the weights of the old one.
     """
-    done, job = roll_back(data_dir, version)
+    done, job = roll_back(data_dir, version, run)
     typer.echo(
         f"Policy version {done.policy_version} has the weights of version {done.to}. Undone: {done.batches} batches.\n"
         f"Dropped as rolled_back: {done.trained} trained episodes and {done.waiting} that waited; {done.live} live "
         f"ones are aborted."
     )
-    for name, end in (("max_steps", job.max_steps), ("optimizer.total_steps", job.optimizer.total_steps)):
+    ends = {"max_steps": job.max_steps, "optimizer.total_steps": job.optimizer.total_steps}
+    ends |= {f"optimizers.{policy}.total_steps": one.total_steps for policy, one in job.optimizers.items()}
+    for name, end in ends.items():
         if 0 < end <= done.policy_version:
             typer.echo(
                 f"job.{name} = {end} is reached at version {done.policy_version}: raise it to continue training."
@@ -108,12 +113,13 @@ def branch_from(
         str, typer.Argument(metavar="DATA_DIR@VERSION", help="A data dir, and the version or tag of its checkpoint.")
     ],
     data_dir: Annotated[Path, typer.Argument(metavar="NEW", help="The data dir to make.")],
+    run: Run = DEFAULT_RUN,
 ) -> None:
-    """Make a new data dir that starts at a checkpoint of another one. The other is only read."""
+    """Make a new data dir whose default run starts at a checkpoint of another run. The other is only read."""
     old, at, version = source.rpartition("@")
     if not at or not old or not version:
         raise ConfigError(f"{source!r} is not of the form DATA_DIR@VERSION, such as agentjet-data@40")
-    began = branch(Path(old), version, data_dir)
+    began = branch(Path(old), version, data_dir, run)
     typer.echo(
         f"{data_dir} begins at policy version {began} of {old}.\n"
         f"Continue with the same model settings: agentjet serve --data-dir {shlex.quote(str(data_dir))}"
@@ -133,6 +139,7 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
     ] = False,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="The policy, in a run that names its policies.")] = "",
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
@@ -141,10 +148,10 @@ def export(
     if out.exists():
         raise ConfigError(f"{out} exists: give the name of a folder that does not")
     if checkpoint is not None:
-        source, name = _saved(checkpoint, adapter), str(checkpoint)
+        source, name = _saved(checkpoint, adapter, policy), str(checkpoint)
     else:
         with connect(url, token, token_file) as swarm:
-            made = swarm.export(adapter=adapter)
+            made = swarm.export(policy=policy, adapter=adapter)
         source, name = Path(made.path), f"policy version {made.policy_version}"
         if not source.is_dir():
             raise ConfigError(f"{name} was written on the server's machine, in {source}: fetch it from there")
@@ -157,8 +164,15 @@ def export(
         typer.echo(f"{name} is in {out}; score it with: agentjet eval {shlex.quote(str(out))}")
 
 
-def _saved(checkpoint: Path, adapter: bool) -> Path:
-    """The folder of a checkpoint with the model, or the adapter. Raises `CheckpointError`."""
+def _saved(checkpoint: Path, adapter: bool, policy: str) -> Path:
+    """The folder of a checkpoint with the model of a policy, or its adapter. Raises `CheckpointError`."""
+    from agentjet.gateway.checkpoints import policy_folders
+
+    folders = policy_folders(checkpoint)
+    if (policy or SOLE_POLICY) not in folders:
+        which = "is of a run without named policies" if SOLE_POLICY in folders else f"has policies {', '.join(folders)}"
+        raise CheckpointError(f"{checkpoint} {which}: --policy {policy!r} is not one of them")
+    checkpoint = folders[policy or SOLE_POLICY]
     source = checkpoint / "policy"
     has_adapter, has_model = (source / "adapter_config.json").is_file(), (source / "config.json").is_file()
     if not has_adapter and not has_model:
@@ -194,11 +208,11 @@ def _copy(source: Path, out: Path) -> None:
         raise ConfigError(f"{out} cannot be written: {error}") from None
 
 
-def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
-    """Takes a stopped server's policy back to a checkpoint, by policy version or tag; returns the rollback and the job
-    settings in force.
+def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rollback, JobConfig]:
+    """Takes a stopped run back to a checkpoint, by policy version or tag; returns the rollback and the job settings in
+    force.
 
-    Raises `ConfigError` if a server uses the data dir, its journal lost its end, or the checkpoint has another
+    Raises `ConfigError` if a server uses the folder, its journal lost its end, or the checkpoint has another
     origin. Raises `CheckpointError` if the checkpoint is missing, damaged, not the journal's, or not an ancestor of
     the present weights. An error changes nothing.
     """
@@ -207,61 +221,61 @@ def roll_back(data_dir: Path, version: str) -> tuple[Rollback, JobConfig]:
     from agentjet.swarm import Journal, SwarmState
     from agentjet.swarm.batches import check_rollback
 
-    _check_journal(data_dir)
-    store = CheckpointStore(data_dir)
-    journal = Journal.open(data_dir / JOURNAL)
+    folder = run_folder(data_dir, run)
+    store = CheckpointStore(folder)
+    journal = Journal.open(folder / JOURNAL)
     try:
         held, recorded = journal.job_settings(), journal.read_state()
         if held is None:
-            raise ConfigError(f"{str(data_dir)!r} has no job settings: its server was never started by this AgentJet")
-        MetricsFile(data_dir / METRICS).check_journal(recorded.policy_version)
+            raise ConfigError(f"{str(folder)!r} has no job settings: its server was never started by this AgentJet")
+        MetricsFile(folder / METRICS).check_journal(recorded.policy_version)
         target = find_checkpoint(store, version)
         check_rollback(journal, recorded, target)
-        state = _verified(store, journal, target)
-        swarm = SwarmState(journal, held.given)
+        states = _verified(store, journal, target)
+        swarm = SwarmState(journal, held.given, policies=journal.policies)
         new = swarm.policy_version + 1
         with _copied(store.path(target), store.path(new)) as copy:
-            stamp = CheckpointStamp(new, _sealed(copy, {**state, "policy_version": new, "metrics": {}}))
-            return swarm.batches.roll_back(target, stamp), held.job
+            states = {policy: {**state, "policy_version": new, "metrics": {}} for policy, state in states.items()}
+            return swarm.batches.roll_back(target, _sealed(copy, states, new)), held.job
     finally:
         journal.close()
 
 
-def branch(source: Path, version: str, data_dir: Path) -> int:
-    """Makes a data dir that starts at a checkpoint of another, by policy version or tag; returns the policy version.
+def branch(source: Path, version: str, data_dir: Path, run: str = DEFAULT_RUN) -> int:
+    """Makes a data dir that starts at a checkpoint of a run, by policy version or tag; returns the policy version.
 
-    The source is only read. Raises `ConfigError` for a data dir that exists and for a checkpoint of another origin.
-    Raises `CheckpointError` for one that is missing, damaged, or not the journal's.
+    `source` is the data dir of the run; it is only read. Raises `ConfigError` for a data dir that exists and for a
+    checkpoint of another origin. Raises `CheckpointError` for one that is missing, damaged, or not the journal's.
     """
     from agentjet.gateway.checkpoints import CheckpointStore
     from agentjet.swarm import Journal
     from agentjet.swarm.store import Store
 
-    _check_journal(source)
+    folder = run_folder(source, run)
     if data_dir.exists():
         raise ConfigError(f"{str(data_dir)!r} exists: name a folder that does not")
-    store = CheckpointStore(source)
-    original = Journal.open_read_only(source / JOURNAL)
+    store = CheckpointStore(folder)
+    original = Journal.open_read_only(folder / JOURNAL)
     try:
         target = find_checkpoint(store, version)
-        state, origin = _verified(store, original, target), original.origin
+        states, origin = _verified(store, original, target), original.origin
     finally:
         original.close()
     partial = None
     try:
         data_dir.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{data_dir.name}.", dir=data_dir.parent))
-        begun = CheckpointStore(partial)
-        begun.folder.mkdir()
+        begun = CheckpointStore(partial / "runs" / DEFAULT_RUN)
+        begun.folder.mkdir(0o700, parents=True)
         with _copied(store.path(target), begun.path(target)) as copy:
-            stamp = CheckpointStamp(target, _sealed(copy, state))
-        journal = Journal.open(partial / JOURNAL)
+            stamp = _sealed(copy, states, target)
+        journal = Journal.open(begun.run_folder / JOURNAL)
         try:
             started = Store(journal, time.time)
             with started.transaction():
                 started.start_at(target)
                 journal.put_checkpoint(stamp)
-                journal.branch(origin, f"{source.resolve()}@{target}")
+                journal.branch(origin, f"{(source if run == DEFAULT_RUN else folder).resolve()}@{target}")
         finally:
             journal.close()
         partial.rename(data_dir)
@@ -281,28 +295,31 @@ def find_checkpoint(store: CheckpointStore, version: str) -> int:
     if wanted not in found:
         named = [f"{name} ({version})" for name, version in sorted(tags.items()) if version in found]
         raise CheckpointError(
-            f"{str(store.data_dir)!r} has no checkpoint {version!r}; it has versions "
+            f"{str(store.run_folder)!r} has no checkpoint {version!r}; it has versions "
             f"{', '.join(map(str, found)) or 'none'} and tags {', '.join(named) or 'none'}"
         )
     return wanted
 
 
-def _check_journal(data_dir: Path) -> None:
-    if not (data_dir / JOURNAL).is_file():
-        raise ConfigError(f"{str(data_dir)!r} is not a data dir of AgentJet: it has no {JOURNAL}")
-
-
-def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[str, object]:
-    """The state of a complete checkpoint that belongs to its journal, without `SEAL_KEYS`."""
+def _verified(store: CheckpointStore, journal: Journal, version: int) -> dict[str, State]:
+    """The states of the policies of a complete checkpoint that belongs to its journal, without `SEAL_KEYS`."""
     from agentjet.compute.embedded.checkpoint import verified_state
+    from agentjet.gateway.checkpoints import combined_stamp, policy_folders
     from agentjet.swarm.batches import check_stamp, check_state_origin
 
-    state = verified_state(store.path(version))
-    if state["policy_version"] != version:
-        raise CheckpointError(f"checkpoint {store.path(version)} is damaged: it has version {state['policy_version']}")
-    check_stamp(journal, journal.read_state(), CheckpointStamp(version, state.get("digest", "")))
-    check_state_origin(journal, state)
-    return {key: value for key, value in state.items() if key not in SEAL_KEYS}
+    states = {policy: verified_state(folder) for policy, folder in policy_folders(store.path(version)).items()}
+    for state in states.values():
+        if state["policy_version"] != version:
+            raise CheckpointError(
+                f"checkpoint {store.path(version)} is damaged: it has version {state['policy_version']}"
+            )
+    stamps = {policy: CheckpointStamp(version, state.get("digest", "")) for policy, state in states.items()}
+    check_stamp(journal, journal.read_state(), combined_stamp(stamps))
+    for policy, state in states.items():
+        check_state_origin(journal, policy, state)
+    return {
+        policy: {key: value for key, value in state.items() if key not in SEAL_KEYS} for policy, state in states.items()
+    }
 
 
 @contextmanager
@@ -325,12 +342,13 @@ def _copied(source: Path, target: Path) -> Iterator[Path]:
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def _sealed(copy: Path, state: dict[str, object]) -> str:
-    """Seals a copy and writes it to disk before the journal records it; returns the digest."""
+def _sealed(copy: Path, states: dict[str, State], version: int) -> CheckpointStamp:
+    """Seals a copy and writes it to disk before the journal records it; returns its stamp."""
     from agentjet.compute.embedded.checkpoint import seal
-    from agentjet.gateway.checkpoints import flush
+    from agentjet.gateway.checkpoints import combined_stamp, flush, policy_folders
 
-    digest = seal(copy, state)
+    folders = policy_folders(copy)
+    stamps = {policy: CheckpointStamp(version, seal(folders[policy], state)) for policy, state in states.items()}
     for path in (*copy.rglob("*"), copy):
         flush(path)
-    return digest
+    return combined_stamp(stamps)

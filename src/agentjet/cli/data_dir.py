@@ -1,4 +1,4 @@
-"""The files of a data dir: the check of a new one, `agentjet token` and `agentjet compare`.
+"""The files of a data dir: the check of a new one, the folder of a run, `agentjet token` and `agentjet compare`.
 
 These commands read and write files; they send no request to a server.
 """
@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from agentjet.cli import Json, one_line
+from agentjet.cli import Json, Run, one_line
 from agentjet.errors import ConfigError
+from agentjet.protocol import check_run_name
+from agentjet.types import DEFAULT_RUN
 
 JOURNAL = "journal.sqlite"
 PREPARED = frozenset(
@@ -26,6 +28,7 @@ PREPARED = frozenset(
         "admin-token",
         "viewer-token",
         "checkpoints",  # copied from another run, for the policy to start from
+        "runs",
         "logs",
         "serve.log",  # written by `ChildServer`
         "lost+found",  # made by a file system
@@ -36,18 +39,22 @@ NUM_SHOWN = 3
 
 
 def check_data_dir(folder: Path) -> None:
-    """Raises `ConfigError` for a folder with other files, unless it has a journal. `checkpoints/` alone is allowed."""
-    if not folder.is_dir() or (folder / JOURNAL).exists():
+    """Raises `ConfigError` for a folder with other files, unless it has a journal: that of the default run, or of an
+    older AgentJet directly in it. `checkpoints/` alone is allowed.
+    """
+    run = folder / "runs" / DEFAULT_RUN
+    if not folder.is_dir() or (folder / JOURNAL).exists() or (run / JOURNAL).exists():
         return
     try:
         foreign = sorted(path.name for path in folder.iterdir() if path.name not in PREPARED)
     except OSError as error:
         raise ConfigError(f"server.data_dir = {str(folder)!r} cannot be read: {error.strerror}") from None
-    if METRICS in foreign and (folder / "checkpoints").is_dir():
-        raise ConfigError(
-            f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move only "
-            "checkpoints/ to a new server.data_dir, which starts at the newest good one"
-        )
+    for place in (folder, run):
+        if (place / METRICS).exists() and (place / "checkpoints").is_dir():
+            raise ConfigError(
+                f"server.data_dir = {str(folder)!r} has checkpoints and no {JOURNAL}. Restore the journal; or move "
+                "only checkpoints/ to a new server.data_dir, which starts at the newest good one"
+            )
     if foreign:
         shown = ", ".join(foreign[:NUM_SHOWN]) + (", …" if len(foreign) > NUM_SHOWN else "")
         raise ConfigError(
@@ -56,7 +63,23 @@ def check_data_dir(folder: Path) -> None:
         )
 
 
-app = typer.Typer(no_args_is_help=True, help="Show or replace the tokens of a server.")
+def run_folder(data_dir: Path, run: str) -> Path:
+    """The folder of a run in a data dir. Raises `ConfigError`, and `InvalidRequest` for a wrong name."""
+    check_run_name(run)
+    folder = data_dir / "runs" / run
+    if (folder / JOURNAL).is_file():
+        return folder
+    if (data_dir / JOURNAL).is_file():
+        raise ConfigError(
+            f"{str(data_dir)!r} is the data dir of an older AgentJet: start its server once (agentjet serve --data-dir "
+            f"{shlex.quote(str(data_dir))}), which moves its files to runs/{DEFAULT_RUN}"
+        )
+    if found := sorted(path.parent.name for path in data_dir.glob(f"runs/*/{JOURNAL}")):
+        raise ConfigError(f"{str(data_dir)!r} has no run {run!r}; its runs are {', '.join(found)} (--run NAME)")
+    raise ConfigError(f"{str(data_dir)!r} is not a data dir of AgentJet: it has no runs/{run}/{JOURNAL}")
+
+
+app = typer.Typer(no_args_is_help=True, help="Show or replace the tokens of a run.")
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data dir.")]
 DEFAULT_DATA_DIR = Path("agentjet-data")
@@ -66,11 +89,12 @@ DEFAULT_DATA_DIR = Path("agentjet-data")
 def show(
     role: Annotated[Literal["client", "admin", "viewer"], typer.Argument(help="Role of the token.")],
     data_dir: DataDir = DEFAULT_DATA_DIR,
+    run: Run = DEFAULT_RUN,
 ) -> None:
-    """Print a token, and nothing else."""
+    """Print a token, and nothing else. The admin token of the default run opens every run of the server."""
     from agentjet.server.auth import SECRET_FILES, read_secret
 
-    typer.echo(read_secret(data_dir / SECRET_FILES[role]))
+    typer.echo(read_secret(_key_folder(data_dir, run) / SECRET_FILES[role]))
 
 
 @app.command()
@@ -80,6 +104,7 @@ def rotate(
         typer.Argument(help="Role of the token; `keys` is the secret that signs episode keys."),
     ],
     data_dir: DataDir = DEFAULT_DATA_DIR,
+    run: Run = DEFAULT_RUN,
 ) -> None:
     """Replace a token by a new one; a running server uses it from its next request on.
 
@@ -87,7 +112,7 @@ def rotate(
     """
     from agentjet.server.auth import SECRET_FILES, replace_secret
 
-    path = data_dir / SECRET_FILES[role]
+    path = _key_folder(data_dir, run) / SECRET_FILES[role]
     if not path.exists():
         raise ConfigError(f"{path} does not exist: --data-dir must name the data dir of a server that has run")
     replace_secret(path)
@@ -95,13 +120,20 @@ def rotate(
         typer.echo(f"{path} is new: all earlier episode keys are invalid.")
         return
     place = "" if data_dir == DEFAULT_DATA_DIR else f" --data-dir {shlex.quote(str(data_dir))}"
+    place += "" if run == DEFAULT_RUN else f" --run {run}"
     typer.echo(
         f"{path} is new; the earlier {role} token is invalid. To see the new one: agentjet token show {role}{place}"
     )
-    if role == "client":
+    if role == "client" and run == DEFAULT_RUN:
         typer.echo(
             "A server started with AGENTJET_TOKEN writes that token again at its next start: change it there, too."
         )
+
+
+def _key_folder(data_dir: Path, run: str) -> Path:
+    """The folder of a run's tokens; those of the default run are in the data dir."""
+    check_run_name(run)
+    return data_dir if run == DEFAULT_RUN else data_dir / "runs" / run
 
 
 FINAL_STEPS = 5
@@ -156,14 +188,16 @@ ROWS = {
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN RUN...", help="Data dirs, or metrics.jsonl files of runs.")
+        list[Path],
+        typer.Argument(metavar="RUN RUN...", help="Data dirs, their folders runs/NAME, or metrics.jsonl files."),
     ],
+    run: Run = DEFAULT_RUN,
     as_json: Json = False,
 ) -> None:
     """Compare runs: rewards, held-out scores, cost, and the settings that differ."""
     if len(runs) < 2:
         raise ConfigError(f"only one run, {str(runs[0])!r}: name two or more to compare")
-    found = [read_run(path) for path in runs]
+    found = [read_run(path, run) for path in runs]
     different = differing_settings([run.settings for run in found])
     if as_json:
         figures = [{"run": run.name, **{name: getattr(run, name) for name in ROWS}} for run in found]
@@ -183,11 +217,11 @@ def compare(
         typer.echo(f"\nno settings for {', '.join(without)}: only the journal of a data dir has them")
 
 
-def read_run(path: Path) -> RunSummary:
-    """Reads a run from its data dir or its metrics file. Raises `ConfigError` if a file is missing or invalid."""
-    file = path / METRICS if path.is_dir() else path
-    steps = _steps(file)
-    recorded = _journal_facts(path) if path.is_dir() else _JournalFacts()
+def read_run(path: Path, run: str = DEFAULT_RUN) -> RunSummary:
+    """Reads a run from its folder, its data dir or a metrics file. Raises `ConfigError`."""
+    folder = path if (path / METRICS).exists() else path / "runs" / run
+    steps = _steps(folder / METRICS if path.is_dir() else path)
+    recorded = _journal_facts(folder) if path.is_dir() else _JournalFacts()
     undone = {version for version in steps if recorded.was_undone(version)}
     rewards = {
         version: line["reward/mean"]
@@ -265,11 +299,11 @@ class _JournalFacts:
         return any(done["to"] < version < done["policy_version"] for done in self.rollbacks)
 
 
-def _journal_facts(data_dir: Path) -> _JournalFacts:
+def _journal_facts(folder: Path) -> _JournalFacts:
     from agentjet.cli.status import flatten
     from agentjet.swarm import Journal
 
-    journal = Journal.open_read_only(data_dir / JOURNAL)
+    journal = Journal.open_read_only(folder / JOURNAL)
     try:
         held = journal.job_settings()
         job = dict(flatten(held.job.model_dump(mode="json"), "job.")) if held is not None else {}

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentjet.cli import Json, Token, TokenFile, Url, connect, one_line, print_text, printable
-from agentjet.cli.data_dir import JOURNAL
+from agentjet.cli import Json, Run, Token, TokenFile, Url, connect, one_line, print_text, printable
+from agentjet.cli.data_dir import JOURNAL, run_folder
 from agentjet.errors import ConfigError
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -41,7 +42,7 @@ class EpisodeSource:
 def export_episodes(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make, one JSON object a line.")],
     status: Annotated[
-        Literal["finished", "aborted", "expired", "live", "prepared", "all"],
+        Literal["finished", "aborted", "expired", "live", "all"],
         typer.Option(help="Only episodes of this status."),
     ] = "finished",
     mode: Annotated[Literal["train", "eval", "all"], typer.Option(help="Only episodes of this mode.")] = "all",
@@ -49,6 +50,7 @@ def export_episodes(
         float | None, typer.Option(metavar="R", help="Only conversations with at least this reward.")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Read this data dir instead of a server.")] = None,
+    run: Run = DEFAULT_RUN,
     url: Url = None,
     token: Token = None,
     token_file: TokenFile = None,
@@ -61,7 +63,7 @@ def export_episodes(
         raise ConfigError(f"--min-reward {min_reward}: give a finite number")
     if file.exists():
         raise ConfigError(f"{file} exists: give the name of a file that does not")
-    with _of_data_dir(data_dir) if data_dir is not None else _of_server(url, token, token_file) as source:
+    with _of_run(run_folder(data_dir, run)) if data_dir is not None else _of_server(url, token, token_file) as source:
         wanted = [
             view.episode_id
             for view in _views(source)
@@ -116,12 +118,12 @@ def _of_server(url: str | None, token: str | None, token_file: Path | None) -> I
 
 
 @contextmanager
-def _of_data_dir(data_dir: Path) -> Iterator[EpisodeSource]:
+def _of_run(folder: Path) -> Iterator[EpisodeSource]:
     from agentjet.gateway import views
     from agentjet.swarm import Journal
     from agentjet.swarm.store import Store
 
-    journal = Journal.open_read_only(data_dir / JOURNAL)
+    journal = Journal.open_read_only(folder / JOURNAL)
     try:
         store = Store(journal, time.time)
         yield EpisodeSource(
@@ -211,6 +213,7 @@ def begin_episode(
     root = begun.base_url.removesuffix("/v1")
     for name, value in (
         ("AGENTJET_EPISODE", begun.episode_id),
+        ("AGENTJET_POLICIES", ",".join(begun.policies)),
         ("OPENAI_BASE_URL", begun.base_url),
         ("OPENAI_API_KEY", begun.api_key),
         ("OPENAI_MODEL", begun.model),
@@ -218,7 +221,8 @@ def begin_episode(
         ("ANTHROPIC_API_KEY", begun.api_key),
         ("ANTHROPIC_MODEL", begun.model),
     ):
-        typer.echo(f"export {name}={shlex.quote(value)}")
+        if value:  # A run has a model's name or policies.
+            typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 @app.command("finish")

@@ -16,6 +16,7 @@ from agentjet.cli.data_dir import compare
 from agentjet.cli.episodes import app as episodes
 from agentjet.cli.research import app as research
 from agentjet.cli.run import evaluate, run
+from agentjet.cli.runs import app as runs
 from agentjet.cli.serve import serve
 from agentjet.cli.status import app as job
 from agentjet.cli.status import status, watch
@@ -64,6 +65,7 @@ app.command("eval")(evaluate)
 app.command()(status)
 app.command()(watch)
 app.add_typer(job, name="job")
+app.add_typer(runs, name="runs")
 app.add_typer(episodes, name="episodes")
 app.add_typer(checkpoints, name="checkpoints")
 app.command()(compare)

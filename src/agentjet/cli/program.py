@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentjet.client.agent_source import AgentSource, AgentVersion, Stamp, file_stamps, hash_of, load_function
 from agentjet.client.command import Command, Result, Score
@@ -196,7 +197,7 @@ def reward_source(text: str) -> RewardSource:
     raise ConfigError(f"--reward {text}: expected {REWARD_FORMS}")
 
 
-def from_stdout(result: Result) -> Reward:
+def from_stdout(result: Result) -> Reward | dict[str, Reward]:
     """The reward in the last line that is not empty."""
     lines = [line for line in result.stdout.splitlines() if line.strip()]
     if not lines:
@@ -204,7 +205,7 @@ def from_stdout(result: Result) -> Reward:
     return _parse_reward(lines[-1], "the last line of stdout")
 
 
-def from_file(path: Path, name: str) -> Reward:
+def from_file(path: Path, name: str) -> Reward | dict[str, Reward]:
     """The reward in a whole file that the command wrote into its working directory."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -213,14 +214,23 @@ def from_file(path: Path, name: str) -> Reward:
     return _parse_reward(text, f"the file {name}")
 
 
-def _parse_reward(text: str, place: str) -> Reward:
+def _parse_reward(text: str, place: str) -> Reward | dict[str, Reward]:
+    """The reward of an episode, or one for each policy of the run by name."""
     try:
         found = json.loads(text, parse_int=float)  # an integer of 400 digits becomes infinite, and is refused later
     except (ValueError, RecursionError):
         found = None
+    if isinstance(found, dict) and found and "reward" not in found:
+        return {policy: _checked_reward(one, place, text) for policy, one in found.items()}
+    return _checked_reward(found, place, text)
+
+
+def _checked_reward(found: Any, place: str, text: str) -> Reward:
     whole = {"reward": found} if _is_number(found) else found
     if not isinstance(whole, dict) or not _is_number(whole.get("reward")):
-        raise NoReward(f'{place} is {text.strip()[:100]!r}: expected a number or {{"reward": number}}')
+        raise NoReward(
+            f'{place} is {text.strip()[:100]!r}: expected a number or {{"reward": number}}, or one of them by policy'
+        )
     if unknown := set(whole) - {"reward", "by_role", "metrics"}:
         raise NoReward(f"{place} has the unknown key {min(unknown)!r}: expected reward, by_role and metrics")
     maps = {key: whole.get(key, {}) for key in ("by_role", "metrics")}

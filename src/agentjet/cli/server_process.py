@@ -1,4 +1,4 @@
-"""The process of `agentjet serve`: gateway, worker and HTTP wired together, from the bound port to the last checkpoint.
+"""The process of `agentjet serve`: runs, workers and HTTP wired together, from the bound port to the last checkpoints.
 
 The cheap checks (port, data dir, journal) come before the slow work, so that an error is reported at once.
 """
@@ -26,15 +26,16 @@ from agentjet import __version__
 from agentjet.cli.data_dir import check_data_dir
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.embedded import EmbeddedCompute
-from agentjet.config import JobConfig, ServeConfig, ServerConfig, server_token
+from agentjet.config import ServeConfig, ServerConfig, server_token
 from agentjet.config.schema import LogFormat
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
-from agentjet.protocol import JobBody
+from agentjet.gateway.observability import Tracing
+from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
 from agentjet.server.http import check_certificate, listen, tune_gc, uvicorn_config
 from agentjet.server.monitoring import LogFile, configure_handler
-from agentjet.types import Conversation, Message
+from agentjet.types import DEFAULT_RUN, Conversation, Message
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_BYTES = 10_000_000
-SWITCH_SECONDS = 0.2
-"""Pause before the next run's steps are printed, after a run was left."""
+NEW_RUN_SECONDS = 0.2
+"""Seconds between two looks for runs that were opened."""
 MAX_LINKS = 8192
 """Links of a step's span to its calls; the SDK's default is 128."""
 
@@ -81,8 +82,9 @@ def steady_clock() -> Callable[[], float]:
 async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> int:
     """Returns the exit code."""
     clock = steady_clock()
-    runs = GatewaySwitcher(config, clock)
-    runs.gateway.tracing.tracer = tracer
+    tracing = Tracing()
+    tracing.tracer = tracer
+    runs = Runs(config, EmbeddedCompute(config), clock=clock, tracing=tracing)
     data_dir = config.server.data_dir.resolve()
     _log_to(data_dir / "logs", config.server.log_format)
     url = _url(listener, config.server)
@@ -91,24 +93,26 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
     stop = _stop_on_signals()
     if ends_with_input:
         exit_with_parent(signal.SIGTERM)
-    await runs.gateway.start()
+    await runs.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     printer = asyncio.create_task(_print_runs(runs))
     try:
-        _print(f"AgentJet {__version__} listens on {url}, loading {config.model.name} …")
+        models = dict.fromkeys(config.model_of(policy).name for policy in config.policy_names)
+        _print(f"AgentJet {__version__} listens on {url}, loading {', '.join(models)} …")
         if bound := all_addresses_line(listener):
             _print(bound)
-        if await _ready(runs.gateway, stop):
+        if await _ready(runs.default, stop):
             tune_gc()
-            _greet(runs.gateway, url, data_dir)
+            _greet(runs.default, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
-        elif runs.gateway.engine.fatal is not None:
+        elif runs.default.engine.fatal is not None:
             return 2
         _print("Stopping: the present batch is finished and a checkpoint saved (Ctrl-C again: at once) …")
-        await runs.gateway.drain()
-        newest = runs.gateway.store.newest()
-        if newest is not None:
-            _print(f"Checkpoint of policy version {newest}: {runs.gateway.store.path(newest)}")
+        await runs.drain()
+        for gateway in runs.open_gateways():
+            newest = gateway.store.newest()
+            if newest is not None:
+                _print(f"{_of(gateway)}Checkpoint of policy version {newest}: {gateway.store.path(newest)}")
     finally:
         http.should_exit = True
         await asyncio.wait([serving])
@@ -129,17 +133,28 @@ async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
 
 
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
-    model = gateway.engine.model
-    assert model is not None
-    _print(
-        f"Ready: {model.num_parameters / 1e6:.0f}M parameters on {model.device} in {model.dtype}, "
-        f"context {model.context_length}, policy version {gateway.swarm.policy_version}."
-    )
-    renderer = gateway.engine.renderer
-    assert renderer is not None
-    tokens = renderer.tokenize(renderer.render(Conversation((Message("user", "Hello"),))))
-    prompt = b"".join(map(renderer.token_bytes, tokens)).decode(errors="replace")
-    _print(f"The model's chat template renders the message 'Hello' as: {prompt!r}")
+    version = f"policy version {gateway.swarm.policy_version}"
+    prompts: dict[str, str] = {}
+    if gateway.policies:
+        _print(f"Ready: policies {', '.join(gateway.policies)}, {version}.")
+    for policy, loaded in gateway.engine.models.items():
+        model, renderer = loaded.info, loaded.renderer
+        facts = (
+            f"{model.num_parameters / 1e6:.0f}M parameters on {model.device} in {model.dtype}, context "
+            f"{model.context_length}"
+        )
+        if gateway.policies:
+            lora = gateway.config.model_of(policy).lora
+            trained = f"adapter of rank {lora.rank}" if lora.rank else "all weights"
+            _print(f"  {policy}: {model.name}, {facts}, {trained}")
+        else:
+            _print(f"Ready: {facts}, {version}.")
+        tokens = renderer.tokenize(renderer.render(Conversation((Message("user", "Hello"),))))
+        prompts[policy] = b"".join(map(renderer.token_bytes, tokens)).decode(errors="replace")
+    for prompt in dict.fromkeys(prompts.values()):
+        owners = ", ".join(policy for policy, own in prompts.items() if own == prompt)
+        template = f"The chat template of {owners}" if gateway.policies else "The model's chat template"
+        _print(f"{template} renders the message 'Hello' as: {prompt!r}")
     _print(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
     _print(
         "Next, in another terminal:\n"
@@ -148,11 +163,16 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     )
 
 
-async def _print_runs(runs: GatewaySwitcher) -> None:
-    """Prints a line for each batch of the run that is served. The log's warnings are printed, too."""
-    while True:
-        await _print_steps(runs.gateway)
-        await asyncio.sleep(SWITCH_SECONDS)
+async def _print_runs(runs: Runs) -> None:
+    """Prints a line for each batch of every run. The log's warnings are printed, too."""
+    printed: set[Gateway] = set()
+    async with asyncio.TaskGroup() as printers:
+        while True:
+            new = set(runs.open_gateways()) - printed
+            printed = printed & set(runs.open_gateways()) | new
+            for gateway in new:
+                printers.create_task(_print_steps(gateway))
+            await asyncio.sleep(NEW_RUN_SECONDS)
 
 
 async def _print_steps(gateway: Gateway) -> None:
@@ -164,7 +184,14 @@ async def _print_steps(gateway: Gateway) -> None:
         # The first batch's time includes the wait for the first client.
         speed = "" if is_first else f"  {metrics.get('perf/tokens_per_second', 0.0):.0f} tokens/s"
         is_first = False
-        _print(f"step {event.body['policy_version']}  reward {metrics.get('reward/mean', 0.0):.3f}{speed}")
+        own = ", ".join(f"{policy} {metrics.get(f'{policy}/reward/mean', 0.0):.3f}" for policy in gateway.policies)
+        reward = f"{metrics.get('reward/mean', 0.0):.3f}" + (f" ({own})" if own else "")
+        _print(f"{_of(gateway)}step {event.body['policy_version']}  reward {reward}{speed}")
+
+
+def _of(gateway: Gateway) -> str:
+    """The name of a run in front of its lines; empty for the default run."""
+    return "" if gateway.run == DEFAULT_RUN else f"{gateway.run}: "
 
 
 class _Http(uvicorn.Server):
@@ -240,46 +267,6 @@ def _log_to(folder: Path, log_format: LogFormat) -> None:
 
 def _print(line: str) -> None:
     print(line, flush=True)
-
-
-class GatewaySwitcher:
-    """The gateway of the run that a server serves, and the switch to another run.
-
-    The server's own run lies in its data dir. Other runs lie in `runs/NAME/` there, each a data dir of the same kind.
-    """
-
-    def __init__(self, config: ServeConfig, clock: Callable[[], float]) -> None:
-        self._config = config
-        self._clock = clock
-        self._entering = asyncio.Lock()
-        self.name = ""
-        self.gateway = self._opened("", None)
-
-    async def enter(self, name: str, job: JobConfig | None) -> None:
-        """Switches to the run `name`, or changes its job settings. Raises `ConfigError` if its folder is unusable."""
-        async with self._entering:
-            left = self.gateway
-            if name == self.name:
-                if job is not None:
-                    await left.replace_job(JobBody(revision=left.job().revision, job=job.model_dump(mode="json")))
-                return
-            self.gateway, self.name = self._opened(name, job), name
-            self.gateway.tracing.tracer = left.tracing.tracer
-            try:
-                await left.close()
-            finally:  # The run is entered now: a repeat of the request must find its gateway running.
-                await self.gateway.start()
-
-    async def close(self) -> None:
-        async with self._entering:
-            await self.gateway.close()
-
-    def _opened(self, name: str, job: JobConfig | None) -> Gateway:
-        config = self._config
-        if name:
-            server = config.server.model_copy(update={"data_dir": config.server.data_dir / "runs" / name})
-            config = config.model_copy(update={"server": server, "job": job})
-        return Gateway(config, EmbeddedCompute(config), clock=self._clock)
 
 
 def tracer_provider(endpoint: str) -> TracerProvider:

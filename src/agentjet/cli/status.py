@@ -13,6 +13,7 @@ import typer
 
 from agentjet.cli import Json, Token, TokenFile, Url, connect, one_line, print_text, printable
 from agentjet.errors import ConfigError, Later, Unreachable
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +33,7 @@ SHOWN_METRICS = (
     "optim/grad_norm",
     "perf/tokens_per_second",
 )
-"""Metrics of the last step; `--json` has them all."""
+"""Metrics of the last step, of the batch and of each policy; `--json` has them all."""
 RESTART_HINT = (
     "The change survives a restart, unless the server is then started with other job settings than at its last start: "
     "put it into the settings file, too."
@@ -60,7 +61,8 @@ def status_lines(status: StatusResponse) -> list[tuple[str, str]]:
     lines = [
         ("state", status.state),
         ("waiting for", status.waiting_for),
-        ("model", status.model),
+        *([("run", status.run)] if status.run != DEFAULT_RUN else []),
+        ("policies", ", ".join(status.policies)) if status.policies else ("model", status.model),
         ("step", steps),
         *([("branched", f"from {status.branched_from}")] if status.branched_from else []),
         ("groups", f"{status.groups_complete} of {status.batch_size} complete, {status.groups_open} open"),
@@ -77,8 +79,10 @@ def status_lines(status: StatusResponse) -> list[tuple[str, str]]:
     lines += [("unusable" if i == 0 else "", path) for i, path in enumerate(status.unusable_checkpoints)]
     if status.zero_variance is not None:
         lines += [("warning" if i == 0 else "", line) for i, line in enumerate(report_lines(status.zero_variance))]
-    metrics = [f"{name} {value:.4g}" for name, value in status.last_step.items() if name in SHOWN_METRICS]
-    lines += [("last step", ", ".join(metrics))] if metrics else []
+    for owner in ("", *status.policies):
+        start = f"{owner}/" if owner else ""
+        metrics = [f"{n} {status.last_step[start + n]:.4g}" for n in SHOWN_METRICS if start + n in status.last_step]
+        lines += [(f"  {owner}" if owner else "last step", ", ".join(metrics))] if metrics else []
     return [(name, one_line(value)) for name, value in lines]
 
 

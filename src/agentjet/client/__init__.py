@@ -14,15 +14,13 @@ from agentjet.client.report import (
     EvalReport,
     Evaluation,
     Step,
-    TeamReport,
     TrainReport,
     pass_at_k,
     wilson_interval,
 )
 from agentjet.client.rollout import Agent, AgentFailing
-from agentjet.client.swarm_client import AsyncSwarm, Swarm
-from agentjet.client.team import AsyncTeam, Team
-from agentjet.client.team_episode import AsyncTeamEpisode, TeamEpisode
+from agentjet.client.swarm_client import AsyncSwarm
+from agentjet.client.sync_client import Swarm
 
 __all__ = [
     "Agent",
@@ -31,8 +29,6 @@ __all__ = [
     "AgentVersion",
     "AsyncEpisode",
     "AsyncSwarm",
-    "AsyncTeam",
-    "AsyncTeamEpisode",
     "CodeChange",
     "Command",
     "CommandFailed",
@@ -46,9 +42,6 @@ __all__ = [
     "Retry",
     "Step",
     "Swarm",
-    "Team",
-    "TeamEpisode",
-    "TeamReport",
     "TrainReport",
     "pass_at_k",
     "wilson_interval",

@@ -1,8 +1,9 @@
 """`Command`: any program as an agent, one process an episode.
 
 The program finds the model in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `OPENAI_MODEL`, and the same for
-`ANTHROPIC_`). So an agent written with either SDK needs no change, in any language. No shell is involved. The program
-runs in a fresh working directory and in a new process group (POSIX only).
+`ANTHROPIC_`). So an agent written with either SDK needs no change, in any language. In a run with named policies
+`AGENTJET_POLICIES` has their names. No shell is involved. The program runs in a fresh working directory and in a new
+process group (POSIX only).
 
 * Every end of the episode (reward, crash, time-out, server, Ctrl-C) also ends the whole process group.
 * A program that crashed or was too slow is never scored.
@@ -27,11 +28,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from agentjet.client.connection import LOOPBACK, TOKEN_VARIABLE
-from agentjet.client.episode import AsyncEpisode
+from agentjet.client.connection import LOOPBACK, TOKEN_VARIABLE, URL_VARIABLE
+from agentjet.client.episode import AsyncEpisode, Returned
 from agentjet.client.threads import in_thread
 from agentjet.errors import ConfigError
-from agentjet.types import Reward, Task
+from agentjet.types import Task
 
 PLACEHOLDER = re.compile(r"\{task((?:\.[\w-]+)*)\}")
 BARE = re.compile(r"\{([\w-]+)\}")
@@ -44,6 +45,8 @@ MAX_OUTPUT_BYTES = 16 * 2**20
 FIRST_FAILURE_CODE = 125
 """From this exit code on a program could not be run or was killed, by the convention of shells, `env`, `timeout` and
 `git bisect run`."""
+POLICIES = "AGENTJET_POLICIES"
+"""Variable with the names of the run's policies, separated by commas."""
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 """Variables with the certificates that programs trust."""
 
@@ -85,7 +88,7 @@ class Result:
     folder: Path
 
 
-Score = Callable[[Any, Result], float | Reward | Awaitable[float | Reward]]
+Score = Callable[[Any, Result], Returned | Awaitable[Returned]]
 """`score(payload of the task, result) -> reward`. A plain function runs in a thread. An exception aborts the episode.
 """
 
@@ -143,7 +146,7 @@ class Command:
     def __repr__(self) -> str:
         return f"Command({list(self.arguments)!r})"
 
-    async def __call__(self, task: Task, episode: AsyncEpisode) -> float | Reward:
+    async def __call__(self, task: Task, episode: AsyncEpisode) -> Returned:
         with tempfile.TemporaryDirectory(prefix="agentjet-", ignore_cleanup_errors=True) as place:
             result = await self._run(task, episode, Path(place))
             if not self.score_refused:
@@ -195,7 +198,7 @@ def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] 
 
     Variables that would lead an SDK elsewhere are removed or overridden: Anthropic's bearer token, which takes
     precedence over the key, and a proxy for a server on this machine. The client's token is removed, because it opens
-    more than one episode.
+    more than one episode. A run with named policies gives their names instead of a model's: the program chooses.
     """
     base = os.environ if inherited is None else inherited
     kept = {name: value for name, value in base.items() if name not in (TOKEN_VARIABLE, "ANTHROPIC_AUTH_TOKEN")}
@@ -204,13 +207,14 @@ def environment(task: Task, episode: AsyncEpisode, inherited: Mapping[str, str] 
     if address.hostname in LOOPBACK:
         direct = ",".join(filter(None, [kept.get("NO_PROXY") or kept.get("no_proxy", ""), address.hostname]))
         kept |= {"NO_PROXY": direct, "no_proxy": direct}
+    server, model = re.sub(r"/v1/?$", "", episode.base_url), episode.model
+    kept |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model} if model else {POLICIES: ",".join(episode.policies)}
     return kept | {
+        URL_VARIABLE: server,
         "OPENAI_BASE_URL": episode.base_url,
         "OPENAI_API_KEY": episode.api_key,
-        "OPENAI_MODEL": episode.model,
-        "ANTHROPIC_BASE_URL": re.sub(r"/v1/?$", "", episode.base_url),
+        "ANTHROPIC_BASE_URL": server,
         "ANTHROPIC_API_KEY": episode.api_key,
-        "ANTHROPIC_MODEL": episode.model,
         "AGENTJET_EPISODE": episode.id,
         "AGENTJET_TASK": json.dumps(task.payload),
     }

@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import ssl
 import time
@@ -48,8 +49,8 @@ URL_VARIABLE = "AGENTJET_URL"
 TOKEN_VARIABLE = "AGENTJET_TOKEN"
 PROCESS = uuid.uuid4().hex
 """Identifies this process to servers. Forked processes share it."""
+RUN_PATH = re.compile(r"/runs/[^/]+$")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-LEASE_HEADER = "AgentJet-Lease"
 ERRORS: dict[int, type[RequestError]] = {
     401: Unauthorized,
     403: Forbidden,
@@ -68,10 +69,13 @@ class ClientSettings:
     url: str
     token: str
     client_id: str
-    lease: int | None = None
-    """Epoch of the server lease that its requests carry."""
     instance_id: str = ""
     """Identifies the process behind a named client: see `PROCESS`."""
+
+    @property
+    def server_url(self) -> str:
+        """The address without the path of a run, `/runs/NAME`."""
+        return RUN_PATH.sub("", self.url)
 
     @property
     def is_loopback(self) -> bool:
@@ -83,7 +87,6 @@ def load_settings(
     url: str | None = None,
     token: str | None = None,
     client_id: str | None = None,
-    lease: int | None = None,
     instance_id: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ClientSettings:
@@ -99,7 +102,6 @@ def load_settings(
         url=address.rstrip("/"),
         token=_checked_token(token if token is not None else environ.get(TOKEN_VARIABLE, "")),
         client_id=client_id or f"{socket.gethostname()[:64]}-{os.getpid()}-{uuid.uuid4().hex[:6]}",
-        lease=lease,
         instance_id=(PROCESS if client_id else "") if instance_id is None else instance_id,
     )
 
@@ -170,7 +172,7 @@ class Connection:
         self._answered = False
         self._http = httpx.AsyncClient(
             base_url=settings.url,
-            headers=_headers(settings),
+            headers={"Authorization": f"Bearer {settings.token}"} if settings.token else {},
             timeout=retry.timeout,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
             verify=_certificates() if settings.url.startswith("https") else False,
@@ -193,6 +195,7 @@ class Connection:
     ) -> Any:
         """Send a control request until it is answered; returns the decoded JSON body.
 
+        Requests about the server's runs (`/runs...`) go to the server, also from the client of one run.
         `key` is the `Idempotency-Key` of a POST, by default a new one. `patience` limits the seconds of retries after
         "later" answers (default: `Retry.patience`; 0 disables them). `server_wait` is the time that the server was
         asked to hold the request. Raises a `RequestError` or `Unreachable`.
@@ -203,11 +206,12 @@ class Connection:
         patience = retry.patience if patience is None else patience
         headers = {"Idempotency-Key": key or uuid.uuid4().hex} if method == "POST" else {}
         payload = body.model_dump(mode="json") if body is not None else None
+        address = self.settings.server_url if path.startswith("/runs") else self.settings.url
         error: RequestError | Unreachable
         while True:
             try:
                 response = await self._http.request(
-                    method, PREFIX + path, json=payload, headers=headers, timeout=retry.timeout + server_wait
+                    method, address + PREFIX + path, json=payload, headers=headers, timeout=retry.timeout + server_wait
                 )
                 answer = _decoded(response) if response.is_success else None
                 self._answered, answered, num_lost = True, retry.clock(), 0
@@ -297,11 +301,6 @@ class Connection:
         error = kind(text, code=code or ("server_error" if status >= 500 else None), status=status)
         error.param = problem.param if problem else None
         return error
-
-
-def _headers(settings: ClientSettings) -> dict[str, str]:
-    headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
-    return headers if settings.lease is None else {**headers, LEASE_HEADER: str(settings.lease)}
 
 
 def _certificates() -> ssl.SSLContext:

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -23,9 +23,11 @@ from pydantic import BaseModel
 from agentjet.client.connection import Connection
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound, RequestError
 from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
-from agentjet.types import EpisodeStatus, Mode, Reward
+from agentjet.types import EpisodeStatus, Mode, Reward, wrong_reward_name
 
 T = TypeVar("T")
+Returned = float | Reward | Mapping[str, float | Reward]
+"""A reward as agents return it: for the whole episode, or by policy in a run with named policies."""
 STOPPED = "the client stopped"
 NOT_NEEDED = "not needed: the client's run has its steps"
 UNPLAYED = "not needed: its client no longer waits for it"
@@ -66,6 +68,9 @@ class _EpisodeFields:
         """OpenAI-compatible; give it to any SDK together with `api_key`."""
         self.api_key: str = begun.api_key
         self.model: str = begun.model
+        """The model's name for requests; empty if the run names its policies."""
+        self.policies: tuple[str, ...] = begun.policies
+        """The policies that the run names. The agent sends one of these names as `model`."""
         self.policy_version: int = begun.policy_version
         self.lease_seconds: float = begun.lease_seconds
         self.task_id: str = request.task_id
@@ -98,22 +103,13 @@ class AsyncEpisode(_EpisodeFields):
         self.num_calls = 0
         """Calls that the server recorded, as of its last answer."""
 
-    async def prepare(self, reward: float | Reward) -> EpisodeView:
-        """Promise the reward: a later `finish` with the same reward succeeds, also after a crash. See
-        docs/reliability.md.
-
-        After this the episode makes no calls, and leaving its context neither finishes nor aborts it. Raises as
-        `finish` does.
-        """
-        return await self._post("prepare", finish_body(checked_reward(reward)))
-
-    async def finish(self, reward: float | Reward) -> EpisodeView:
+    async def finish(self, reward: Returned) -> EpisodeView:
         """End the episode with its reward.
 
-        Raises `InvalidRequest` if a number is not finite, before anything is sent. Raises `Conflict` if the episode was
-        aborted or its lease has expired.
+        Raises `InvalidRequest` as `checked` does, before anything is sent. Raises `Conflict` if the episode was aborted
+        or its lease has expired.
         """
-        reward = checked_reward(reward)
+        reward = self.checked(reward)
         view = await self._post("finish", finish_body(reward))
         self.reward = reward
         return view
@@ -133,7 +129,7 @@ class AsyncEpisode(_EpisodeFields):
 
     def checked(self, returned: object) -> Reward:
         """An agent's return value as a reward. Raises as `checked_reward`."""
-        return checked_reward(returned)
+        return checked_reward(returned, self.policies)
 
     def blocking(self, run: RunCoroutine) -> Episode:
         """This episode for synchronous code."""
@@ -185,11 +181,7 @@ class Episode(_EpisodeFields):
         """See `AsyncEpisode.reward`."""
         return self._episode.reward
 
-    def prepare(self, reward: float | Reward) -> EpisodeView:
-        """See `AsyncEpisode.prepare`."""
-        return self._run(self._episode.prepare(reward))
-
-    def finish(self, reward: float | Reward) -> EpisodeView:
+    def finish(self, reward: Returned) -> EpisodeView:
         """See `AsyncEpisode.finish`."""
         return self._run(self._episode.finish(reward))
 
@@ -227,39 +219,65 @@ def finish_body(reward: Reward) -> FinishRequest:
     return FinishRequest(reward=reward.value, by_role=dict(reward.by_role), metrics=dict(reward.metrics))
 
 
-def checked_reward(reward: object) -> Reward:
-    """An agent's return value as a `Reward` whose numbers the server accepts.
+def checked_reward(returned: object, policies: tuple[str, ...] = ()) -> Reward:
+    """An agent's return value as a `Reward` that the server accepts. `policies` are those that the run names.
 
-    Raises `InvalidRequest` (422) naming the number that is out of range, or the value that is not a reward.
+    A mapping has a number or a `Reward` for every policy. The episode's own number is then their mean, and a role of a
+    policy's `Reward` becomes `POLICY/ROLE`. Raises `InvalidRequest` (422) naming the number that is out of range, the
+    policy that is missing or unknown, or the value that is not a reward.
     """
-    if isinstance(reward, Reward):
-        numbers = {"reward": reward.value}
-        numbers |= {f"by_role[{name!r}]": value for name, value in reward.by_role.items()}
-        numbers |= {f"metrics[{name!r}]": value for name, value in reward.metrics.items()}
-    else:
-        numbers = {"reward": reward}  # type: ignore[dict-item]
-    for name, value in numbers.items():
-        try:
-            fits = math.isfinite(value) and abs(value) <= LARGEST and not isinstance(value, str)
-        except OverflowError:  # a whole number beyond every float
-            value, fits = math.inf, False
-        except TypeError:
-            raise InvalidRequest(
-                f"{name} is {value!r}: an agent returns a number or a Reward",
-                code="invalid_reward",
-                status=422,
-                param=name,
-            ) from None
-        if not fits:
-            raise InvalidRequest(
-                f"{name} is {value}: it must be a finite number from -{LARGEST:g} to {LARGEST:g}",
-                code="invalid_reward",
-                status=422,
-                param=name,
-            )
-    if isinstance(reward, Reward):
-        return reward
-    return Reward(float(numbers["reward"]))
+    if isinstance(returned, Mapping):
+        return _of_policies(returned, policies)
+    reward = _checked_numbers(returned, "reward", "")
+    if policies and (wrong := wrong_reward_name(reward.by_role, policies)):
+        raise _invalid_reward(wrong[1], wrong[0])
+    return reward
+
+
+def _of_policies(returned: Mapping[str, object], policies: tuple[str, ...]) -> Reward:
+    if not policies:
+        raise _invalid_reward(
+            f"the reward is by policy ({', '.join(map(str, returned))}), but the model of this episode has no named "
+            "policies: return a number, or Reward(number, by_role={...}) for the roles of one model",
+            "reward",
+        )
+    if wrong := wrong_reward_name(returned, policies):
+        raise _invalid_reward(wrong[1], wrong[0])
+    if not returned:
+        raise _invalid_reward(f"the reward is empty: give a number for each of {', '.join(policies)}", policies[0])
+    by_role: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    for name, given in returned.items():
+        reward = _checked_numbers(given, f"reward[{name!r}]", f"reward[{name!r}].")
+        by_role |= {name: reward.value} | {f"{name}/{role}": value for role, value in reward.by_role.items()}
+        metrics |= reward.metrics
+    return Reward(math.fsum(by_role[policy] for policy in policies) / len(policies), by_role, metrics)
+
+
+def _checked_numbers(returned: object, name: str, prefix: str) -> Reward:
+    if not isinstance(returned, Reward):
+        return Reward(_checked_number(returned, name))
+    _checked_number(returned.value, name)
+    for field_name, numbers in (("by_role", returned.by_role), ("metrics", returned.metrics)):
+        for key, value in numbers.items():
+            _checked_number(value, f"{prefix}{field_name}[{key!r}]")
+    return returned
+
+
+def _checked_number(value: Any, name: str) -> float:
+    try:
+        fits = math.isfinite(value) and abs(value) <= LARGEST and not isinstance(value, str)
+    except OverflowError:  # a whole number beyond every float
+        value, fits = math.inf, False
+    except TypeError:
+        raise _invalid_reward(f"{name} is {value!r}: an agent returns a number or a Reward", name) from None
+    if not fits:
+        raise _invalid_reward(f"{name} is {value}: it must be a finite number from -{LARGEST:g} to {LARGEST:g}", name)
+    return float(value)
+
+
+def _invalid_reward(message: str, param: str) -> InvalidRequest:
+    return InvalidRequest(message, code="invalid_reward", status=422, param=param)
 
 
 @dataclass
@@ -276,10 +294,10 @@ class RunCleanup:
         """Longest wait for one step of an abort: short after an interruption."""
         return COMPLETE_SECONDS if self.goal_reached else ABORT_SECONDS / 2
 
-    async def wait_for_abort(self, requests: Awaitable[object], *, at_least: float = 0.0) -> None:
+    async def wait_for_abort(self, requests: Awaitable[object]) -> None:
         """Wait for requests that abort an episode. Counts the episode as left behind if the server did not answer."""
         try:
-            async with asyncio.timeout(max(self.seconds, at_least)):
+            async with asyncio.timeout(self.seconds):
                 await requests
         except RequestError as refusal:
             self.num_left += refusal.status >= 500  # After any other refusal the episode is not live.

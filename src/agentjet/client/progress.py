@@ -21,6 +21,8 @@ class Progress:
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.policies: tuple[str, ...] = ()
+        """The policies that the run names. Their rewards are shown, too."""
         self.done = 0
         self.failures: Counter[str] = Counter()
 
@@ -31,6 +33,8 @@ class Progress:
         # The first batch's time includes the server's idle time before this client began.
         speed = metrics.get("perf/tokens_per_second") if self.done > 1 else None
         parts = [] if reward is None else [f"reward {reward:.3f}"]
+        means = {policy: metrics.get(f"{policy}/reward/mean") for policy in self.policies}
+        parts += [f"{policy} {mean:.3f}" for policy, mean in means.items() if mean is not None]
         parts += [] if speed is None else [f"{speed:.0f} tokens/s"]
         self._show("  ".join(parts))
 

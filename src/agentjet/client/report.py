@@ -98,7 +98,9 @@ class EpisodeResult:
     code_version: str = ""
     """Version of the agent's source that ran it."""
     by_role: Mapping[str, float] = field(default_factory=dict)
-    """Its rewards by role; of a team, by member."""
+    """Its rewards by role, or by policy and role."""
+    policies: tuple[str, ...] = ()
+    """The policies that the run names."""
     num_calls: int = 0
     """Calls that the server recorded."""
 
@@ -207,6 +209,10 @@ class TrainReport(_Report):
         """Mean reward of each batch, over the episodes of all clients."""
         return tuple(step.metrics.get("reward/mean", math.nan) for step in self.steps)
 
+    def rewards_of(self, policy: str) -> tuple[float, ...]:
+        """The same of one policy, in a run that names its policies."""
+        return tuple(step.metrics.get(f"{policy}/reward/mean", math.nan) for step in self.steps)
+
     @property
     def num_not_needed(self) -> int:
         """Episodes that were live when the last batch was learned, or that the server ended as surplus or stale. The
@@ -239,24 +245,6 @@ class TrainReport(_Report):
 
 
 @dataclass(frozen=True)
-class TeamReport(_Report):
-    """The result of a team's `train`: each server's steps, and this client's episodes. An episode's reward is the mean
-    of its members'."""
-
-    steps: Mapping[str, tuple[Step, ...]]
-    seconds: float
-
-    def rewards(self, member: str) -> tuple[float, ...]:
-        """Mean reward of the member in each batch of its server, over the episodes of all clients."""
-        return tuple(step.metrics.get("reward/mean", math.nan) for step in self.steps[member])
-
-    def __str__(self) -> str:
-        steps = ", ".join(f"{member} {len(steps)}" for member, steps in self.steps.items())
-        unfinished = self.num_aborted + self.num_expired
-        return f"steps: {steps} in {self.seconds:.0f} s, {len(self.finished)} episodes finished, {unfinished} not"
-
-
-@dataclass(frozen=True)
 class EvalReport(_Report):
     """The result of `evaluate`. `results` are in the order of the tasks, repeats of a task together."""
 
@@ -270,6 +258,19 @@ class EvalReport(_Report):
         evaluation."""
         versions = [result.policy_version for result in self.results]
         return min(versions), max(versions)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that the run names."""
+        return self.finished[0].policies if self.finished else ()
+
+    def of_policy(self, policy: str) -> EvalReport:
+        """This report with the rewards of one policy. Raises `ValueError` for a policy that the run does not name."""
+        if self.finished and policy not in self.policies:
+            known = ", ".join(self.policies) or "none: its rewards are those of one model"
+            raise ValueError(f"the run names no policy {policy!r}; its policies are: {known}")
+        results = [replace(result, reward=result.by_role.get(policy, result.reward)) for result in self.results]
+        return replace(self, results=tuple(results))
 
     @property
     def by_task(self) -> dict[tuple[str, str], tuple[float, ...]]:
@@ -332,6 +333,7 @@ class EvalReport(_Report):
         lines = [f"mean@{self.repeats} {mean} over {tasks}, {len(self.finished)} episodes finished, {unfinished} not"]
         if len(self.by_task_set) > 1:
             lines += [f"  {name or '(no task set)'}: {one}" for name, one in self.by_task_set.items()]
+        lines += [f"  reward of {policy}: {self.of_policy(policy).mean_at_k}" for policy in self.policies]
         return "\n".join(lines)
 
 
@@ -379,7 +381,7 @@ def rows(episode: EpisodeTree) -> list[dict[str, Any]]:
     for call in episode.calls:
         if call.orphan or call.call_id in continued:
             continue
-        path = _path(calls, call)
+        path, rewards, policy = _path(calls, call), episode.by_role, call.role.partition("/")[0]
         found.append(
             {
                 "episode_id": episode.episode_id,
@@ -390,7 +392,7 @@ def rows(episode: EpisodeTree) -> list[dict[str, Any]]:
                 "group": episode.group,
                 "mode": episode.mode,
                 "status": episode.status,
-                "reward": episode.by_role.get(call.role, episode.reward),
+                "reward": next((rewards[name] for name in (call.role, policy) if name in rewards), episode.reward),
                 "metrics": dict(episode.metrics),
                 "policy_versions": sorted({v for one in path for v in one.versions if v is not None}),
                 "trained_in": episode.trained_in,

@@ -16,14 +16,23 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from agentjet.client.agent_source import error_location
-from agentjet.client.episode import ABORT_SECONDS, NOT_NEEDED, STOPPED, RunCleanup, RunCoroutine, abort_reason
+from agentjet.client.episode import (
+    ABORT_SECONDS,
+    NOT_NEEDED,
+    STOPPED,
+    AsyncEpisode,
+    Returned,
+    RunCleanup,
+    RunCoroutine,
+    abort_reason,
+)
 from agentjet.client.report import EpisodeResult, Outcome
 from agentjet.client.threads import in_thread
 from agentjet.errors import AgentJetError, Conflict, NotFound, RequestError, Unreachable
-from agentjet.types import EpisodeStatus, Reward, Task
+from agentjet.types import Reward, Task
 
 SURPLUS_REASONS = ("surplus:", "stale:")
 """Beginnings of the server's abort reasons that do not mean a failure."""
@@ -102,45 +111,12 @@ def _epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
             yield epoch, task
 
 
-Returned = float | Reward | Mapping[str, float]
 Agent = Callable[[Task, Any], Returned | Awaitable[Returned]]
-"""`agent(task, episode) -> reward`. A plain function runs in a thread and gets an `Episode` (of a team, a
-`TeamEpisode`). An `async def` function gets an `AsyncEpisode`. Only a team's agent returns rewards by member."""
-StartRollout = Callable[[RolloutSpec], Awaitable["StartedRollout"]]
+"""`agent(task, episode) -> reward`. A plain function runs in a thread and gets an `Episode`. An `async def` function
+gets an `AsyncEpisode`."""
+StartRollout = Callable[[RolloutSpec], Awaitable[tuple[AsyncEpisode, Agent]]]
+"""Begins an episode, and chooses the agent that runs it."""
 Report = Callable[[RolloutSpec, EpisodeResult, bool], None]
-
-
-class RunnableEpisode(Protocol):
-    """An episode as the runner uses it: an `AsyncEpisode` or an `AsyncTeamEpisode`."""
-
-    @property
-    def status(self) -> EpisodeStatus: ...
-    @property
-    def reward(self) -> Reward | None: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def policy_version(self) -> int: ...
-    @property
-    def code_version(self) -> str: ...
-    @property
-    def lease_seconds(self) -> float: ...
-    @property
-    def num_calls(self) -> int: ...
-    def checked(self, returned: object) -> Reward: ...
-    def blocking(self, run: RunCoroutine) -> object: ...
-    async def finish(self, reward: Reward) -> object: ...
-    async def abort(self, reason: str = "", *, patience: float | None = None) -> object: ...
-    async def heartbeat(self) -> object: ...
-    async def refresh(self) -> object: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StartedRollout:
-    """A begun episode, and the agent that runs it."""
-
-    episode: RunnableEpisode
-    agent: Agent
 
 
 class AgentFailing(AgentJetError):
@@ -214,7 +190,7 @@ class Runner:
         """Groups that the server dropped. Begun again, such a group would lack the members it had."""
         self.cleanup = RunCleanup()
         self.num_begun = 0
-        self.live: set[RunnableEpisode] = set()
+        self.live: set[AsyncEpisode] = set()
         """Episodes that have begun and not ended."""
         self._num_beginning = 0
         self._none_beginning = asyncio.Event()
@@ -269,13 +245,12 @@ class Runner:
 
     async def attempt(self, spec: RolloutSpec) -> EpisodeResult:
         """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
-        started = await self._begin(spec)
-        episode = started.episode
+        episode, agent = await self._begin(spec)
         heartbeats = asyncio.create_task(keep_alive(episode))
         error = where = ""
         has_returned = False
         try:
-            returned = await self._call_while_live(spec.task, started, heartbeats)
+            returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
             has_returned = True
             if episode.status == "live":
                 await self._finish(spec, episode, episode.checked(returned))
@@ -287,7 +262,7 @@ class Runner:
         except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
             if has_returned and isinstance(failure, Unreachable):  # The reward may have arrived: do not abort.
                 raise
-            error, where = abort_reason(failure), error_location(started.agent, failure)
+            error, where = abort_reason(failure), error_location(agent, failure)
             if episode.status == "live":
                 with contextlib.suppress(RequestError):  # the episode ended: there is nothing left to abort
                     await episode.abort(error)
@@ -298,11 +273,13 @@ class Runner:
             return not_needed(spec.task, episode)
         return _result(spec.task, episode, error, where)
 
-    async def _call_while_live(self, task: Task, started: StartedRollout, heartbeats: asyncio.Task[bool]) -> object:
+    async def _call_while_live(
+        self, agent: Agent, task: Task, episode: AsyncEpisode, heartbeats: asyncio.Task[bool]
+    ) -> object:
         """The agent's return value. An agent that is still running when the server ends its episode is cancelled, to
         free its worker.
         """
-        working = asyncio.create_task(_call(started.agent, task, started.episode))
+        working = asyncio.create_task(_call(agent, task, episode))
         try:
             await asyncio.wait({working, heartbeats}, return_when=asyncio.FIRST_COMPLETED)
             has_ended = not working.done() and heartbeats.result()
@@ -312,23 +289,23 @@ class Runner:
                 working.cancel()
                 await asyncio.wait([working])
 
-    async def _begin(self, spec: RolloutSpec) -> StartedRollout:
+    async def _begin(self, spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
         if spec.spare:
             await spec.opened.wait()
         self._num_beginning += 1
         self._none_beginning.clear()
         try:
-            started = await self._start(spec)
+            episode, agent = await self._start(spec)
         finally:
             self._num_beginning -= 1
             if not self._num_beginning:
                 self._none_beginning.set()
         spec.opened.set()
         self.num_begun += 1
-        self.live.add(started.episode)
-        return started
+        self.live.add(episode)
+        return episode, agent
 
-    async def _abort_on_exit(self, spec: RolloutSpec, episode: RunnableEpisode) -> None:
+    async def _abort_on_exit(self, spec: RolloutSpec, episode: AsyncEpisode) -> None:
         """Abort a live episode when the run ends.
 
         Waits until no worker waits for room: the server would give the freed place to a `begin` that is being
@@ -342,7 +319,7 @@ class Runner:
         if self.cleanup.goal_reached:
             self._report(spec, not_needed(spec.task, episode), True)
 
-    async def _finish(self, spec: RolloutSpec, episode: RunnableEpisode, reward: Reward) -> None:
+    async def _finish(self, spec: RolloutSpec, episode: AsyncEpisode, reward: Reward) -> None:
         """Send the reward. If this reward completes the last batch, the run is cancelled while it is being sent; the
         episode is reported nevertheless.
         """
@@ -360,7 +337,7 @@ class Runner:
             raise
 
 
-async def _call(agent: Agent, task: Task, episode: RunnableEpisode) -> object:
+async def _call(agent: Agent, task: Task, episode: AsyncEpisode) -> object:
     """The agent's return value."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
         getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
@@ -397,7 +374,7 @@ async def _until(when: str, coroutines: Sequence[Coroutine[Any, Any, None]]) -> 
         task.result()
 
 
-async def keep_alive(episode: RunnableEpisode) -> bool:
+async def keep_alive(episode: AsyncEpisode) -> bool:
     """Send heartbeats until the episode ends, for an agent that computes longer than its lease between two calls.
 
     Returns True if the server ended the episode.
@@ -414,7 +391,7 @@ async def keep_alive(episode: RunnableEpisode) -> bool:
             pass
 
 
-async def _was_surplus(episode: RunnableEpisode) -> bool:
+async def _was_surplus(episode: AsyncEpisode) -> bool:
     """True if the server ended the episode because the batch was full, or because the episode was stale."""
     if episode.status == "aborted" and not episode.reason:
         with contextlib.suppress(AgentJetError):
@@ -422,14 +399,14 @@ async def _was_surplus(episode: RunnableEpisode) -> bool:
     return episode.status == "aborted" and episode.reason.startswith(SURPLUS_REASONS)
 
 
-def not_needed(task: Task, episode: RunnableEpisode) -> EpisodeResult:
+def not_needed(task: Task, episode: AsyncEpisode) -> EpisodeResult:
     """The result of an episode that no batch of this run needs."""
     why = episode.reason if episode.reason.startswith(SURPLUS_REASONS) else NOT_NEEDED
     code = episode.code_version
     return EpisodeResult(task.id, task.task_set, "not_needed", episode.policy_version, error=why, code_version=code)
 
 
-def _result(task: Task, episode: RunnableEpisode, error: str = "", where: str = "") -> EpisodeResult:
+def _result(task: Task, episode: AsyncEpisode, error: str = "", where: str = "") -> EpisodeResult:
     """The episode's result, from the client's view. An episode still "live" here could not be aborted."""
     reward, version, code = episode.reward, episode.policy_version, episode.code_version
     if reward is not None:
@@ -441,6 +418,7 @@ def _result(task: Task, episode: RunnableEpisode, error: str = "", where: str = 
             reward.value,
             reward.metrics,
             by_role=reward.by_role,
+            policies=episode.policies,
             num_calls=episode.num_calls,
             code_version=code,
         )

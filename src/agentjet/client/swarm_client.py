@@ -1,10 +1,10 @@
-"""The clients of one server: `AsyncSwarm` implements every request; `Swarm` calls it from synchronous code."""
+"""`AsyncSwarm`: a client of one run of a server, for asynchronous code. `Swarm` calls it from synchronous code."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
@@ -14,7 +14,14 @@ from pydantic import BaseModel
 
 from agentjet.client.agent_source import AgentSource, AgentVersion, ModuleSource
 from agentjet.client.connection import Connection, Retry, load_settings
-from agentjet.client.episode import AsyncEpisode, Endpoint, Episode, begin_episode, checked_reward, finish_body
+from agentjet.client.episode import (
+    AsyncEpisode,
+    Endpoint,
+    Returned,
+    begin_episode,
+    checked_reward,
+    finish_body,
+)
 from agentjet.client.evaluation import (
     CHECKPOINT_WAIT,
     EVAL_WAIT,
@@ -35,8 +42,7 @@ from agentjet.client.inputs import (
     require_tasks,
 )
 from agentjet.client.report import EvalReport, TrainReport
-from agentjet.client.rollout import Agent, RolloutSpec, StartedRollout
-from agentjet.client.threads import SyncClient, blocking, blocking_run
+from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
 from agentjet.protocol import (
@@ -51,23 +57,24 @@ from agentjet.protocol import (
     ExportRequest,
     FinishRequest,
     JobBody,
-    LeaseRequest,
-    LeaseView,
-    RunRequest,
+    RunList,
+    RunSettings,
+    RunView,
     StatusResponse,
     TagRequest,
+    check_run_name,
     check_tag,
 )
-from agentjet.types import Mode, Reward, Task
+from agentjet.types import DEFAULT_RUN, Mode, Task
 
 View = TypeVar("View", bound=BaseModel)
 
 
 class AsyncSwarm:
-    """A client of one server. Use it from one event loop; close it, or use it as a context manager.
+    """A client of one run of a server. Use it from one event loop; close it, or use it as a context manager.
 
-    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN. `lease` is the epoch of a server lease: see
-    `take_lease`.
+    `url` and `token` default to AGENTJET_URL and AGENTJET_TOKEN. An address that ends in `/runs/NAME` is that of a run
+    of the server; others mean its default run.
 
     `client_id` identifies this client to the server; by default it is random. If a process begins episodes with the
     `client_id` of an earlier one, the server aborts the live episodes of the earlier one. Several processes that act as
@@ -80,27 +87,13 @@ class AsyncSwarm:
         token: str | None = None,
         *,
         client_id: str | None = None,
-        lease: int | None = None,
         instance_id: str | None = None,
         retry: Retry | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._settings = load_settings(url, token, client_id, lease, instance_id)
+        self._settings = load_settings(url, token, client_id, instance_id)
         self._retry, self._transport = retry or Retry(), transport
         self._connection = Connection(self._settings, retry=self._retry, transport=transport)
-
-    def clone(self) -> Self:
-        """Another client of the same server with the same identity, for another event loop."""
-        settings = self._settings
-        return type(self)(
-            settings.url,
-            settings.token,
-            client_id=settings.client_id,
-            lease=settings.lease,
-            instance_id=settings.instance_id,
-            retry=self._retry,
-            transport=self._transport,
-        )
 
     @property
     def url(self) -> str:
@@ -147,9 +140,10 @@ class AsyncSwarm:
         async with episode:
             yield episode
 
-    async def finish(self, episode_id: str, reward: float | Reward) -> EpisodeView:
+    async def finish(self, episode_id: str, reward: Returned) -> EpisodeView:
         """End an episode that another process began, with its reward. Raises as `AsyncEpisode.finish` does."""
-        return await self._end(episode_id, "finish", finish_body(checked_reward(reward)))
+        policies = (await self.status()).policies if isinstance(reward, Mapping) else ()
+        return await self._end(episode_id, "finish", finish_body(checked_reward(reward, policies)))
 
     async def abort(self, episode_id: str, reason: str = "") -> EpisodeView:
         """End an episode that another process began, without a score."""
@@ -177,8 +171,9 @@ class AsyncSwarm:
         eval_repeats: int = 1,
         stop_after: int = 0,
     ) -> TrainReport:
-        """Run `agent` on `tasks` until the policy has learned `steps` more batches.
+        """Run `agent` on `tasks` until the policies of the run have learned `steps` more batches.
 
+        The agent returns a number or a `Reward`; in a run with named policies also one of these for each policy.
         `seed` determines the order of the tasks. Each visit of a task is a group of the job's `group_size` episodes. If
         the agent raises, its episode is aborted and attempted up to twice more. Other clients may contribute to the
         same batches. Episodes that are live when the last batch is learned, or when this is cancelled, are aborted.
@@ -215,9 +210,9 @@ class AsyncSwarm:
                 )
 
             held_out = HeldOutEvaluations(evaluate, eval_every, stop_after)
-        training = Training(self._connection, version, tasks, code, held_out)
+        training = Training(self._connection, self.episode_request, version, tasks, steps, seed, code, held_out)
         try:
-            return await training.run(steps, concurrency=concurrency, seed=seed, progress=progress)
+            return await training.run(concurrency=concurrency, progress=progress)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None  # The internal frames do not help a user.
 
@@ -258,13 +253,13 @@ class AsyncSwarm:
         version = AgentVersion.of(agent, code_version)
 
         async def run(pinned: int | None) -> EvalReport:
-            async def start(spec: RolloutSpec) -> StartedRollout:
+            async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
                 task, code = spec.task, version.code_version
                 request = self.episode_request(task.id, task.task_set, mode="eval", code_version=code)
                 if endpoint is not None:
-                    return StartedRollout(endpoint.begin(request), version.agent)
+                    return endpoint.begin(request), version.agent
                 request = request.model_copy(update={"at_version": pinned, "temperature": temperature})
-                return StartedRollout(await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent)
+                return await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent
 
             return await run_evaluation(start, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
 
@@ -333,23 +328,50 @@ class AsyncSwarm:
         """Stop training and sampling, after the batch being learned. Needs the admin token."""
         return await self._send(StatusResponse, "POST", "/stop")
 
-    async def take_lease(self, holder: str, seconds: float, *, epoch: int | None = None) -> LeaseView:
-        """Reserve the server: during the lease only clients made with `lease=` its epoch begin episodes.
+    async def runs(self) -> list[RunView]:
+        """The runs of the server, the default run first. Needs the server's admin token, as do `start_run` and
+        `end_run`."""
+        return (await self._send(RunList, "GET", "/runs")).runs
 
-        With the `epoch` of a lease that is still held, the lease is renewed. Raises `Conflict` (`leased`,
-        `lease_over`). Needs the admin token, as do the next two methods.
+    async def start_run(
+        self,
+        name: str,
+        *,
+        job: Mapping[str, Any] | None = None,
+        policies: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> RunView:
+        """Create a run on the server, open it again, or change its job settings. `of_run` gives its client.
+
+        `job` and `policies` are as `[job]` and `[policies]` of a settings file. Without `job` the run keeps its
+        settings; a new run has those of the server. Raises `InvalidRequest` for a wrong name or setting, and `Conflict`
+        if the run exists with other policies.
         """
-        body = build_request(LeaseRequest, holder=holder, seconds=seconds, epoch=epoch)
-        return await self._send(LeaseView, "PUT", "/lease", body=body)
+        check_run_name(name)
+        check_finite(job or {})
+        check_finite(policies or {}, "policies.")
+        body = build_request(RunSettings, policies=dict(policies or {}), job=None if job is None else dict(job))
+        return await self._send(RunView, "PUT", f"/runs/{name}", body=body, server_wait=CHECKPOINT_WAIT)
 
-    async def end_lease(self) -> LeaseView:
-        """End the lease of any holder; the server returns to its own run."""
-        return await self._send(LeaseView, "DELETE", "/lease", server_wait=CHECKPOINT_WAIT)
+    async def end_run(self, name: str) -> RunView:
+        """Save a checkpoint of a run and close it. Its files stay, and `start_run` opens it again."""
+        check_run_name(name)
+        return await self._send(RunView, "DELETE", f"/runs/{name}", server_wait=CHECKPOINT_WAIT)
 
-    async def enter_run(self, name: str, job: Mapping[str, Any]) -> StatusResponse:
-        """Switch the server to a run of this lease: from the base model, or from the run's last state."""
-        body = build_request(RunRequest, name=name, job=dict(job))
-        return await self._send(StatusResponse, "PUT", "/run", body=body, server_wait=CHECKPOINT_WAIT)
+    def of_run(self, name: str, token: str | None = None) -> Self:
+        """A client of another run of this server, with the same identity. Close it, too.
+
+        `token` is a token of that run; by default the one of this client is sent.
+        """
+        check_run_name(name)
+        settings = self._settings
+        return type(self)(
+            settings.server_url if name == DEFAULT_RUN else f"{settings.server_url}/runs/{name}",
+            settings.token if token is None else token,
+            client_id=settings.client_id,
+            instance_id=settings.instance_id,
+            retry=self._retry,
+            transport=self._transport,
+        )
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints on the server's disk, oldest first."""
@@ -370,13 +392,13 @@ class AsyncSwarm:
         check_tag(name)
         return await self._send_list(CheckpointInfo, "DELETE", f"/tags/{quote(name, safe='')}")
 
-    async def export(self, *, adapter: bool = False) -> CheckpointInfo:
-        """Write the present policy to the server's disk, between two batches.
+    async def export(self, *, adapter: bool = False, policy: str = "") -> CheckpointInfo:
+        """Write the present policy to the server's disk, between two batches. `policy` names one of several.
 
         Writes a plain Hugging Face folder, or with `adapter` its adapter alone as a PEFT folder. Raises
         `InvalidRequest` for the adapter of a policy without one.
         """
-        body = ExportRequest(adapter=adapter)
+        body = build_request(ExportRequest, adapter=adapter, policy=policy)
         return await self._send(CheckpointInfo, "POST", "/exports", body=body, server_wait=CHECKPOINT_WAIT)
 
     async def _send(
@@ -401,77 +423,3 @@ class AsyncSwarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-class Swarm(SyncClient[AsyncSwarm]):
-    """A client of one server for synchronous code. May be used from several threads.
-
-    Arguments and methods are those of `AsyncSwarm`. Ctrl-C in `train` and `evaluate` aborts the live episodes, then
-    raises a `KeyboardInterrupt`; a script that does not catch it ends with a message. SIGTERM aborts them too, then
-    raises `SystemExit`.
-    """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        token: str | None = None,
-        *,
-        client_id: str | None = None,
-        lease: int | None = None,
-        instance_id: str | None = None,
-        retry: Retry | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        named = {"client_id": client_id, "instance_id": instance_id}
-        super().__init__(AsyncSwarm(url, token, **named, lease=lease, retry=retry, transport=transport))
-
-    @property
-    def asynchronous(self) -> AsyncSwarm:
-        """A client of the same server with the same identity, for the caller's own event loop."""
-        return self._client.clone()
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._client.url
-
-    def begin(
-        self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
-    ) -> Episode:
-        """See `AsyncSwarm.begin`."""
-        begun = self._loop.run(self._client.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait))
-        return begun.blocking(self._loop.run)
-
-    @contextmanager
-    def episode(
-        self, task_id: str, *, task_set: str = "", group: str = "", mode: Mode = "train", wait: float = 60.0
-    ) -> Iterator[Episode]:
-        """See `AsyncSwarm.episode`."""
-        with self.begin(task_id, task_set=task_set, group=group, mode=mode, wait=wait) as episode:
-            yield episode
-
-    finish = blocking(AsyncSwarm.finish)
-    abort = blocking(AsyncSwarm.abort)
-    train = blocking_run(AsyncSwarm.train)
-    evaluate = blocking_run(AsyncSwarm.evaluate)
-    episodes = blocking(AsyncSwarm.episodes)
-    episode_tree = blocking(AsyncSwarm.episode_tree)
-    evaluations = blocking(AsyncSwarm.evaluations)
-    status = blocking(AsyncSwarm.status)
-    job = blocking(AsyncSwarm.job)
-    set_job = blocking(AsyncSwarm.set_job)
-    change_job = blocking(AsyncSwarm.change_job)
-    start = blocking(AsyncSwarm.start)
-    stop = blocking(AsyncSwarm.stop)
-    take_lease = blocking(AsyncSwarm.take_lease)
-    end_lease = blocking(AsyncSwarm.end_lease)
-    enter_run = blocking(AsyncSwarm.enter_run)
-    checkpoints = blocking(AsyncSwarm.checkpoints)
-    checkpoint = blocking(AsyncSwarm.checkpoint)
-    tag = blocking(AsyncSwarm.tag)
-    untag = blocking(AsyncSwarm.untag)
-    export = blocking(AsyncSwarm.export)
-
-    def events(self, after: int = 0) -> Iterator[Event]:
-        """See `AsyncSwarm.events`."""
-        return self._loop.iterate(self._client.events(after))

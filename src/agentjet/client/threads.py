@@ -1,6 +1,6 @@
 """Threads, loops and signals: the border between synchronous and asynchronous code.
 
-* `LoopThread` runs an event loop in a thread, for synchronous callers. `SyncClient` uses it.
+* `LoopThread` runs an event loop in a thread, for synchronous callers.
 * `in_thread` runs a synchronous agent in a thread.
 * `raise_on_signals` and `exit_with_parent` end a process so that its live episodes are aborted first.
 """
@@ -19,9 +19,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from types import FrameType, TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from agentjet.errors import AgentJetError
 
@@ -33,7 +32,6 @@ BLOCKED_SECONDS = 0.1
 """Time for a loop that may be blocked to end."""
 CLEANING_SECONDS = 8.0
 """Longest wait after Ctrl-C for a coroutine to clean up. Aborting all live episodes must fit."""
-P = ParamSpec("P")
 
 
 @contextmanager
@@ -223,77 +221,3 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
     threading.Thread(target=work, name="agentjet-agent", daemon=True).start()
     return await future
-
-
-class Interrupted(SystemExit, KeyboardInterrupt):
-    """Ctrl-C during a run. `except KeyboardInterrupt` catches it. A script that does not catch it ends with the message
-    and status 1, as after `sys.exit(message)`, without a traceback."""
-
-
-class Closable(Protocol):
-    """An asynchronous client."""
-
-    async def close(self) -> None: ...
-
-
-Client = TypeVar("Client", bound=Closable)
-
-
-class SyncClient(Generic[Client]):
-    """A client for synchronous code; close it, or use it as a context manager."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._loop = LoopThread()
-
-    def close(self) -> None:
-        """Close the connections and end the thread."""
-        if not self._loop.abandoned:
-            self._loop.run(self._client.close())
-        self._loop.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def blocking(
-    verb: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[SyncClient[Client], P], T]:
-    """A method of the asynchronous client as a synchronous method with the same signature."""
-
-    @wraps(verb)
-    def run(self: SyncClient[Client], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._loop.run(verb(self._client, *args, **kwargs))
-
-    return run
-
-
-def blocking_run(
-    verb: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[SyncClient[Client], P], T]:
-    """The same for a method that runs agents. Ctrl-C aborts the live episodes, then raises `Interrupted`; SIGTERM, then
-    `SystemExit`."""
-
-    @wraps(verb)
-    def run_agents(self: SyncClient[Client], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return self._loop.run_agents(verb(self._client, *args, **kwargs))
-        except (AgentJetError, KeyboardInterrupt) as error:
-            raise _without_frames(error) from None
-
-    return run_agents
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """The exception as the author of the script sees it: the message, under the line of the script."""
-    if isinstance(error, KeyboardInterrupt):
-        return Interrupted(
-            "interrupted: this client's live episodes were aborted (or end with their leases); "
-            "finished training steps are kept"
-        )
-    return error.with_traceback(None)

@@ -11,6 +11,7 @@ A backend implements `Compute`, that is both `Sampler` and `Learner`. Invariants
 * Operations on a policy are numbered from 0 and applied in order, each once. A repeated operation returns its stored
   result and changes nothing. Any other number, or the same number with another body, raises `OperationConflict`.
 * A bad request never disturbs another. An operation that raises an `AgentJetError` changes nothing.
+* Policies are isolated: operations on one policy change neither the weights nor the cached prefixes of another.
 
 Gradients accumulate over `forward_backward` calls until `optim_step`. They die with the worker: load the newest
 checkpoint and apply the later operations again, in order.
@@ -26,7 +27,7 @@ from typing import Any, Protocol, Self
 
 from numpy.typing import NDArray
 
-from agentjet.config import AlgorithmConfig, JobConfig, OptimizerConfig, ServeConfig
+from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.errors import ConfigError, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, OperationKind, PolicyId, Sampled, SamplingParams, TokenScore
@@ -47,9 +48,12 @@ class Capabilities:
 
 
 def check_capabilities(capabilities: Capabilities, config: ServeConfig, job: JobConfig) -> None:
-    """Raises `ConfigError` for the first setting that needs a missing capability."""
-    if config.model.lora.rank and not capabilities.adapters:
-        raise ConfigError(f"model.lora.rank = {config.model.lora.rank}: this backend trains no adapters; set it to 0")
+    """Raises `ConfigError` for the first setting of a policy or job that needs a missing capability."""
+    for policy in config.policy_names:
+        rank = config.model_of(policy).lora.rank
+        if rank and not capabilities.adapters:
+            key = f"policies.{policy}.lora.rank" if config.policies else "model.lora.rank"
+            raise ConfigError(f"{key} = {rank}: this backend trains no adapters; set it to 0")
     truncating = [name for name in ("top_p", "top_k") if name not in job.sampling.override]
     if truncating and not capabilities.support_sets:
         raise ConfigError(
@@ -108,8 +112,8 @@ class Sampler(Protocol):
 
         * `OutOfCache` if prompt and completion exceed the cache;
         * `GrammarError` if the grammar of `params` allows no next token;
-        * `ComputeError` for an unknown policy or token ids outside the vocabulary;
-        * `WorkerDied` if the worker ends.
+        * `ComputeError` for token ids outside the vocabulary;
+        * `WorkerDied` if the worker ends, or if the policy is not in a worker.
         """
         ...
 
@@ -163,30 +167,47 @@ class Learner(Protocol):
 
 
 class Compute(Sampler, Learner, Protocol):
-    """A backend: a sampler, a learner, and the life of their worker."""
+    """A backend: samplers, learners, and the life of the workers that host their policies.
+
+    A policy belongs to one worker from `add` to `remove`. Before and after, and if that worker died, every other method
+    for the policy raises `WorkerDied`. Policies of one worker recover independently: each is added again alone.
+    """
 
     @property
     def capabilities(self) -> Capabilities:
-        """The features of the backend. Known before `start`."""
+        """The features of the backend. Known before the first `add`."""
         ...
 
-    async def start(self, *, dtype: str = "") -> ModelInfo:
-        """Start or restart the worker on the configured model, with the weights of version 0 and operation 0.
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
+        """Add a policy with the weights of version 0 and operation 0; replaces the policy if it exists.
 
-        `dtype` is the type of an existing policy. It applies if `model.dtype` is `auto`. Raises `ConfigError` if the
-        model cannot be loaded, and `WorkerDied` if the worker ends during the start.
+        Starts the worker of that name if it does not run. Adapters of a worker share one base model. `dtype` is the
+        type of an existing policy. It applies if `model.dtype` is `auto`.
+
+        Raises:
+
+        * `ConfigError` if the model cannot be loaded, or if it is an adapter and the worker has adapters of another
+          base model or type;
+        * `WorkerDied` if the worker ends.
+        """
+        ...
+
+    async def remove(self, policy: PolicyId) -> None:
+        """Free a policy; its completions fail with `WorkerDied`. Idempotent, also after the worker died.
+
+        A worker without policies ends.
+        """
+        ...
+
+    async def died(self, policies: Sequence[PolicyId]) -> WorkerDied:
+        """Wait until a worker of these policies ends unexpectedly; returns the reason.
+
+        The backend kills a worker that hangs: `WorkerHung`.
         """
         ...
 
     async def close(self) -> None:
-        """Stop the worker and wait for its end. Idempotent."""
-        ...
-
-    async def died(self) -> WorkerDied:
-        """Wait until the worker ends unexpectedly; returns the reason.
-
-        The backend kills a worker that hangs: `WorkerHung`.
-        """
+        """Stop all workers and wait for their end. Idempotent."""
         ...
 
 
@@ -209,7 +230,7 @@ async def learn(
         outputs = await learner.forward_backward(op, batch, LossSpec.of(job, len(steps)))
         if before is not None:
             await before(op.next(), "optim_step")
-        steps.append((outputs.metrics, await learner.optim_step(op.next(), job.optimizer)))
+        steps.append((outputs.metrics, await learner.optim_step(op.next(), job.optimizer_of(op.policy))))
         num_steps = outputs.num_steps
         op = op.next().next()
     return merged_metrics(steps), op

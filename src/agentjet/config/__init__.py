@@ -1,6 +1,6 @@
 """Settings: the schema, its loader and its reference. The only package of the server that reads the environment."""
 
-from agentjet.config.job import AlgorithmConfig, JobConfig, OptimizerConfig, SideCallRule
+from agentjet.config.job import AlgorithmConfig, JobConfig, OptimizerConfig, SideCallRule, unknown_policy
 from agentjet.config.loader import load_config, parse_config, parse_job, server_token
 from agentjet.config.reference import changed_settings, setting_names, settings_table
 from agentjet.config.schema import LoraConfig, ModelConfig, PolicyConfig, SamplerConfig, ServeConfig, ServerConfig
@@ -23,4 +23,5 @@ __all__ = [
     "server_token",
     "setting_names",
     "settings_table",
+    "unknown_policy",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -30,6 +32,13 @@ def _check_policy_name(name: str) -> str:
 
 PolicyName = Annotated[str, AfterValidator(_check_policy_name)]
 """Agents give it as `model`; metrics and folders of checkpoints have it in front."""
+
+
+def unknown_policy(name: str, policies: Sequence[str]) -> str:
+    """Returns the message about a policy that the run does not have. `policies` are those of the run."""
+    nearest = get_close_matches(name, policies, 1)
+    way_out = f"did you mean {nearest[0]!r}?" if nearest else f"its policies are {', '.join(map(repr, policies))}"
+    return f"the run has no policy {name!r}; {way_out}"
 
 
 class Section(BaseModel):

@@ -41,7 +41,7 @@ def load_config(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if path is not None:
-        values = _read_toml(path)
+        values = read_toml(path)
         origins = dict.fromkeys(_keys(values), str(path))
     for variable, key in ENVIRONMENT.items():
         if environ.get(variable):
@@ -99,7 +99,8 @@ def parse_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 and "#" not in text else text
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the content of a settings file. Raises `ConfigError`."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -128,8 +129,24 @@ def _validate(schema: type[S], values: dict[str, Any], prefix: str, origins: Map
         raise ConfigError("\n".join(_sentence(detail, prefix, origins) for detail in error.errors())) from None
 
 
+SAME_SETTINGS = (
+    (r"policies\.[^.]+\.lora", "model.lora"),
+    (r"policies\.[^.]+", "policies.NAME"),
+    (r"job\.optimizers\.[^.]+", "job.optimizer"),
+)
+"""Sections with a name of the user, and the sections whose settings they have."""
+
+
 def _nearest(key: str) -> str | None:
     """Returns the known name most similar to `key`, by the whole path or by the last part."""
+    for pattern, section in SAME_SETTINGS:
+        if found := re.match(rf"{pattern}(?=\.)", key):
+            nearest = _nearest_setting(section + key[found.end() :])
+            return nearest and re.sub(rf"^{section}(?=\.)", found[0], nearest)
+    return _nearest_setting(key)
+
+
+def _nearest_setting(key: str) -> str | None:
     leaf = key.rpartition(".")[2]
 
     def similarity(name: str) -> float:
@@ -148,12 +165,13 @@ def _sentence(detail: ErrorDetails, prefix: str, origins: Mapping[str, str]) -> 
     key = prefix + ".".join(str(part) for part in detail["loc"] if part != "[key]")
     message = detail["msg"].removeprefix("Value error, ")
     origin = f" ({origins[key]})" if key in origins else ""
-    stated = f"{key} = {detail['input']!r}{origin}"
+    stated = f"{key} = {detail['input']!r}{origin}" if detail["loc"][-1:] != ("[key]",) else key
     if detail["type"] == "extra_forbidden":
         nearest = _nearest(re.sub(r"\.\d+\b", "", key))
         way_out = f"did you mean {nearest}?" if nearest else "docs/settings.md lists them all"
         return f"{stated}: there is no such setting; {way_out}"
-    if detail["type"] == "model_type" and (section := dict(sections()).get(key)):
+    as_listed = re.sub(r"^policies\.[^.]+$", "policies.NAME", key)
+    if detail["type"] == "model_type" and (section := dict(sections()).get(as_listed)):
         return f"{stated}: this is a section; set what is in it, such as {key}.{next(iter(section.model_fields))}"
     if isinstance(detail["input"], dict):  # a cross-check of a section, whose message names the keys and values
         key = key.rstrip(".")

@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from agentjet.config.job import Int64, JobConfig, PolicyName, Section
+from agentjet.config.job import Int64, JobConfig, PolicyName, Section, unknown_policy
 from agentjet.types import SOLE_POLICY
 
 LogFormat = Literal["text", "json"]
@@ -185,13 +185,19 @@ class ServeConfig(Section):
         return self.policies[policy].worker if policy in self.policies else ""
 
     @model_validator(mode="after")
+    def _names_are_not_the_default(self) -> Self:
+        if SOLE_POLICY in self.policies:
+            raise ValueError(
+                f"policies.{SOLE_POLICY}: {SOLE_POLICY!r} is the policy of a run without [policies]: choose another "
+                "name, or omit [policies]"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _optimizers_have_policies(self) -> Self:
         for name in self.job.optimizers:
             if name not in self.policy_names:
-                raise ValueError(
-                    f"job.optimizers.{name}: the run has no policy {name!r}; its policies are "
-                    f"{', '.join(self.policy_names)}"
-                )
+                raise ValueError(f"job.optimizers.{name}: {unknown_policy(name, self.policy_names)}")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The running server without HTTP: the path of a call, the training loop, the worker's supervision. Imports no torch.
+"""The runs of a server without HTTP: the path of a call, the training loop, supervision of workers. Imports no torch.
 
 gateway = Gateway(config, compute)
 await gateway.start()
@@ -12,6 +12,7 @@ await gateway.close()
 
 from agentjet.gateway.gateway import Gateway
 from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.gateway.runs import Runs
 from agentjet.swarm import Episode
 
-__all__ = ["CallChunk", "CallRequest", "Episode", "Gateway"]
+__all__ = ["CallChunk", "CallRequest", "Episode", "Gateway", "Runs"]

@@ -8,7 +8,8 @@ Prompt, gate, sampler, journal, chunks: `ActiveCall` is the state of one call on
   the server works, and runs while the agent reads. Each chunk that the agent takes renews it.
 * An answer that was not delivered, or that a retry repeats, is an orphan: it trains nothing. See `ActiveCalls`.
 * A worker that crashes during a call is replaced without an error, unless a part of the answer was sent. A call that
-  `MAX_CRASHES` workers crashed on is given up, because it may cause the crashes.
+  `MAX_CRASHES` workers crashed on is given up, because it may cause the crashes. Crashes during an operation of another
+  run do not count.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
-from typing import Protocol
 
-from agentjet.compute import Compute
 from agentjet.errors import (
     ComputeError,
     ContextOverflow,
@@ -34,8 +33,8 @@ from agentjet.errors import (
 )
 from agentjet.gateway import observability
 from agentjet.gateway.completion_parser import CompletionParser
-from agentjet.gateway.concurrency import CallLimits, Gate, GroupCommit, offload
-from agentjet.gateway.observability import Tracing
+from agentjet.gateway.concurrency import CallLimits, offload
+from agentjet.gateway.engine import Engine, LoadedModel
 from agentjet.gateway.prompts import num_characters, prepare_prompt
 from agentjet.gateway.requests import (
     ActiveCall,
@@ -47,11 +46,11 @@ from agentjet.gateway.requests import (
     with_choice_seed,
     with_overrides,
 )
-from agentjet.rendering import Renderer
-from agentjet.swarm import Episode, SwarmState
+from agentjet.gateway.training_loop import OpenRun
+from agentjet.swarm import Episode
 from agentjet.timeline.identity import context_digest
 from agentjet.timeline.support import pack_sets
-from agentjet.types import Call, Conversation, ModelInfo, PolicyId
+from agentjet.types import Call, Conversation
 
 RESAMPLE_SECONDS = 0.05
 """Wait before a call whose worker crashed enters the gate again. The gate is held by then."""
@@ -60,48 +59,25 @@ MAX_CRASHES = 2
 """Workers that may crash during one call before it is given up."""
 
 
-class LoadedModel(Protocol):
-    """The model of the present worker. `model` and `renderer` are None until a worker was up once."""
-
-    policy: PolicyId
-    model: ModelInfo | None
-    renderer: Renderer | None
-    num_workers: int
-    """Number of workers started so far."""
-
-
 class CallPath:
     """Answers calls. One object per gateway."""
 
-    def __init__(
-        self,
-        swarm: SwarmState,
-        commits: GroupCommit,
-        compute: Compute,
-        gate: Gate,
-        loaded: LoadedModel,
-        call_timeout: float,
-        *,
-        limits: CallLimits,
-        tracing: Tracing,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`call_timeout` limits the seconds that a call is held in all. Sampling does not count."""
-        self._swarm = swarm
-        self._commits = commits
-        self._compute = compute
-        self._gate = gate
-        self._loaded = loaded
-        self._call_timeout = call_timeout
+    def __init__(self, run: OpenRun, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
+        self._run = run
+        self._swarm = run.swarm
+        self._compute = run.compute
+        self._engine = engine
+        self._call_timeout = run.config.server.call_timeout
+        """Maximum of the seconds that a call is held in all. Sampling does not count."""
         self._clock = clock
-        self._limits = limits
-        self._tracing = tracing
-        self.active = ActiveCalls(swarm)
+        self._limits = CallLimits(run.config.server)
+        self.active = ActiveCalls(run.swarm)
 
     async def run(
         self, episode_id: str, role: str, request: CallRequest, hang_up: Callable[[], None]
     ) -> AsyncGenerator[CallChunk]:
         """Yields the chunks of an answer. See `Gateway.call`."""
+        observability.run.set(self._run.name)
         observability.episode_id.set(episode_id)
         with (
             self.active.track(episode_id, role, request, hang_up) as call,
@@ -157,21 +133,19 @@ class CallPath:
     async def count_tokens(self, episode_id: str, role: str, conversation: Conversation, num_bytes: int) -> int:
         """Returns the prompt length of a call with `conversation`. Nothing is sampled or recorded."""
         with self._swarm.calling(episode_id):
-            _, renderer = await self._loaded_model()
+            renderer = (await self._loaded_model(role)).renderer
             tree = self._swarm.tree(episode_id, role)
             size = num_bytes + num_characters(conversation)
             return len(
                 (await offload(size, prepare_prompt, renderer, tree, conversation, self._swarm.job.history)).tokens
             )
 
-    async def _loaded_model(self) -> tuple[ModelInfo, Renderer]:
-        """Waits for the first worker if none was up yet."""
-        if self._loaded.renderer is None:
-            async with self._gate.enter(self._call_timeout):
+    async def _loaded_model(self, role: str) -> LoadedModel:
+        """Returns the model of a role's policy. Waits until the policies were up once."""
+        if not self._engine.models:
+            async with self._run.gate.enter(self._call_timeout):
                 pass
-        model, renderer = self._loaded.model, self._loaded.renderer
-        assert model is not None and renderer is not None, "the gate opens for a worker that is up"
-        return model, renderer
+        return self._engine.models[self._run.policy_id(role).policy]
 
     async def _prepare(self, call: ActiveCall, episode: Episode) -> None:
         """Checks the request and prepares its prompt, so that every error shows before the call is held for a batch."""
@@ -180,7 +154,8 @@ class CallPath:
         call.deadline = asyncio.get_running_loop().time() + self._call_timeout
         call.request = request = with_overrides(call.request, job, episode)
         params = sampling_params(request, job, episode)
-        model, renderer = await self._loaded_model()
+        loaded = await self._loaded_model(call.role)
+        model, renderer = loaded.info, loaded.renderer
         call.renderer, call.tool_format = renderer, model.tool_format
         if request.template_kwargs and not renderer.ignores(request.conversation, request.template_kwargs):
             raise InvalidRequest(
@@ -206,7 +181,7 @@ class CallPath:
     async def _choice(self, call: ActiveCall, index: int) -> None:
         """Samples and records one choice. Puts its chunks, or the error, into the outbox."""
         try:
-            with self._swarm.calling(call.episode_id), self._tracing.call(call.episode_id, call.role):
+            with self._swarm.calling(call.episode_id), self._run.tracing.call(call.episode_id, call.role):
                 while not await self._try_choice(call, index):
                     await asyncio.sleep(RESAMPLE_SECONDS)
         except Exception as error:  # `run` raises it in the caller's task.
@@ -215,9 +190,9 @@ class CallPath:
     async def _try_choice(self, call: ActiveCall, index: int) -> bool:
         """Returns False if the worker crashed before a part of the answer was sent."""
         sent = False
-        async with self._gate.enter(max(0.0, call.deadline - asyncio.get_running_loop().time())):
+        async with self._run.gate.enter(max(0.0, call.deadline - asyncio.get_running_loop().time())):
             self._swarm.heartbeat(call.episode_id)  # Raises if the episode ended while its call was held.
-            worker = self._loaded.num_workers
+            worker = self._engine.num_workers
             call_id = (index == 0 and call.request.id) or uuid.uuid4().hex
             parser = CompletionParser(
                 call.renderer,
@@ -239,7 +214,8 @@ class CallPath:
                         status=503,
                         retry_after=5.0,
                     ) from error
-                call.crashed_workers.add(worker)
+                if not self._engine.is_of_another_run(error):
+                    call.crashed_workers.add(worker)
                 if len(call.crashed_workers) >= MAX_CRASHES:
                     raise RequestError(
                         f"{MAX_CRASHES} workers in a row crashed while serving this call; giving up.",
@@ -262,7 +238,9 @@ class CallPath:
             choice=index,
         )
         with _request_errors(call.request):
-            async with aclosing(self._compute.sample(self._loaded.policy, call.prompt.tokens, params)) as pieces:
+            async with aclosing(
+                self._compute.sample(self._run.policy_id(call.role), call.prompt.tokens, params)
+            ) as pieces:
                 async for piece in pieces:
                     parser.push(piece)
                     if parser.stopped or piece.finish_reason is not None:
@@ -281,7 +259,7 @@ class CallPath:
         if num_likeliest is None:
             return ()
         with _request_errors(call.request):
-            scores = await self._compute.score(self._loaded.policy, tokens, num_likeliest)
+            scores = await self._compute.score(self._run.policy_id(call.role), tokens, num_likeliest)
         texts = [call.renderer.token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):
@@ -322,8 +300,8 @@ class CallPath:
         )
         self._swarm.record_call(record, prompt.pieces, call.renderer.pieces(completion))
         call.recorded.append(call_id)
-        await self._commits.durable()
-        self._tracing.recorded(record)
+        await self._run.commits.durable()
+        self._run.tracing.recorded(record)
         return CallChunk(
             *(index, text, reasoning, parser.new_tokens(), record, len(prompt.tokens)), stop=parser.stopped_by
         )

@@ -1,6 +1,7 @@
-"""Checkpoints of a data dir: the folders `checkpoints/step_000123/`, their tags, exports and scores.
+"""Checkpoints of a run: the folders `checkpoints/step_000123/`, their tags, exports and scores.
 
-The worker writes the folders; `CheckpointStore` finds, names and removes them. Invariants:
+A checkpoint has all policies of the run. In a run with named policies it has a folder for each. The worker writes the
+folders; `CheckpointStore` finds, names and removes them. Invariants:
 * a checkpoint gets its name once it is complete on disk and the journal has recorded its digest;
 * a checkpoint is good once this server has written or loaded it. Only good ones displace older ones;
 * a checkpoint with a tag is never removed. One that only its tag keeps does not serve recovery;
@@ -10,28 +11,27 @@ The worker writes the folders; `CheckpointStore` finds, names and removes them. 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agentjet.compute import Compute
-from agentjet.config import ServeConfig
 from agentjet.errors import CheckpointError, Conflict, InvalidRequest, NotFound, RequestError
-from agentjet.gateway.concurrency import GroupCommit
 from agentjet.protocol import CheckpointInfo, EvaluationRequest, EvaluationView, check_tag
-from agentjet.swarm import SwarmState
-from agentjet.types import CheckpointStamp
+from agentjet.types import SOLE_POLICY, CheckpointStamp
 
 if TYPE_CHECKING:
     from agentjet.gateway.engine import Engine
+    from agentjet.gateway.training_loop import OpenRun
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +42,15 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStore:
-    """The checkpoints under `data_dir`."""
+    """The checkpoints under `run_folder`."""
 
-    data_dir: Path
+    run_folder: Path
     _good: set[int] = field(default_factory=set)
     """Policy versions of the checkpoints that this server has written or loaded."""
 
     @property
     def folder(self) -> Path:
-        return self.data_dir / "checkpoints"
+        return self.run_folder / "checkpoints"
 
     def path(self, policy_version: int) -> Path:
         return self.folder / f"step_{policy_version:06d}"
@@ -86,11 +86,11 @@ class CheckpointStore:
         found = self.listing()
         return found[-1].policy_version if found else None
 
-    def dtype(self) -> str:
-        """The newest readable checkpoint's type of weights, or empty. Needed for checkpoints without their journal."""
+    def dtype(self, policy: str) -> str:
+        """Type of a policy's weights in the newest readable checkpoint, or empty. For checkpoints without a journal."""
         for info in reversed(self.listing()):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                found = json.loads((Path(info.path) / "state.json").read_bytes())["dtype"]
+                found = _state(policy_folders(Path(info.path))[policy])["dtype"]
                 if found in DTYPES:
                     return str(found)
         return ""
@@ -199,13 +199,35 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _digest(folder: Path) -> str | None:
+def policy_folders(checkpoint: Path) -> dict[str, Path]:
+    """Returns the folders of a checkpoint's policies, by policy."""
+    named = {path.parent.name: path.parent for path in sorted(checkpoint.glob("*/state.json"))}
+    return named or {SOLE_POLICY: checkpoint}
+
+
+def combined_stamp(stamps: Mapping[str, CheckpointStamp]) -> CheckpointStamp:
+    """Returns the stamp of a checkpoint from those of its policies, which have the same policy version."""
+    if SOLE_POLICY in stamps:
+        return stamps[SOLE_POLICY]
+    version = next(stamp.policy_version for stamp in stamps.values())
+    return CheckpointStamp(version, _combined_digest({name: stamp.digest for name, stamp in stamps.items()}))
+
+
+def _combined_digest(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+
+
+def _digest(checkpoint: Path) -> str | None:
     """Returns the digest that the checkpoint claims. Loading verifies it."""
     try:
-        state = json.loads((folder / "state.json").read_bytes())
-    except (OSError, ValueError):
+        digests = {name: str(_state(folder)["digest"]) for name, folder in policy_folders(checkpoint).items()}
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return state.get("digest") if isinstance(state, dict) else None
+    return digests.get(SOLE_POLICY) or _combined_digest(digests)
+
+
+def _state(folder: Path) -> Any:
+    return json.loads((folder / "state.json").read_bytes())
 
 
 def flush(path: Path) -> None:
@@ -215,6 +237,17 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file, which only its owner can read, atomically. Raises `OSError`."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.touch(0o600)
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def remove_old_exports(folder: Path, keep: int) -> None:
@@ -286,14 +319,9 @@ class Tags:
 
     def _write(self, tags: dict[str, int]) -> None:
         path = self.folder / FILE
-        partial = path.with_name(f".{FILE}.partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with partial.open("w", encoding="utf-8") as file:
-                json.dump(tags, file, indent=2, sort_keys=True)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+            write_json(path, dict(sorted(tags.items())))
         except OSError as error:
             raise CheckpointError(f"{path} could not be written: {error}") from error
 
@@ -301,21 +329,11 @@ class Tags:
 class PolicyVersions:
     """Scores, checkpoints and exports of a run's policy versions."""
 
-    def __init__(
-        self,
-        swarm: SwarmState,
-        commits: GroupCommit,
-        engine: Engine,
-        store: CheckpointStore,
-        compute: Compute,
-        config: ServeConfig,
-    ) -> None:
-        self._swarm = swarm
-        self._commits = commits
+    def __init__(self, run: OpenRun, engine: Engine) -> None:
+        self._run = run
+        self._swarm = run.swarm
+        self._compute = run.compute
         self._engine = engine
-        self._store = store
-        self._compute = compute
-        self._config = config
 
     async def record_evaluation(
         self, request: EvaluationRequest, *, idempotency_key: str | None = None
@@ -325,7 +343,7 @@ class PolicyVersions:
         Keeps the checkpoint of that version if it is the best and `job.keep_best` is set.
         """
         self._swarm.record_evaluation(request, idempotency_key=idempotency_key)
-        await self._commits.durable()
+        await self._run.commits.durable()
         found = self._swarm.queries.evaluations()
         best = next(evaluation.policy_version for evaluation in found if evaluation.best)
         if self._swarm.job.keep_best and best == request.policy_version:
@@ -344,16 +362,16 @@ class PolicyVersions:
 
         try:
             await self._engine.between_batches("checkpoint", save)
-            self._store.check_exists(version)
-            self._store.tags.put(BEST, version)
-            self._store.rotate(self._swarm.job.keep_checkpoints)
+            self._run.store.check_exists(version)
+            self._run.store.tags.put(BEST, version)
+            self._run.store.rotate(self._swarm.job.keep_checkpoints)
         except (CheckpointError, RequestError) as error:
             log.error("the checkpoint of policy version %d, the best one, could not be kept: %s", version, error)
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the checkpoints, oldest first, with their tags and scores. Raises `CheckpointError`."""
         scores = {evaluation.policy_version: evaluation.score for evaluation in self._swarm.queries.evaluations()}
-        tags = self._store.tags.read()
+        tags = self._run.store.tags.read()
         return [
             info.model_copy(
                 update={
@@ -361,7 +379,7 @@ class PolicyVersions:
                     "score": scores.get(info.policy_version),
                 }
             )
-            for info in self._store.listing()
+            for info in self._run.store.listing()
         ]
 
     async def tag(self, name: str, policy_version: int) -> list[CheckpointInfo]:
@@ -369,9 +387,9 @@ class PolicyVersions:
 
         Raises `InvalidRequest`, `NotFound`, `Conflict`, `CheckpointError`.
         """
-        self._store.tags.check_new(name, policy_version)
-        self._store.check_exists(policy_version)
-        self._store.tags.put(name, policy_version)
+        self._run.store.tags.check_new(name, policy_version)
+        self._run.store.check_exists(policy_version)
+        self._run.store.tags.put(name, policy_version)
         return await self.checkpoints()
 
     async def untag(self, name: str) -> list[CheckpointInfo]:
@@ -384,7 +402,7 @@ class PolicyVersions:
                 status=422,
                 param="name",
             )
-        self._store.tags.remove(name)
+        self._run.store.tags.remove(name)
         return await self.checkpoints()
 
     async def save(self) -> CheckpointInfo:
@@ -394,30 +412,41 @@ class PolicyVersions:
         """
         return await self._engine.between_batches("checkpoint", self._engine.training.checkpoint)
 
-    async def export(self, *, adapter: bool = False) -> CheckpointInfo:
-        """Writes the present policy version as a Hugging Face folder under `exports/` of the data dir.
+    async def export(self, *, policy: str = "", adapter: bool = False) -> CheckpointInfo:
+        """Writes the present version of a policy as a Hugging Face folder under `exports/` of the run.
 
-        With `adapter`, writes the adapter alone as a PEFT folder. Removes all but the newest `server.keep_exports`.
-        Raises `InvalidRequest` if the policy has no adapter, `Conflict` if it has diverged.
+        `policy` may be empty if the run has only one. With `adapter`, writes the adapter alone as a PEFT folder.
+        Removes all but the newest `server.keep_exports` exports of the policy.
+        Raises `InvalidRequest` if `policy` is unknown or has no adapter, `Conflict` if the run has diverged.
         """
-        if adapter and not self._config.model.lora.rank:
+        chosen = self._exported_policy(policy)
+        if adapter and not self._run.config.model_of(chosen).lora.rank:
+            key = f"policies.{chosen}.lora" if self._run.config.policies else "model.lora.rank"
             raise InvalidRequest(
-                "adapter = true, but model.lora.rank = 0: all weights are trained, so the policy has no adapter. "
+                f"adapter = true, but {key} = 0: all weights are trained, so the policy has no adapter. "
                 "Export the whole model, without --adapter.",
                 code="no_adapter",
                 status=422,
                 param="adapter",
             )
+        folder = self._run.store.run_folder / "exports" / (chosen if self._run.config.policies else "")
 
         async def write() -> CheckpointInfo:
             self._engine.training.refuse_diverged()
             version = self._swarm.policy_version
-            name = f"step_{version:06d}{'-adapter' if adapter else ''}"
-            path = self._config.server.data_dir / "exports" / name
+            path = folder / f"step_{version:06d}{'-adapter' if adapter else ''}"
             if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                await self._compute.export(self._engine.policy, path, adapter=adapter)
-                await asyncio.to_thread(remove_old_exports, path.parent, self._config.server.keep_exports)
+                folder.mkdir(parents=True, exist_ok=True)
+                await self._compute.export(self._run.policy_id(chosen), path, adapter=adapter)
+                await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 
         return await self._engine.between_batches("export", write)
+
+    def _exported_policy(self, policy: str) -> str:
+        known = self._run.config.policy_names
+        if policy in known or (not policy and len(known) == 1):
+            return policy or known[0]
+        near = get_close_matches(policy, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the policies of this run are {', '.join(known)}."
+        raise InvalidRequest(f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy")

@@ -1,9 +1,10 @@
-"""`Engine`: supervises the worker. It starts a worker, restores it from the newest checkpoint and runs `TrainingLoop`.
+"""`Engine`: supervises the policies of a run. It adds them to the backend, restores them from the newest checkpoint and
+runs `TrainingLoop`.
 
-After a failure it starts another worker.
+After a failure of a worker it does so again, for all policies of the run. Other runs on the worker recover separately.
 
     offline ─► loading ─► sampling ◄─► learning
-                  ▲  └──────┬──────────┘ (a worker that crashed: loading again)
+                  ▲  └──────┬──────────┘ (a worker crashed: loading again)
                   │         ├─► draining ─► offline
                   └ failed ◄┘
 
@@ -16,20 +17,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from agentjet.compute.protocol import Compute, check_capabilities
-from agentjet.config import JobConfig, ServeConfig
+from agentjet.compute.protocol import check_capabilities
+from agentjet.config import JobConfig
 from agentjet.errors import AgentJetError, CheckpointError, ConfigError, Conflict, Later, WorkerDied, WorkerHung
-from agentjet.gateway.checkpoints import CheckpointStore
-from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
-from agentjet.gateway.observability import MetricsFile, Tracing, emit_event
-from agentjet.gateway.training_loop import TrainingLoop
+from agentjet.gateway import observability
+from agentjet.gateway.checkpoints import combined_stamp, policy_folders
+from agentjet.gateway.observability import emit_event
+from agentjet.gateway.training_loop import OpenRun, TrainingLoop
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
-from agentjet.swarm import Batch, SwarmState
-from agentjet.types import CheckpointStamp, EngineState, ModelInfo, Op, PolicyId
+from agentjet.swarm import Batch
+from agentjet.types import CheckpointStamp, EngineState, ModelInfo
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -85,86 +87,62 @@ def check_demand(wanted: Demand, state: EngineState) -> None:
         raise IllegalInState(wanted, state)
 
 
-class Engine:
-    """The worker's supervisor. One task supervises; `start` and `stop` begin and end it."""
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The model of a policy."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        swarm: SwarmState,
-        commits: GroupCommit,
-        compute: Compute,
-        gate: Gate,
-        store: CheckpointStore,
-        metrics: MetricsFile,
-        changed: Broadcast,
-        *,
-        tracing: Tracing | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.policy = PolicyId()
+    info: ModelInfo
+    renderer: Renderer
+
+
+class Engine:
+    """The supervisor of a run's policies. One task supervises; `start` and `stop` begin and end it."""
+
+    def __init__(self, run: OpenRun) -> None:
         self.state: EngineState = "offline"
         self.reason = ""
         """Cause of the state after a failure, or ''."""
-        self.model: ModelInfo | None = None
-        self.renderer: Renderer | None = None
-        """Renderer of the model. None, like `model`, until a worker was up once."""
+        self.models: dict[str, LoadedModel] = {}
+        """Models by policy. Empty until all policies were up once."""
         self.num_workers = 0
-        """Number of workers started so far."""
+        """Number of times that the policies were brought up so far: 1, and 1 for each crash of a worker."""
         self.num_hung = 0
         """Number of workers killed so far because they hung."""
         self.fatal: AgentJetError | None = None
         """The error after which no further worker was started."""
-        self.training = TrainingLoop(
-            self.policy,
-            swarm,
-            commits,
-            compute,
-            gate,
-            store,
-            metrics,
-            changed,
-            enter=self._enter_once,
-            tracing=tracing or Tracing(),
-            sleep=sleep,
-            monotonic=monotonic,
-        )
-        self._config = config
-        self._swarm = swarm
-        self._compute = compute
-        self._gate = gate
-        self._store = store
-        self._changed = changed
-        self._sleep = sleep
-        self._monotonic = monotonic
-        self._entered = monotonic()
+        self.training = TrainingLoop(run, enter=self._enter_once)
+        self._run = run
+        self._swarm = run.swarm
+        self._store = run.store
+        self._compute = run.compute
+        self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self._entered = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._stop_task: asyncio.Task[None] | None = None
         self._failures = 0
         self._learned_before_failure = 0
-        self._gate.shut(self.refusal)
+        self._run.gate.shut(self.refusal)
 
     # ---- start and stop ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts a worker in the background. Does nothing if one is starting or up. Raises `Later` during a stop."""
+        """Brings the policies up in the background. Does nothing if they are. Raises `Later` during a stop."""
         if self._stop_task is not None and not self._stop_task.done():
             raise Later("The engine is being stopped.", code="engine_stopping", status=503, retry_after=2.0)
         if self._task is None or self._task.done():
             self.training.stopping, self._failures, self.fatal = False, 0, None
-            self._gate.hold()
+            self._run.gate.hold()
             self._enter("loading")
             self._task = asyncio.create_task(self._supervise())
 
     async def wait_until_up(self) -> None:
-        """Waits until the worker is up. Raises the error of an engine that failed."""
-        await self._changed.until(lambda: self.state not in ("loading", "draining"))
+        """Waits until the policies are up. Raises the error of an engine that failed."""
+        await self._run.changed.until(lambda: self.state not in ("loading", "draining"))
         if self.fatal is not None:
             raise self.fatal
 
     async def stop(self) -> None:
-        """Refuses calls, finishes the batch being learned, saves a checkpoint, ends the worker. Idempotent."""
+        """Refuses calls, finishes the batch being learned, saves a checkpoint, removes the policies. Idempotent."""
         if self._stop_task is None or self._stop_task.done():
             self._stop_task = asyncio.create_task(self._stop())
         await asyncio.shield(self._stop_task)
@@ -174,22 +152,22 @@ class Engine:
             return
         was_up = self.state in ("sampling", "learning")
         self.training.stopping = True
-        self._gate.shut(self.refusal)
+        self._run.gate.shut(self.refusal)
         if self.state != "failed":
             self._enter("draining")
         if self._task is not None:
             if not was_up:
                 self._task.cancel()
-            self._changed.notify()
+            self._run.changed.notify()
             await asyncio.wait([self._task])
         try:
             async with asyncio.timeout(STOP_GRACE_SECONDS):
-                await self._gate.drained()
+                await self._run.gate.drained()
         except TimeoutError:
-            log.warning("the stop cut off %d calls", self._gate.inside)
+            log.warning("the stop cut off %d calls", self._run.gate.inside)
         if was_up and self.fatal is None:
             await self.training.save_last_checkpoint()
-        await self._compute.close()
+        await self._remove_policies()
         self.training.reject_maintenance(self.refusal)
         self._enter("offline")
 
@@ -209,14 +187,14 @@ class Engine:
         return result
 
     def seconds_in_state(self) -> float:
-        return self._monotonic() - self._entered
+        return time.monotonic() - self._entered
 
     def _enter(self, state: EngineState, reason: str = "") -> None:
         check_transition(self.state, state)
-        self.state, self.reason, self._entered = state, reason, self._monotonic()
+        self.state, self.reason, self._entered = state, reason, time.monotonic()
         body = {"state": state, "reason": reason, "policy_version": self._swarm.policy_version}
         emit_event(self._swarm, "state", body)
-        self._changed.notify()
+        self._run.changed.notify()
 
     def _enter_once(self, state: Literal["sampling", "learning"]) -> None:
         if self.state != state:
@@ -225,9 +203,10 @@ class Engine:
     # ---- supervision ------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Runs workers, one after the other, until stopped."""
+        """Brings the policies up, again after each crash, until stopped."""
+        observability.run.set(self._run.name)
         while not self.training.stopping:
-            began = self._monotonic()
+            began = time.monotonic()
             try:
                 await self._bring_up()
                 if not self.training.stopping:
@@ -236,12 +215,12 @@ class Engine:
                 await self._fail(error)
                 return
             except Exception as error:  # The boundary of worker failures: `_recover` logs it.
-                if not await self._recover(error, lived=self._monotonic() - began):
+                if not await self._recover(error, lived=time.monotonic() - began):
                     return
 
     async def _train_while_alive(self) -> None:
-        training = asyncio.create_task(self.training.run())
-        death = asyncio.create_task(self._compute.died())
+        training = asyncio.create_task(self.training.learn())
+        death = asyncio.create_task(self._compute.died(self._run.policies))
         try:
             await asyncio.wait([training, death], return_when=asyncio.FIRST_COMPLETED)
             if training.done():
@@ -254,57 +233,77 @@ class Engine:
             await asyncio.gather(training, death, return_exceptions=True)
 
     async def _recover(self, error: Exception, *, lived: float) -> bool:
-        """Handles a failure `lived` seconds after the worker's start. Returns True if another one is to be started."""
+        """Handles a failure `lived` seconds after the worker's start. Returns True if another one is to be started.
+
+        A worker that crashed during an operation of another run does not count as a failure of this one.
+        """
         log.warning("the worker failed: %s", error, exc_info=None if isinstance(error, WorkerDied) else error)
         self.num_hung += isinstance(error, WorkerHung)
-        self.training.worker_failed(error)
+        is_ours = not self.is_of_another_run(error)
+        self.training.worker_failed(error, is_ours=is_ours)
         if self.training.stopping:
             return False
         has_learned = self.training.num_learned > self._learned_before_failure
         self._learned_before_failure = self.training.num_learned
-        self._failures = 1 if has_learned or lived > HEALTHY_SECONDS else self._failures + 1
-        is_new = self.model is None and self._store.newest() is None and self._swarm.policy_version == 0
+        self._failures = (0 if has_learned or lived > HEALTHY_SECONDS else self._failures) + is_ours
+        is_new = is_ours and not self.models and self._store.newest() is None and self._swarm.policy_version == 0
         if is_new or self._failures > MAX_FAILURES:
             await self._fail(error if isinstance(error, AgentJetError) else WorkerDied(repr(error)))
             return False
-        self._gate.hold()
+        self._run.gate.hold()
         self._enter("loading", f"the worker failed and is started again: {error}")
-        await self._compute.close()
-        await self._sleep(0.0 if self._failures == 1 else min(30.0, 2.0 ** (self._failures - 2)))
+        await self._remove_policies()
+        await self._sleep(0.0 if self._failures <= 1 else min(30.0, 2.0 ** (self._failures - 2)))
         return True
+
+    def is_of_another_run(self, error: Exception) -> bool:
+        """True if the worker crashed during an operation on a policy of another run."""
+        during = error.during if isinstance(error, WorkerDied) else ""
+        return bool(during) and during not in map(str, self._run.policies)
+
+    async def _remove_policies(self) -> None:
+        for policy in self._run.policies:
+            await self._compute.remove(policy)
 
     async def _fail(self, error: AgentJetError) -> None:
         failed = f" after {self._failures} consecutive worker failures" if self._failures > MAX_FAILURES else ""
         log.error("training stopped%s: %s", failed, error)
-        await self._compute.close()
+        await self._remove_policies()
         self.fatal = error
         self._enter("failed", str(error))
-        self._gate.shut(self.refusal)
+        self._run.gate.shut(self.refusal)
         self.training.reject_maintenance(self.refusal)
 
-    # ---- bringing a worker up ---------------------------------------------------------------------------------------
+    # ---- bringing the policies up -----------------------------------------------------------------------------------
 
     async def _bring_up(self) -> None:
-        """Starts a worker and brings it to the policy version of the journal."""
+        """Adds the policies to the backend and brings them to the policy version of the journal."""
         self._store.sweep(self._swarm.batches.recorded_digest)
-        await self._start_worker()
-        batches, operation = await self._load_newest()
-        self._swarm.record_origin()
-        await self.training.catch_up(batches, Op.of(self.policy, operation))
-
-    async def _start_worker(self) -> None:
         self._check_capabilities(self._swarm.job)
         self.num_workers += 1
-        model = await self._compute.start(dtype=self._swarm.dtype or self._store.dtype())
-        for change in self._swarm.check_origin(model):
-            log.warning("%s", change)
-        _check_context(self._swarm.job, model)
-        if self.renderer is None or model != self.model:
-            self.renderer = await asyncio.to_thread(Renderer, model)
-        self.model = model
+        await self._add_policies()
+        batches, operations = await self._load_newest()
+        self._swarm.record_origin()
+        await self.training.catch_up(batches, operations)
 
-    async def _load_newest(self) -> tuple[list[Batch], int]:
-        """Loads the newest good checkpoint, if any. Returns the batches to learn after it and their first operation.
+    async def _add_policies(self) -> None:
+        """Adds each policy with the weights of version 0."""
+        models: dict[str, LoadedModel] = {}
+        for policy in self._run.policies:
+            name = policy.policy
+            settings, worker = self._run.config.model_of(name), self._run.config.worker_of(name)
+            dtype = self._swarm.dtype(name) or self._store.dtype(name)
+            model = await self._compute.add(policy, settings, worker=worker, dtype=dtype)
+            for change in self._swarm.check_origin(name, model):
+                log.warning("%s", change)
+            _check_context(self._swarm.job, model)
+            known = next((one for one in (*models.values(), *self.models.values()) if one.info == model), None)
+            models[name] = known or LoadedModel(model, await asyncio.to_thread(Renderer, model))
+        self.models = models
+
+    async def _load_newest(self) -> tuple[list[Batch], dict[str, int]]:
+        """Loads the newest good checkpoint, if any. Returns the batches to learn after it, and each policy's next
+        operation.
 
         Renames unusable checkpoints and tries older ones. Raises `ConfigError` for a checkpoint of other settings, or
         of a version that the journal does not reach: it is intact, so an older one must not replace it. Raises
@@ -313,17 +312,17 @@ class Engine:
         refused: list[str] = []
         for info in reversed(self._store.listing()):
             try:
-                stamp = await self._load(info)
+                stamps = await self._load(info)
             except CheckpointError as error:
                 refused.append(self._quarantine(info, error))
             else:
                 self._store.loaded(info.policy_version)
-                return self._resume(stamp, refused), stamp.operation
+                batches = self._resume(combined_stamp(stamps), refused)
+                return batches, {name: stamp.operation for name, stamp in stamps.items()}
         batches = self._resume(None, refused)
-        if refused:  # A failed load may leave any state behind: version 0 needs a fresh worker.
-            await self._compute.close()
-            await self._start_worker()
-        return batches, 0
+        if refused:  # A failed load may leave any state behind.
+            await self._add_policies()
+        return batches, dict.fromkeys(self._run.config.policy_names, 0)
 
     def _resume(self, stamp: CheckpointStamp | None, refused: list[str]) -> list[Batch]:
         try:
@@ -333,15 +332,22 @@ class Engine:
             found = [f"Unusable checkpoints in {self._store.folder}: {earlier}."] if earlier else []
             raise CheckpointError("; ".join([*refused, str(error), *found])) from error
 
-    async def _load(self, info: CheckpointInfo) -> CheckpointStamp:
-        """Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's."""
-        stamp = await self._compute.load(self.policy, Path(info.path))
-        if stamp.policy_version != info.policy_version:
-            raise CheckpointError(f"checkpoint {info.path} is damaged: it has policy version {stamp.policy_version}")
-        self._swarm.batches.check_checkpoint(stamp)
-        if not stamp.digest:
-            log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", info.path)
-        return stamp
+    async def _load(self, info: CheckpointInfo) -> dict[str, CheckpointStamp]:
+        """Loads all policies. Returns their stamps.
+
+        Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's.
+        """
+        folders, stamps = policy_folders(Path(info.path)), {}
+        for policy in self._run.policies:
+            if (folder := folders.get(policy.policy)) is None:
+                raise CheckpointError(f"checkpoint {info.path} is damaged: it has no policy {policy.policy!r}")
+            stamp = stamps[policy.policy] = await self._compute.load(policy, folder)
+            if stamp.policy_version != info.policy_version:
+                raise CheckpointError(f"checkpoint {folder} is damaged: it has policy version {stamp.policy_version}")
+            if not stamp.digest:
+                log.warning("checkpoint %s was written by AgentJet 0.1: it has no digests to verify", folder)
+        self._swarm.batches.check_checkpoint(combined_stamp(stamps))
+        return stamps
 
     def _quarantine(self, info: CheckpointInfo, error: CheckpointError) -> str:
         """Renames an unusable checkpoint. Returns a sentence about it."""
@@ -354,14 +360,14 @@ class Engine:
     def check_job(self, job: JobConfig) -> None:
         """Raises `ConfigError` if the job needs a missing capability, or leaves no room for a prompt.
 
-        The second check needs a worker that was up once.
+        The second check needs policies that were up once.
         """
         self._check_capabilities(job)
-        if self.model is not None:
-            _check_context(job, self.model)
+        for model in self.models.values():
+            _check_context(job, model.info)
 
     def _check_capabilities(self, job: JobConfig) -> None:
-        check_capabilities(self._compute.capabilities, self._config, job)
+        check_capabilities(self._compute.capabilities, self._run.config, job)
 
 
 def _check_context(job: JobConfig, model: ModelInfo) -> None:

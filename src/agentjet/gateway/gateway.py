@@ -1,4 +1,4 @@
-"""`Gateway`: a running server without HTTP. `server/` adds the routes.
+"""`Gateway`: a run of a server without HTTP. `server/` adds the routes, `Runs` has the runs of a server.
 
 It owns the swarm's state, the engine and the call path, and lives in one event loop. The swarm is synchronous and is
 used in that event loop only.
@@ -27,7 +27,6 @@ from agentjet.gateway.concurrency import (
     TOO_MANY_EPISODES,
     AdmissionWaiters,
     Broadcast,
-    CallLimits,
     Gate,
     GroupCommit,
     offload,
@@ -35,7 +34,8 @@ from agentjet.gateway.concurrency import (
 )
 from agentjet.gateway.engine import Engine
 from agentjet.gateway.observability import MetricsFile, Tracing
-from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules
+from agentjet.gateway.requests import CallChunk, CallRequest, apply_side_call_rules, with_rule
+from agentjet.gateway.training_loop import OpenRun
 from agentjet.protocol import (
     AbortRequest,
     BeginRequest,
@@ -46,9 +46,10 @@ from agentjet.protocol import (
     JobBody,
     StatusResponse,
 )
+from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
 from agentjet.swarm.groups import group_name
-from agentjet.types import Conversation, EpisodeStatus, Message
+from agentjet.types import DEFAULT_RUN, Conversation, EpisodeStatus, Message, policy_of
 
 log = logging.getLogger(__name__)
 
@@ -62,96 +63,98 @@ NOT_SERVING = ("offline", "draining", "failed")
 
 
 class Gateway:
-    """Serves and trains one policy. `await start()` first, `await close()` at the end."""
+    """Serves and trains the policies of one run. `await start()` first, `await close()` at the end."""
 
     def __init__(
         self,
         config: ServeConfig,
         compute: Compute,
         *,
+        run: str = DEFAULT_RUN,
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
     ) -> None:
-        """Opens the data dir and creates it if it is missing. `stopwatch` detects a blocked event loop.
+        """Opens the folder of the run and creates it if it is missing. `stopwatch` detects a blocked event loop.
 
-        Raises `ConfigError` if the data dir is in use or belongs to another policy, or if its journal is incomplete.
+        Raises `ConfigError` if the folder is in use or has other policies, or if its journal is incomplete.
         """
         self.config = config
-        data_dir = config.server.data_dir
+        self.run = run
+        self.folder = config.server.data_dir / "runs" / run
         try:
-            data_dir.mkdir(0o700, parents=True, exist_ok=True)  # It will hold the conversations of agents.
+            for folder in reversed((self.folder, *self.folder.parents[:2])):
+                folder.mkdir(0o700, parents=True, exist_ok=True)  # They will hold the conversations of agents.
         except OSError as error:
-            raise ConfigError(f"server.data_dir = {str(data_dir)!r} cannot be created: {error.strerror}") from None
-        name = config.model.name
-        self._model_name = Path(name).name if Path(name).is_dir() else name
+            raise ConfigError(
+                f"the folder {str(self.folder)!r} of server.data_dir cannot be created: {error.strerror}"
+            ) from None
+        self.policies = tuple(config.policies)
+        """The policies that the settings name. Empty for a run with one policy without a name."""
+        name = "" if self.policies else config.model.name
+        self.model_name = Path(name).name if name and Path(name).is_dir() else name
+        """The model name for requests. For a local model, the name of its folder. Empty with named policies."""
         self._clock = clock
         self.began = clock()
-        self._journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
-        metrics = MetricsFile(data_dir / "metrics.jsonl", clock=clock)
+        models = {policy: config.model_of(policy) for policy in config.policy_names}
+        self._journal = Journal.open(self.folder / "journal.sqlite", models=models)
+        metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
         try:
             metrics.check_journal(self._journal.read_state().policy_version)
         except ConfigError:
             self._journal.close()
             raise
-        self.store = CheckpointStore(data_dir)
-        newest = self.store.newest()  # Episodes may begin before the worker has loaded it.
-        self.swarm = SwarmState(self._journal, config.job, clock=clock, stopwatch=stopwatch, policy_version=newest)
+        self.store = CheckpointStore(self.folder)
+        self.swarm = SwarmState(
+            self._journal,
+            config.job,
+            policies=self.policies,
+            clock=clock,
+            stopwatch=stopwatch,
+            policy_version=self.store.newest(),  # Episodes may begin before the worker has loaded it.
+        )
         self._commits = GroupCommit(self.swarm)
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event
         self.last_event = self._journal.last_event()
         """Sequence number of the newest event on disk."""
-        self._gate = Gate()
-        self.tracing = Tracing()
+        self.tracing = tracing or Tracing()
         """Makes no spans until its `tracer` is set."""
-        self.engine = Engine(
+        parts = OpenRun(
+            run,
             config,
             self.swarm,
             self._commits,
             compute,
-            self._gate,
+            Gate(),
             self.store,
             metrics,
             self.changed,
-            tracing=self.tracing,
+            self.tracing,
         )
+        self.engine = Engine(parts)
         self._admits = self._admission()
-        self.versions = PolicyVersions(self.swarm, self._commits, self.engine, self.store, compute, config)
-        self._calls = CallPath(
-            self.swarm,
-            self._commits,
-            compute,
-            self._gate,
-            self.engine,
-            config.server.call_timeout,
-            limits=CallLimits(config.server),
-            tracing=self.tracing,
-            clock=clock,
-        )
+        self.versions = PolicyVersions(parts, self.engine)
+        self._calls = CallPath(parts, self.engine, clock=clock)
         self._lease_task: asyncio.Task[None] | None = None
         self.closing = False
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
-    @property
-    def model_name(self) -> str:
-        """The model name for requests. For a local model, the name of its folder."""
-        return self._model_name
-
     async def start(self) -> None:
-        """Starts the worker in the background. Episodes may begin at once; their calls are held until it is up."""
+        """Brings the policies up in the background. Episodes may begin at once; their calls are held until then."""
         if self.swarm.job_notice:
             log.warning("%s", self.swarm.job_notice)
         self.engine.start()
         self._lease_task = asyncio.create_task(self._check_leases())
 
     async def ready(self) -> None:
-        """Waits until the worker is up. Raises the error of a failed start: `ConfigError` for an unusable model."""
+        """Waits until the policies are up. Raises the error of a failed start: `ConfigError` for an unusable model."""
         await self.engine.wait_until_up()
 
     async def drain(self) -> None:
-        """Refuses calls, ends event streams, finishes the batch being learned, saves, ends the worker.
+        """Refuses calls, ends event streams, finishes the batch being learned, saves, removes the policies.
 
         Episodes can still finish or abort.
         """
@@ -161,10 +164,10 @@ class Gateway:
         await self.engine.stop()
 
     async def close(self) -> None:
-        """Drains, ends unfinished answers and closes the journal. Idempotent."""
+        """Drains, ends unfinished answers and closes the journal. The backend stays open. Idempotent."""
         try:
             await self.drain()
-        finally:  # The data dir is released even if the worker fails to end.
+        finally:  # The journal is released even if the worker fails to end.
             if self._lease_task is not None:
                 self._lease_task.cancel()
                 await asyncio.wait([self._lease_task])
@@ -174,11 +177,11 @@ class Gateway:
             self._journal.close()
 
     async def stop_engine(self) -> None:
-        """Saves a checkpoint and ends the worker. Episodes stay; calls and begins are refused until `start_engine`."""
+        """Saves a checkpoint and removes the policies. Calls and begins are refused until `start_engine`."""
         await self.engine.stop()
 
     async def start_engine(self) -> None:
-        """Starts a worker again."""
+        """Brings the policies up again."""
         self.engine.start()
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
@@ -208,22 +211,18 @@ class Gateway:
     def _check_limit(self, request: BeginRequest, idempotency_key: str | None) -> None:
         """Raises `Later` if the client has the maximum of live episodes. A repeated begin passes."""
         most = self.config.server.max_episodes_per_client
-        counts = self.swarm.queries.status_counts()
-        if counts["live"] + counts["prepared"] < most:  # The usual case, and cheap.
+        if self.swarm.queries.status_counts()["live"] < most:  # The usual case, and cheap.
             return
         if self.swarm.begun(request, idempotency_key) is not None:
             return
         if self.swarm.is_due():
             self.swarm.reap()
         self.swarm.take_over(request)
-        if self.swarm.queries.num_live_or_prepared(request.client_id) >= most:
+        if self.swarm.queries.holding().get(request.client_id, 0) >= most:
             raise too_many_episodes(request.client_id, most)
 
     async def heartbeat(self, episode_id: str) -> Episode:
         return await self._durably(self.swarm.heartbeat(episode_id))
-
-    async def prepare(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
-        return await self._durably(self.swarm.prepare(episode_id, request, idempotency_key=idempotency_key))
 
     async def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
         return await self._durably(self.swarm.finish(episode_id, request, idempotency_key=idempotency_key))
@@ -245,14 +244,14 @@ class Gateway:
         Errors of the request are raised before the first chunk. Later errors are `Later`, or `Conflict` if the episode
         ended.
         """
-        role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request)
+        role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request, self.policies)
         if request.others:
             return self._calls.run_all(episode_id, role, request, hang_up)
         return self._calls.run(episode_id, role, request, hang_up)
 
     async def count_tokens(self, episode_id: str, role: str, request: CallRequest) -> int:
         """Returns the prompt length of `request` in tokens. Nothing is recorded. Raises like `call`."""
-        role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request)
+        role, request = apply_side_call_rules(self.swarm.job.side_calls, role, request, self.policies)
         return await self._calls.count_tokens(episode_id, role, request.conversation, request.num_bytes)
 
     async def refused(self, episode_id: str, error: RequestError) -> None:
@@ -267,7 +266,7 @@ class Gateway:
 
         None if the call does not exist or continued a raw prompt.
         """
-        roles = (role,) if role else ("", *dict.fromkeys(rule.role for rule in self.swarm.job.side_calls if rule.role))
+        roles = dict.fromkeys([role, *(with_rule(role, rule, self.policies) for rule in self.swarm.job.side_calls)])
         trees = (self.swarm.tree(episode_id, name) for name in roles)
         exchange = next((tree.exchange(call_id) for tree in trees if tree.knows(call_id)), None)
         return None if exchange is None or exchange[0].messages[0].role == "prompt" else exchange
@@ -279,21 +278,24 @@ class Gateway:
 
         def read() -> EpisodeTree:
             with self._journal.reading() as journal:
-                return views.tree(journal, episode, self.engine.renderer)
+                return views.tree(journal, episode, self._renderer_of)
 
         return await offload(LARGE, read)
 
+    def _renderer_of(self, role: str) -> Renderer | None:
+        loaded = self.engine.models.get(policy_of(role, self.policies))
+        return None if loaded is None else loaded.renderer
+
     async def recent_episodes(
-        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
+        self, limit: int, *, status: EpisodeStatus | None = None, before: str = ""
     ) -> list[EpisodeView]:
         """Returns the newest episodes, newest first, as they are on disk.
 
-        `team` and `status` filter them. `before` limits them to episodes that began before that episode. Raises
-        `Later`, and `NotFound` for an unknown `before`.
+        `status` filters them. `before` limits them to episodes that began before that episode. Raises `Later`, and
+        `NotFound` for an unknown `before`.
         """
         await self.durable()
-        found = self.swarm.queries.recent_episodes(limit, team=team, status=status, before=before)
-        return list(map(views.view, found))
+        return list(map(views.view, self.swarm.queries.recent_episodes(limit, status=status, before=before)))
 
     # ---- the job ----------------------------------------------------------------------------------------------------
 
@@ -340,8 +342,10 @@ class Gateway:
             version=__version__,
             state=self.engine.state,
             waiting_for=views.waiting_for(swarm, self.engine.state, self.engine.reason),
+            run=self.run,
+            policies=self.policies,
             model=self.model_name,
-            model_weights=self.engine.model.weights if self.engine.model else "",
+            model_weights=self._model_weights(),
             policy_version=swarm.policy_version,
             branched_from=swarm.queries.branched_from,
             batch_size=job.batch_size,
@@ -364,6 +368,11 @@ class Gateway:
             last_event=self.last_event,
             uptime=now - self.began,
         )
+
+    def _model_weights(self) -> str:
+        """Returns the fingerprint of the first weights, or '' before they are loaded or if policies differ in them."""
+        found = {loaded.info.weights for loaded in self.engine.models.values()}
+        return found.pop() if len(found) == 1 else ""
 
     async def events(self, after: int = 0, *, keep_alive: float = 15.0) -> AsyncGenerator[Event | None]:
         """Yields events after number `after` until the gateway closes. Yields None after `keep_alive` idle seconds."""
@@ -406,6 +415,7 @@ class Gateway:
 
     async def _check_leases(self) -> None:
         """Expires leases when they end. Retries the disk while it refuses writes."""
+        observability.run.set(self.run)
         now = asyncio.get_running_loop().time
         next_try, logged = 0.0, ""
         while True:

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 65_536
-DIVERGED = (
-    "the policy has diverged: its weights are not finite. Restart from an earlier checkpoint with a lower "
-    "job.optimizer.lr"
-)
 
+run: ContextVar[str] = ContextVar("run", default="")
+"""Name of the run whose work is done, or ''."""
 episode_id: ContextVar[str] = ContextVar("episode_id", default="")
 batch_id: ContextVar[int | None] = ContextVar("batch_id", default=None)
 
@@ -44,20 +42,20 @@ def batch_context(batch: int) -> Iterator[None]:
 
 
 class LogContextFilter(logging.Filter):
-    """Adds `episode_id` ('' if unknown) and `batch_id` (None if unknown) to every record. Drops none.
+    """Adds `run`, `episode_id` ('' if unknown) and `batch_id` (None if unknown) to every record. Drops none.
 
     Attach it to handlers: filters of a logger do not see the records of its children.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        for name, held in (("episode_id", episode_id.get()), ("batch_id", batch_id.get())):
+        for name, held in (("run", run.get()), ("episode_id", episode_id.get()), ("batch_id", batch_id.get())):
             if not hasattr(record, name):
                 setattr(record, name, held)
         return True
 
 
 class Tracing:
-    """OpenTelemetry spans of one gateway: one per sampled call, one per learned batch.
+    """OpenTelemetry spans of a server: one per sampled call, one per learned batch.
 
     A batch's span links to the spans of all calls of its episodes, trained or not. The links exist for the newest
     `max_calls` calls and are lost at a restart. Without a `tracer` no span is made, and OpenTelemetry is not
@@ -77,7 +75,7 @@ class Tracing:
         if self.tracer is None:
             yield
             return
-        attributes = {"agentjet.episode_id": episode_id, "agentjet.role": role}
+        attributes = {"agentjet.run": run.get(), "agentjet.episode_id": episode_id, "agentjet.role": role}
         with self.tracer.start_as_current_span("call", attributes=attributes):
             yield
 
@@ -108,7 +106,8 @@ class Tracing:
             yield
             return
         links = self._links(episode_ids)
-        attributes = {
+        attributes: dict[str, str | int] = {
+            "agentjet.run": run.get(),
             "agentjet.batch_id": batch_id,
             "agentjet.policy_version": batch_id + 1,
             "agentjet.replay": replay,
@@ -127,9 +126,16 @@ class Tracing:
         ]
 
 
-def has_diverged(step: Mapping[str, float]) -> bool:
-    """True if the weights after the batch with these metrics are not finite."""
-    return step.get("weights/finite") == 0
+def divergence(step: Mapping[str, float]) -> str:
+    """Returns the report if the weights after the batch with these metrics are not finite, else ''."""
+    for name, value in step.items():
+        policy, found, rest = name.rpartition("weights/finite")
+        if found and not rest and value == 0:
+            which = f"the policy {policy.rstrip('/')} has diverged" if policy else "the policy has diverged"
+            return (
+                f"{which}: its weights are not finite. Restart from an earlier checkpoint with a lower job.optimizer.lr"
+            )
+    return ""
 
 
 class MetricsFile:

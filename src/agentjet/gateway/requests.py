@@ -180,7 +180,9 @@ def with_choice_seed(
     return replace(params, seed=int.from_bytes(digest, "little") >> 1)
 
 
-def apply_side_call_rules(rules: Sequence[SideCallRule], role: str, request: CallRequest) -> tuple[str, CallRequest]:
+def apply_side_call_rules(
+    rules: Sequence[SideCallRule], role: str, request: CallRequest, policies: Sequence[str]
+) -> tuple[str, CallRequest]:
     """Returns the role and the request after the first matching rule of `job.side_calls`.
 
     A side call is a model call beside the agent's work: a title, a summary, a sub-agent. Its rule gives it a role, or
@@ -190,7 +192,17 @@ def apply_side_call_rules(rules: Sequence[SideCallRule], role: str, request: Cal
     if rule is None:
         return role, request
     notes = (*request.notes, f"side call {rule.name}")
-    return role or rule.role, replace(request, notes=notes, untrained="" if rule.train else rule.name)
+    return with_rule(role, rule, policies), replace(request, notes=notes, untrained="" if rule.train else rule.name)
+
+
+def with_rule(role: str, rule: SideCallRule, policies: Sequence[str]) -> str:
+    """Returns the role of a call to which `rule` applies. The request's own role takes precedence.
+
+    A role of a run with named policies belongs to the policy of the request: `planner/title`.
+    """
+    if not policies:
+        return role or rule.role
+    return role if "/" in role or not rule.role else f"{role}/{rule.role}"
 
 
 def matching_rule(rules: Sequence[SideCallRule], conversation: Conversation, model: str) -> SideCallRule | None:

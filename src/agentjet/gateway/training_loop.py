@@ -1,37 +1,39 @@
-"""`TrainingLoop`: learns batch after batch on a worker that is up, and runs maintenance tasks between batches.
+"""`TrainingLoop`: learns batch after batch on policies that are up, and runs maintenance tasks between batches.
 
-A batch is learned by operations on the policy: `forward_backward` and `optim_step`, once per optimiser step. Then the
-new weights are published to the sampler.
+A batch is learned by operations on each policy of the run, in the order of the settings: `forward_backward` and
+`optim_step`, once per optimiser step. Then the new weights of all policies are published to the samplers.
 
 Invariants:
 * calls sample from `swarm.policy_version`: the gate opens only once the worker has learned all batches of the journal;
 * nothing is saved or exported while a call is inside the gate. Nothing is learned then either, unless
   `job.max_staleness` is above 0;
 * no failure loses a batch, and none applies it twice. The journal has the batch and each of its operations before the
-  operation is applied. A new worker loads the newest checkpoint and gets the later operations again, with the same
-  numbers. Only a batch that `MAX_CRASHES` workers crashed on is quarantined, counted and shown.
+  operation is applied. After a crash all policies load the newest checkpoint and get the later operations again, with
+  the same numbers. Only a batch that `MAX_CRASHES` workers crashed on is quarantined, counted and shown.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from agentjet.compute.protocol import Compute, learn
+from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, Conflict, Later, WorkerDied
 from agentjet.gateway import observability
-from agentjet.gateway.checkpoints import CheckpointStore
+from agentjet.gateway.checkpoints import CheckpointStore, combined_stamp, flush
 from agentjet.gateway.concurrency import Broadcast, Gate, GroupCommit
-from agentjet.gateway.observability import DIVERGED, MetricsFile, StepTimer, Tracing, emit_event, has_diverged
+from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, divergence, emit_event
 from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.swarm import Batch, SwarmState
-from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId
+from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId, metrics_prefix, policy_of
 
 log = logging.getLogger(__name__)
 
@@ -42,55 +44,60 @@ MaintenanceTask = Callable[[], Awaitable[Any]]
 """Work on the worker that needs it to neither sample nor learn: a checkpoint, an export."""
 
 
-class TrainingLoop:
-    """Trains the policy. `Engine` provides the worker."""
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """The objects that the parts of a gateway share."""
 
-    def __init__(
-        self,
-        policy: PolicyId,
-        swarm: SwarmState,
-        commits: GroupCommit,
-        compute: Compute,
-        gate: Gate,
-        store: CheckpointStore,
-        metrics: MetricsFile,
-        changed: Broadcast,
-        *,
-        enter: Callable[[Literal["sampling", "learning"]], None],
-        tracing: Tracing,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    name: str
+    config: ServeConfig
+    swarm: SwarmState
+    commits: GroupCommit
+    compute: Compute
+    gate: Gate
+    store: CheckpointStore
+    metrics: MetricsFile
+    changed: Broadcast
+    tracing: Tracing
+
+    @property
+    def policies(self) -> tuple[PolicyId, ...]:
+        return tuple(PolicyId(self.name, policy) for policy in self.config.policy_names)
+
+    def policy_id(self, role: str) -> PolicyId:
+        """Returns the policy of a role."""
+        return PolicyId(self.name, policy_of(role, tuple(self.config.policies)))
+
+
+class TrainingLoop:
+    """Trains the policies of a run. `Engine` brings them up."""
+
+    def __init__(self, run: OpenRun, *, enter: Callable[[Literal["sampling", "learning"]], None]) -> None:
         """`enter` is called at each change between sampling and learning."""
         self.stopping = False
         """If set, the loop ends after the present batch. Notify `changed` after setting it."""
         self.num_learned = 0
         """Number of batches that were learned for the first time."""
-        self.timer = StepTimer(gate.busy_seconds, monotonic=monotonic)
-        self._policy = policy
-        self._next_operation = Op.of(policy, 0)
-        """First operation of the next batch. Unchanged until the present batch is recorded: a repetition reuses it."""
-        self._swarm = swarm
-        self._commits = commits
-        self._compute = compute
-        self._gate = gate
-        self._store = store
-        self._metrics = metrics
-        self._changed = changed
+        self.timer = StepTimer(run.gate.busy_seconds)
+        self._run = run
+        self._swarm = run.swarm
+        self._compute = run.compute
+        self._policies = run.policies
+        self._next_operations = {policy.policy: Op.of(policy, 0) for policy in run.policies}
+        """First operation of the next batch, by policy. Unchanged until the present batch is recorded: a repetition
+        reuses it.
+        """
         self._enter = enter
-        self._tracing = tracing
-        self._sleep = sleep
         self._maintenance: deque[tuple[MaintenanceTask, asyncio.Future[Any]]] = deque()
         self._learning: int | None = None
         """Id of the batch that the worker is learning."""
         self._crashes: Counter[int] = Counter()
         """Failures by batch id."""
 
-    async def run(self) -> None:
+    async def learn(self) -> None:
         """Learns batches and runs maintenance tasks until `stopping`. Raises the worker's failure."""
         swarm = self._swarm
         while True:
-            await self._changed.until(
+            await self._run.changed.until(
                 lambda: bool(self.stopping or self._maintenance or swarm.pending or swarm.batches.ready())
             )
             if self.stopping:
@@ -104,22 +111,22 @@ class TrainingLoop:
                     await self._step()
                     self.timer.start_sampling()
             except Later as later:  # The journal refuses writes. The batch stays pending; learning it again is safe.
-                await self._sleep(later.retry_after)
+                await asyncio.sleep(later.retry_after)
             if not self.stopping:
                 self._sample()
 
     async def _calls_ended(self) -> bool:
         """Holds new calls and waits until none is inside. Returns False if the loop is to end."""
-        self._gate.hold()
-        await self._gate.drained()
+        self._run.gate.hold()
+        await self._run.gate.drained()
         return not self.stopping
 
-    async def catch_up(self, batches: Iterable[Batch], operation: Op) -> None:
+    async def catch_up(self, batches: Iterable[Batch], operations: Mapping[str, int]) -> None:
         """Learns the `batches` that the journal has and the loaded checkpoint has not. Then opens the gate.
 
-        `operation` is the next one of the loaded policy.
+        `operations` has the number of each loaded policy's next operation.
         """
-        self._next_operation = operation
+        self._next_operations = {policy.policy: Op.of(policy, operations[policy.policy]) for policy in self._policies}
         for batch in batches:
             if self.stopping:
                 return
@@ -130,14 +137,14 @@ class TrainingLoop:
 
     def _sample(self) -> None:
         self._enter("sampling")
-        self._gate.open()
+        self._run.gate.open()
 
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     async def _step(self) -> None:
         self._enter("learning")
         batch = self._swarm.pending or self._swarm.batches.compose()
-        await self._commits.durable()
+        await self._run.commits.durable()
         await self._learn(batch)
         job, version = self._swarm.job, self._swarm.policy_version
         if (job.checkpoint_every and version % job.checkpoint_every == 0) or version == job.max_steps:
@@ -148,39 +155,53 @@ class TrainingLoop:
         replay = batch.id < self._swarm.policy_version
         self._learning = batch.id
         try:
-            with observability.batch_context(batch.id), self._tracing.step(batch.id, batch.episode_ids, replay=replay):
-                training = await asyncio.to_thread(self._swarm.batches.training_batch, batch)
+            with (
+                observability.batch_context(batch.id),
+                self._run.tracing.step(batch.id, batch.episode_ids, replay=replay),
+            ):
+                training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
-                metrics, following = await learn(
-                    self._compute, self._next_operation, training, batch.job, before=partial(self._journal, batch)
-                )
-                await self._compute.publish(self._policy, batch.id + 1)
+                metrics: dict[str, float] = {}
+                following: dict[str, Op] = {}
+                for name, own in training.items():
+                    learned, following[name] = await learn(
+                        self._compute,
+                        self._next_operations[name],
+                        own,
+                        batch.job,
+                        before=partial(self._journal, batch),
+                    )
+                    prefix = metrics_prefix(name, self._swarm.store.policies)
+                    metrics |= {f"{prefix}{metric}": value for metric, value in learned.items()}
+                for policy in self._policies:
+                    await self._compute.publish(policy, batch.id + 1)
                 if not replay:
-                    await self._record(batch, {**metrics, **self.timer.metrics(training.forest.num_targets)})
-                self._next_operation = following
+                    num_tokens = sum(own.forest.num_targets for own in training.values())
+                    await self._record(batch, {**metrics, **self.timer.metrics(num_tokens)})
+                self._next_operations = following
         except Later:  # A failure of the journal, not of the batch.
             self._learning = None
             raise
         self._learning = None
 
     async def _journal(self, batch: Batch, op: Op, kind: OperationKind) -> None:
-        self._swarm.batches.record_operation(op.number, kind, batch)
-        await self._commits.durable()
+        self._swarm.batches.record_operation(op.policy, op.number, kind, batch)
+        await self._run.commits.durable()
 
     async def _record(self, batch: Batch, metrics: dict[str, float]) -> None:
         merged = self._swarm.batches.learned(batch, metrics)
-        await self._commits.durable()
-        self._metrics.append(batch.id + 1, merged)
-        if has_diverged(merged):
-            log.error(DIVERGED)
+        await self._run.commits.durable()
+        self._run.metrics.append(batch.id + 1, merged)
+        if reason := divergence(merged):
+            log.error("%s", reason)
         if (found := zero_variance(self._swarm)) and found.batches == REPORTED_BATCHES:
             log.warning("\n".join(report_lines(found)))
         self.num_learned += 1
 
-    def worker_failed(self, error: Exception) -> None:
-        """Counts a failure of the worker against the batch that it was learning. Quarantines the batch if needed."""
+    def worker_failed(self, error: Exception, *, is_ours: bool) -> None:
+        """Counts a failure against the batch being learned, if it `is_ours`. Quarantines the batch if needed."""
         failed, self._learning = self._learning, None
-        if failed is None:
+        if failed is None or not is_ours:
             return
         self._crashes[failed] += 1
         pending = self._swarm.pending
@@ -195,7 +216,7 @@ class TrainingLoop:
         """Queues a maintenance task and returns the future of its result."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._maintenance.append((task, done))
-        self._changed.notify()
+        self._run.changed.notify()
         return done
 
     def reject_maintenance(self, refusal: Callable[[], Later]) -> None:
@@ -227,20 +248,19 @@ class TrainingLoop:
     async def checkpoint(self) -> CheckpointInfo:
         """Saves the present policy version unless it is saved already. To be run as a maintenance task.
 
-        Raises `CheckpointError`, and `Conflict` if the policy has diverged: its checkpoint would displace a good one.
+        Raises `CheckpointError`, and `Conflict` if a policy has diverged: its checkpoint would displace a good one.
         """
         version = self._swarm.policy_version
-        if (written := self._store.good(version)) is not None:
+        if (written := self._run.store.good(version)) is not None:
             return written
         try:
             self.refuse_diverged()
             keep = self._swarm.job.keep_checkpoints
-            save = partial(self._compute.save, self._policy)
-            info = await self._store.write(version, save, self._record_checkpoint, keep=keep)
+            info = await self._run.store.write(version, self._save, self._record_checkpoint, keep=keep)
         except (CheckpointError, Conflict) as error:
             emit_event(self._swarm, "checkpoint", {"ok": False, "policy_version": version, "error": str(error)})
             raise
-        if (covered := self._store.covers(keep)) is not None:
+        if (covered := self._run.store.covers(keep)) is not None:
             self._swarm.batches.checkpointed(covered)
         emit_event(self._swarm, "checkpoint", {"ok": True, "policy_version": version, "path": info.path})
         return info
@@ -253,10 +273,19 @@ class TrainingLoop:
             except (AgentJetError, OSError) as error:
                 log.error("no checkpoint at the stop: %s", error)
 
+    async def _save(self, path: Path) -> CheckpointStamp:
+        """Writes all policies to a new folder."""
+        if not self._swarm.store.policies:
+            return await self._compute.save(self._policies[0], path)
+        path.mkdir(parents=True)
+        stamps = {policy.policy: await self._compute.save(policy, path / policy.policy) for policy in self._policies}
+        flush(path)
+        return combined_stamp(stamps)
+
     def refuse_diverged(self) -> None:
-        """Raises `Conflict` if the policy has diverged: its weights are useless."""
-        if has_diverged(self._swarm.last_step):
-            raise Conflict(DIVERGED, code="policy_diverged")
+        """Raises `Conflict` if a policy has diverged: its weights are useless."""
+        if reason := divergence(self._swarm.last_step):
+            raise Conflict(reason, code="policy_diverged")
 
     async def _try_checkpoint(self) -> None:
         """Saves a checkpoint. A failure is logged and recorded, and training continues."""
@@ -267,4 +296,4 @@ class TrainingLoop:
 
     async def _record_checkpoint(self, stamp: CheckpointStamp) -> None:
         self._swarm.batches.record_checkpoint(stamp)
-        await self._commits.durable()
+        await self._run.commits.durable()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 
-from agentjet.gateway.observability import DIVERGED, has_diverged
+from agentjet.gateway.observability import divergence
 from agentjet.protocol import (
     REPORTED_BATCHES,
     CallView,
@@ -82,7 +83,7 @@ def waiting_for(swarm: SwarmState, state: EngineState, reason: str) -> str:
         return f"the disk. {swarm.store.file.refusal}"
     if state not in ("sampling", "learning"):
         return reason or WAITING_FOR[state]
-    return DIVERGED if has_diverged(swarm.last_step) else swarm.queries.waiting_for()
+    return divergence(swarm.last_step) or swarm.queries.waiting_for()
 
 
 def _answer_text(response: Message) -> str:
@@ -94,8 +95,10 @@ def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> EpisodeTree:
-    """Returns an episode with its calls, by role, in recorded order. Without a renderer the texts are left out.
+def tree(journal: Journal, episode: Episode, renderer_of: Callable[[str], Renderer | None]) -> EpisodeTree:
+    """Returns an episode with its calls, by role, in recorded order.
+
+    `renderer_of` returns the renderer of a role's policy. Without one the texts are left out.
 
     Slow for long episodes: run it in a thread, with a separate journal connection.
     """
@@ -103,12 +106,13 @@ def tree(journal: Journal, episode: Episode, renderer: Renderer | None) -> Episo
     orphaned = orphans(calls, journal.undelivered(episode.id))
     roles = list(dict.fromkeys(call.role for call in calls))
     calls.sort(key=lambda call: roles.index(call.role))
-    return EpisodeTree(**_facts(episode), calls=[_call(call, orphaned.get(call.id, ""), renderer) for call in calls])
+    views = [_call(call, orphaned.get(call.id, ""), renderer_of(call.role)) for call in calls]
+    return EpisodeTree(**_facts(episode), calls=views)
 
 
 def recorded_tree(store: Store, episode_id: str) -> EpisodeTree:
     """Returns an episode of a journal with its calls, without texts. Raises `NotFound`."""
-    return tree(store.journal, store.episode(episode_id), None)
+    return tree(store.journal, store.episode(episode_id), lambda role: None)
 
 
 def _facts(episode: Episode) -> dict[str, object]:
@@ -128,7 +132,6 @@ def _facts(episode: Episode) -> dict[str, object]:
         "reason": episode.reason or episode.dropped,
         "trained_in": episode.trained_in,
         "code_version": episode.code_version,
-        "team": episode.team,
         "noted": dict(episode.noted),
         "refused": dict(episode.refused),
         "unscorable": episode.unscorable,

@@ -16,6 +16,7 @@ from agentjet.types import (
     MAX_NAME,
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
+    RUN_NAME,
     EngineState,
     EpisodeStatus,
     FinishReason,
@@ -81,8 +82,6 @@ class BeginRequest(Request):
     """
     temperature: Temperature | None = None
     """Only in eval mode: the temperature of every call of the episode; overrides the calls' own. 0 is greedy."""
-    team: Name = ""
-    """Name shared by the episodes on several servers that begin and end as one."""
 
     @model_validator(mode="after")
     def _only_evaluation_is_pinned(self) -> Self:
@@ -98,7 +97,7 @@ class BeginResponse(Response):
 
     episode_id: str
     base_url: str
-    """OpenAI-compatible: `<server>/v1`."""
+    """OpenAI-compatible: the address of the server or of its run, then `/v1`."""
     api_key: str
     model: str
     """The name of the model for requests; empty if the run names its policies."""
@@ -132,7 +131,10 @@ class EmptyRequest(Request):
 
 
 class ExportRequest(Request):
-    """Write the present policy to the server's disk."""
+    """Write a present policy to the server's disk."""
+
+    policy: Annotated[str, Field(max_length=64)] = ""
+    """The policy, in a run that names its policies."""
 
     adapter: bool = False
     """The adapter alone, as a PEFT folder, instead of the whole model."""
@@ -152,14 +154,12 @@ class EpisodeView(Response):
     """Version at the beginning."""
     num_calls: int = 0
     reward: float | None = None
-    """Also the promised reward of a prepared episode."""
     by_role: dict[str, float] = {}
     metrics: dict[str, float] = {}
     reason: str = ""
     trained_in: int | None = None
     """The batch that trained it, once it was."""
     code_version: str = ""
-    team: str = ""
     noted: dict[str, int] = {}
     """Request keys that were accepted without an effect, and other deviations from the requests, with their counts."""
     refused: dict[str, int] = {}
@@ -275,36 +275,6 @@ class JobBody(Request):
     job: dict[str, Any]
 
 
-class LeaseRequest(Request):
-    """Reserve the server for one client."""
-
-    holder: Annotated[str, Field(min_length=1, max_length=256)]
-    """Name shown to clients that are refused during the lease."""
-    seconds: float = Field(60.0, gt=0, le=86400, allow_inf_nan=False)
-    """Duration of the lease, from now on."""
-    epoch: int | None = Field(None, ge=0, le=2**53)
-    """Epoch of the lease to renew; null takes a new lease."""
-
-
-class LeaseView(Response):
-    """The present lease of the server."""
-
-    holder: str
-    """Empty without a lease."""
-    epoch: int
-    """Epoch of the present or the last lease; 0 before the first."""
-    seconds_left: float
-    run: str
-    """The run that the server serves for the holder; empty for the server's default run."""
-
-
-class RunRequest(Request):
-    """A run to serve under a lease: its name, and its job settings."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    job: dict[str, Any] = {}
-
-
 class RunSettings(Request):
     """The settings of a run besides those of the server."""
 
@@ -325,6 +295,8 @@ class RunView(Response):
     is_open: bool
     """False if the run was ended. Its files remain, and it can be opened again."""
     state: EngineState = "offline"
+    reason: str = ""
+    """Cause of the state `failed`, also of a run that cannot be opened."""
     policy_version: int | None = None
     """null if the run is not open."""
 
@@ -406,8 +378,8 @@ class StatusResponse(Response):
     groups_complete: int
     groups_open: int
     episodes: dict[str, int]
-    """Counts by status since the data dir was made: live, prepared, finished, aborted, expired; of the finished:
-    trained, waiting, dropped.
+    """Counts by status since the data dir was made: live, finished, aborted, expired; of the finished: trained,
+    waiting, dropped.
     """
     calls_active: int
     last_step: dict[str, float]
@@ -455,6 +427,18 @@ def check_tag(name: str) -> None:
             f"The tag {name!r} is not a name: give a letter, then up to 63 letters, digits, dots, dashes or "
             "underscores.",
             code="tag_invalid",
+            status=422,
+            param="name",
+        )
+
+
+def check_run_name(name: str) -> None:
+    """Raises `InvalidRequest` for a name that a run cannot have."""
+    if not RUN_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{name[:100]!r} is not the name of a run: give a lower-case letter or a digit, then up to 63 of a-z, 0-9, "
+            "dots, dashes or underscores.",
+            code="run_name_invalid",
             status=422,
             param="name",
         )

@@ -1,6 +1,6 @@
 """Servers on which trials run. A `ServerSlot` serves one run at a time and continues it where it stands.
 
-`LeasedServerSlot` uses a server that someone else started, leased for the study.
+`SharedServerSlot` starts its runs on a server that someone else started. Other runs train there at the same time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import fcntl
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from agentjet.client import Swarm
 from agentjet.config import parse_config
-from agentjet.errors import AgentJetError, ConfigError, Conflict
+from agentjet.errors import AgentJetError, ConfigError
 from agentjet.research.journal import write_whole
 from agentjet.research.models import Study
 from agentjet.research.records import Record, Setting
@@ -34,11 +34,10 @@ class ServerUnavailable(ConfigError):
 
 @dataclass(frozen=True)
 class Address(Record):
-    """URL and token of a server. `token` is the client token or the admin token; `lease` is the epoch of the lease."""
+    """URL of a run, and the client token or the admin token."""
 
     url: str
     token: str
-    lease: int | None = None
 
 
 def check_model(settings: Setting) -> None:
@@ -82,30 +81,23 @@ class ServerSlot(Protocol):
         ...
 
     def serve(self, run: Path, settings: Setting, stopping: Event) -> AbstractContextManager[RunningServer]:
-        """Serves the run with the folder `run`, from the base model or from where the run stopped. Nothing else trains
-        there.
+        """Serves the run with the folder `run`, from the base model or from where the run stopped.
 
         Raises `AgentJetError` if no server is available, or if the study is `stopping`.
         """
         ...
 
     def check(self) -> None:
-        """Contacts the server once. Raises `ServerUnavailable` if no trial could run there. A lease of another holder
-        is not an error.
-        """
+        """Contacts the server once. Raises `ServerUnavailable` if no trial could run there."""
         ...
 
     def run_finished(self, run: Path) -> None:
         """Called when no trial continues this run; files that only a continuation needs may be deleted."""
         ...
 
-    def close(self) -> None:
-        """Called when the study needs the slot no more."""
-        ...
 
-
-LEASE_SECONDS = 60.0
-"""Duration of a lease without renewal."""
+CHECK_SECONDS = 15.0
+"""Interval at which a shared server is contacted during a trial."""
 POLL_SECONDS = 0.5
 SERVER_SETTINGS = ("model.device", "model.dtype", "model.threads", "sampler.", "server.")
 """Settings of the server that affect speed, not training."""
@@ -120,53 +112,43 @@ class ServerLost(AgentJetError):
 
 
 @dataclass
-class LeasedServer:
-    """A run on a leased server. `check` renews the lease."""
+class SharedServer:
+    """A run on a server that other runs may share."""
 
     swarm: Swarm
-    holder: str
-    run: str
     address: Address
     monotonic: Callable[[], float] = time.monotonic
-    _renewed: float = field(init=False)
+    _checked: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._renewed = self.monotonic()
+        self._checked = self.monotonic()
 
     def check(self) -> None:
-        """Raises `AgentJetError` if another holder has the lease, or if the server serves another run."""
-        if self.monotonic() - self._renewed < LEASE_SECONDS / 4:
-            return
-        lease = self.swarm.take_lease(self.holder, LEASE_SECONDS, epoch=self.address.lease)
-        if lease.run != self.run:
-            raise ServerLost(f"{self.address.url} serves run {lease.run!r} and not {self.run!r}: it was restarted")
-        self._renewed = self.monotonic()
+        """Raises `AgentJetError` if the server does not answer, or if somebody ended the run."""
+        if self.monotonic() - self._checked >= CHECK_SECONDS:
+            self.swarm.status()
+            self._checked = self.monotonic()
 
 
 @dataclass
-class LeasedServerSlot:
-    """A server at `url` with its admin token. It is kept between trials. It is returned when the study ends or is idle
-    for the duration of a lease, so several studies may name it.
+class SharedServerSlot:
+    """A server at `url` with its admin token. Each trial has a run there, which is open while the trial runs. Several
+    slots and several studies may name the same server.
     """
 
     url: str
     token: str
-    holder: str
     notify: Callable[[str], None]
-    """Called with a message while the study waits for another holder."""
-    _epoch: int | None = None
+    """Called with a message if a run could not be ended."""
 
     @property
     def name(self) -> str:
         return self.url
 
     def check(self) -> None:
-        """Takes the lease, or renews it if it is held."""
         try:
             with Swarm(self.url, self.token) as swarm:
-                self._epoch = swarm.take_lease(self.holder, LEASE_SECONDS, epoch=self._epoch).epoch
-        except Conflict:
-            return
+                swarm.runs()
         except AgentJetError as error:
             raise ServerUnavailable(
                 f"--server {self.url}: {error}; give the address of a server that runs, and the `admin-token` of its "
@@ -174,63 +156,46 @@ class LeasedServerSlot:
             ) from None
 
     @contextmanager
-    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[LeasedServer]:
-        """Waits while another holder has the server."""
-        job = job_of(settings)
+    def serve(self, run: Path, settings: Setting, stopping: Event) -> Iterator[SharedServer]:
+        """Starts the run, or opens it again. The end of the trial ends the run; its files stay on the server."""
+        job, name = job_of(settings), server_run_name(run)
+        check_not_stopping(stopping)
         with Swarm(self.url, self.token) as swarm:
-            self._epoch = self._taken(swarm, stopping)
-        with Swarm(self.url, self.token, lease=self._epoch) as holder:
-            self._check_model(holder, settings)
-            name = server_run_name(run)
-            holder.enter_run(name, job)
-            server = LeasedServer(holder, self.holder, name, Address(self.url, self.token, self._epoch))
-            while (status := holder.status()).state in ("loading", "offline"):
-                server.check()
-                stopping.wait(POLL_SECONDS)
-                check_not_stopping(stopping)
-            if status.state == "failed":
-                raise ServerLost(f"{self.url} could not load the model: {status.waiting_for}")
-            check_weights(run.parent / WEIGHTS, self.url, status.model_weights)
-            yield server
+            swarm.start_run(name, job=job)
+            try:
+                with swarm.of_run(name) as of_run:
+                    self._wait_until_loaded(of_run, settings, stopping)
+                    check_weights(run.parent / WEIGHTS, self.url, of_run.status().model_weights)
+                    yield SharedServer(of_run, Address(of_run.url, self.token))
+            finally:
+                self._end_run(name)
 
     def run_finished(self, run: Path) -> None:
-        """Does nothing: the server keeps its files."""
+        """Does nothing: the run ended with its trial."""
 
-    def close(self) -> None:
-        """Ends the lease if it is still held."""
-        if self._epoch is not None:
-            with Swarm(self.url, self.token) as swarm, suppress(AgentJetError):
-                swarm.take_lease(self.holder, LEASE_SECONDS, epoch=self._epoch)
-                swarm.end_lease()
-            self._epoch = None
-
-    def _taken(self, swarm: Swarm, stopping: Event) -> int:
-        """Waits for the lease and returns its epoch."""
-        notified = False
-        while True:
-            check_not_stopping(stopping)
-            try:
-                return swarm.take_lease(self.holder, LEASE_SECONDS, epoch=self._epoch).epoch
-            except Conflict as conflict:
-                if conflict.code not in ("leased", "lease_over"):
-                    raise
-                if self._epoch is None:
-                    if not notified:
-                        self.notify(f"waiting for {self.url}: {conflict}")
-                    notified = True
-                    stopping.wait(POLL_SECONDS)
-                self._epoch = None
-
-    def _check_model(self, swarm: Swarm, settings: Setting) -> None:
+    def _wait_until_loaded(self, swarm: Swarm, settings: Setting, stopping: Event) -> None:
         """Raises `ConfigError` if the server serves another model than the study's."""
         wanted, found = Path(str(settings["model.name"])).name, swarm.status().model
         if Path(found).name != wanted:
             raise ConfigError(f"{self.url} serves {found!r}, and the study trains {wanted!r}: name another server")
+        while (status := swarm.status()).state in ("loading", "offline"):
+            stopping.wait(POLL_SECONDS)
+            check_not_stopping(stopping)
+        if status.state == "failed":
+            raise ServerLost(f"{self.url} could not load the model: {status.waiting_for}")
+
+    def _end_run(self, name: str) -> None:
+        """Uses a new connection, which does not wait long for a server that is gone."""
+        try:
+            with Swarm(self.url, self.token) as swarm:
+                swarm.end_run(name)
+        except AgentJetError as error:
+            self.notify(f"run {name} of {self.url} may still be open ({error}); to end it: agentjet runs end {name}")
 
 
 def check_not_stopping(stopping: Event) -> None:
     if stopping.is_set():
-        raise ServerLost("the study ended while waiting for the server")
+        raise ServerLost("the study ended before the server was ready")
 
 
 def check_weights(file: Path, url: str, found: str) -> None:
@@ -251,7 +216,7 @@ def check_weights(file: Path, url: str, found: str) -> None:
 
 
 def server_run_name(run: Path) -> str:
-    """Returns the run's name on servers. A run that restarts after a loss gets a new name."""
+    """Returns the run's name on servers. A run that restarts from the base model after a loss gets a new name."""
     file = run / "name"
     if not file.exists():
         write_whole(file, f"{run.name}-{uuid.uuid4().hex[:6]}")

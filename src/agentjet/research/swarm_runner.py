@@ -131,7 +131,6 @@ class SwarmRunner:
                 self._stopping.set()
             with self._ended:
                 self._ended.notify_all()
-        slot.close()
 
     def _drop_slot(self, key: str, gone: ServerUnavailable) -> None:
         """Drops a slot. Its trial goes to another slot, or to the next runner of the folder."""

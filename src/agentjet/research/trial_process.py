@@ -286,7 +286,7 @@ def flat(prefix: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Value]
 
 async def carry_out(order: TrialOrder) -> None:
     """Writes the outcome and the answers to files. Raises `ConfigError`."""
-    async with AsyncSwarm(order.address.url, order.address.token, lease=order.address.lease) as swarm:
+    async with AsyncSwarm(order.address.url, order.address.token) as swarm:
         work = TrialProcess(order, swarm)
         outcome = await work.run()
         if outcome.end != "infra_failed":

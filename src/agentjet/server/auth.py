@@ -1,12 +1,14 @@
-"""Authentication: three tokens for programs of people, and a signed key for the agent of each episode.
+"""Authentication: three tokens for programs of people, and a signed key for the agent of each episode. Each run has its
+own, in its folder; those of the default run are in the data dir.
 
-* The **viewer token** (`DATA_DIR/viewer-token`) reads status, events, episodes, the job, checkpoints and metrics.
-* The **client token** (`DATA_DIR/token`) also starts and ends episodes and saves checkpoints.
-* The **admin token** (`DATA_DIR/admin-token`) also configures, starts and stops the server.
+* The **viewer token** (`viewer-token`) reads status, events, episodes, the job, checkpoints and metrics of the run.
+* The **client token** (`token`) also starts and ends episodes and saves checkpoints.
+* The **admin token** (`admin-token`) also configures, starts and stops the run. That of the default run opens every
+  run.
 * An **episode key** opens the inference routes and the control routes of its episode, nothing else. It expires after
   the present `job.max_episode_seconds`.
 
-Episode keys are signed with `DATA_DIR/key-secret`. Replacing a token revokes no key; replacing this secret revokes all.
+Episode keys are signed with `key-secret`. Replacing a token revokes no key; replacing this secret revokes all.
 
 Invariants: a secret file is readable by its owner only, and is written whole or not at all. A running server uses a
 replaced file from the next request on. A secret is never part of a message.
@@ -120,31 +122,46 @@ class Keys:
         admin_token: Secret,
         viewer_token: Secret | None = None,
         key_secret: Secret | None = None,
+        server_admin: Secret | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """A missing viewer token or key secret is replaced by a random one, which is lost with this process."""
-        self._tokens: dict[Bearer, Callable[[], str]] = {
-            "admin": _source(admin_token),
-            "client": _source(token),
-            "viewer": _source(viewer_token),
-        }
+        """A missing viewer token or key secret is replaced by a random one, which is lost with this process.
+
+        `server_admin` is a second admin token, if given.
+        """
+        self.admin_token = _source(admin_token)
+        self._tokens: list[tuple[Bearer, Callable[[], str]]] = [
+            ("admin", self.admin_token),
+            ("client", _source(token)),
+            ("viewer", _source(viewer_token)),
+        ]
+        if server_admin is not None:
+            self._tokens.append(("admin", _source(server_admin)))
         self._key_secret = _source(key_secret)
         self.clock = clock
 
     @classmethod
-    def open(cls, data_dir: Path, *, token: str | None = None, clock: Callable[[], float] = time.time) -> Keys:
-        """Reads the secrets of a data dir and creates missing ones. Raises `ConfigError`.
+    def open(
+        cls,
+        folder: Path,
+        *,
+        token: str | None = None,
+        server_admin: Secret | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> Keys:
+        """Reads the secrets of a data dir, or of the folder of a run, and creates missing ones. Raises `ConfigError`.
 
         If `token` is given, it replaces the client token, in its file as well.
         """
-        path = data_dir / SECRET_FILES["client"]
+        path = folder / SECRET_FILES["client"]
         if token is not None and not (path.exists() and read_secret(path) == token):
             replace_secret(path, token)
         return cls(
             token=SecretFile(path),
-            admin_token=SecretFile(data_dir / SECRET_FILES["admin"]),
-            viewer_token=SecretFile(data_dir / SECRET_FILES["viewer"]),
-            key_secret=SecretFile(data_dir / SECRET_FILES["keys"]),
+            admin_token=SecretFile(folder / SECRET_FILES["admin"]),
+            viewer_token=SecretFile(folder / SECRET_FILES["viewer"]),
+            key_secret=SecretFile(folder / SECRET_FILES["keys"]),
+            server_admin=server_admin,
             clock=clock,
         )
 
@@ -195,7 +212,7 @@ class Keys:
         """As `control`, but raises `Forbidden` for the viewer token: use it for requests that change something."""
         if self.control(token, episode_id=episode_id, max_age=max_age) == "viewer":
             raise Forbidden(
-                "The viewer token only reads: use the token in the file 'token' of the server's data dir.",
+                "The viewer token only reads: use the token in the file 'token' beside it.",
                 code="client_token_needed",
             )
 
@@ -203,14 +220,27 @@ class Keys:
         """Raises `Unauthorized` or `Forbidden` unless this is the admin token."""
         if self.control(token) != "admin":
             raise Forbidden(
-                "Configuring, starting and stopping the server needs the token in the file 'admin-token' of its data "
-                "dir.",
+                "Configuring, starting and stopping needs the token in the file 'admin-token', which is beside the "
+                "file 'token'.",
                 code="admin_token_needed",
             )
 
+    def is_admin(self, token: str) -> bool:
+        return self._bearer(token) == "admin"
+
+    def knows(self, token: str) -> bool:
+        """True for a token of the run and for a key that it signed, expired or not."""
+        if self._bearer(token) is not None:
+            return True
+        try:
+            self._opened(token)
+        except Unauthorized:
+            return False
+        return True
+
     def _bearer(self, token: str) -> Bearer | None:
         given = token.encode(errors="replace")
-        for role, held in self._tokens.items():
+        for role, held in self._tokens:
             if hmac.compare_digest(given, held().encode()):
                 return role
         return None

@@ -1,4 +1,4 @@
-"""Dependencies of the routes: `AppDeps`, guards, the reading of request bodies, and `until_disconnect`.
+"""Dependencies of the routes: guards, the reading of request bodies, and `until_disconnect`.
 
 A guard decides from headers and path alone who may use a route. A route lists its guard among its dependencies, where
 it is part of the route's documentation. `GuardedRoute` checks the guard before it reads the first byte of the body.
@@ -8,48 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from agentjet.errors import Forbidden, TooLarge
-from agentjet.gateway import Gateway, observability
+from agentjet.errors import Forbidden, NotFound, TooLarge, Unauthorized
+from agentjet.gateway import observability
 from agentjet.gateway.concurrency import offload
-from agentjet.server.auth import KEY_PREFIX, Keys
+from agentjet.server.auth import KEY_PREFIX
 from agentjet.server.limits import Limits, parse_body
-from agentjet.server.server_lease import RunSwitcher, ServerLease
-
-
-@dataclass(frozen=True, slots=True)
-class AppDeps:
-    """The objects that routes use. `create_app` creates them and stores them in the app's state."""
-
-    runs: RunSwitcher
-    keys: Keys
-    lease: ServerLease
-    limits: Limits
-
-    @property
-    def gateway(self) -> Gateway:
-        return self.runs.gateway
-
-    @property
-    def max_age(self) -> float:
-        """Seconds that an episode key is valid from the start of its episode."""
-        return self.gateway.swarm.job.max_episode_seconds
-
-
-def deps_of(request: Request) -> AppDeps:
-    deps = request.app.state.deps
-    assert isinstance(deps, AppDeps)
-    return deps
+from agentjet.server.runs import AppDeps, bearer_of, deps_of, key_of
 
 
 async def _deps(request: Request) -> AppDeps:  # async, so that FastAPI does not call it in a thread
@@ -58,16 +31,6 @@ async def _deps(request: Request) -> AppDeps:  # async, so that FastAPI does not
 
 Deps = Annotated[AppDeps, Depends(_deps)]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255)]
-LeaseEpoch = Annotated[int | None, Header(alias="AgentJet-Lease", ge=0, le=2**53)]
-"""The epoch of the caller's server lease."""
-
-
-async def require_lease(deps: Deps, epoch: LeaseEpoch = None) -> None:
-    """Raises `Conflict` unless `epoch` is that of the server lease. Without a lease, switches to the default run."""
-    deps.lease.check(epoch)
-    if not deps.lease.seconds_left:
-        await deps.runs.enter("", None)
-
 
 Result = TypeVar("Result")
 
@@ -119,30 +82,19 @@ class Guard:
         self._check = check
 
     def check(self, request: Request) -> None:
-        """Raises `Unauthorized` or `Forbidden`."""
-        self._check(deps_of(request), bearer_of(request), request)
+        """Raises `Unauthorized`, `Forbidden`, or `NotFound` for a route that the run does not have."""
+        deps = deps_of(request)
+        try:
+            self._check(deps, bearer_of(request), request)
+        except Unauthorized:
+            if not deps.keys.knows(key_of(request)):
+                deps.runs.refuse_foreign(key_of(request))
+            raise
 
     async def __call__(self, request: Request) -> None:
         """Checks the guard on a route that is not a `GuardedRoute`, after its body was read."""
         if CHECKED not in request.scope:
             self.check(request)
-
-
-def bearer_of(request: Request) -> str:
-    """Returns the bearer token of a request, or ""."""
-    scheme, token = get_authorization_scheme_param(request.headers.get("Authorization"))
-    return token if scheme.lower() == "bearer" else ""
-
-
-def key_of(request: Request) -> str:
-    """Returns the episode key of a request, or "".
-
-    OpenAI's SDKs send it as a bearer token, Anthropic's in the header `x-api-key`. Agents that can only set a URL have
-    it in the path.
-    """
-    if "key" in request.path_params:
-        return str(request.path_params["key"])
-    return bearer_of(request) or request.headers.get("x-api-key", "")
 
 
 def _episode(deps: AppDeps, token: str, request: Request) -> None:
@@ -171,16 +123,24 @@ def _episode_key(deps: AppDeps, token: str, request: Request) -> None:
     request.state.episode_id = deps.keys.episode(key_of(request), deps.max_age)
 
 
+def _server_admin(deps: AppDeps, token: str, request: Request) -> None:
+    if request.scope.get("root_path"):
+        raise NotFound("Runs are managed at /swarm/v1/runs: send this request without /runs/NAME.", code="not_found")
+    deps.keys.admin(token)
+
+
 VIEWER = Guard(lambda deps, token, _: deps.keys.control(token))
-"""Allows every token of the server."""
+"""Allows every token of the run, and the server's admin token, as the other guards do."""
 CLIENT = Guard(lambda deps, token, _: deps.keys.client(token))
 """Allows the client token and the admin token."""
 ADMIN = Guard(lambda deps, token, _: deps.keys.admin(token))
 """Allows the admin token."""
+SERVER_ADMIN = Guard(_server_admin)
+"""Allows the admin token of the default run, and no path of another run."""
 EPISODE = Guard(_episode)
 """Allows the client token, the admin token, and the key of the episode in the path."""
 EPISODE_READER = Guard(_episode_reader)
-"""Allows every token of the server, and the key of the episode in the path."""
+"""Allows every token of the run, and the key of the episode in the path."""
 EPISODE_SCORER = Guard(_episode_scorer)
 """As `EPISODE`, but allows the key only if `server.episode_may_finish` is true."""
 EPISODE_KEY = Guard(_episode_key)

@@ -24,6 +24,7 @@ from agentjet.gateway.engine import IllegalInState
 from agentjet.protocol import Problem
 from agentjet.server.deps import ClientGone
 from agentjet.server.dialects import DIALECTS, error_shape
+from agentjet.server.runs import deps_of, route_path
 
 _REPR = Repr()
 """Shortens values in messages: a value can be as large as a body."""
@@ -50,7 +51,7 @@ def _without_key(path: str) -> str:
 
 
 def error_response(path: str, error: RequestError) -> Response:
-    """Returns the response to `error` in the shape of the route `path`."""
+    """Returns the response to `error` in the shape of the route `path`, which is without `/runs/NAME`."""
     headers = {}
     retry_after: float | None = None
     if isinstance(error, Later):
@@ -88,12 +89,12 @@ async def count_refusal(request: Request, error: RequestError) -> None:
         return
     episode_id = getattr(request.state, "episode_id", None)  # stored by the guard of the route
     if episode_id is not None:
-        await request.app.state.deps.gateway.refused(episode_id, error)
+        await deps_of(request).gateway.refused(episode_id, error)
 
 
 def _path(request: Request) -> str:
     """Returns the path that was routed. `request.url.path` has no line breaks, so `/k/%0D/v1/` would not match."""
-    return str(request.scope["path"])
+    return route_path(request.scope)
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

@@ -1,4 +1,5 @@
-"""HTTP below the routes: the `Host` check, the TLS certificate, the socket, the connections and uvicorn's settings.
+"""HTTP below the routes: the `Host` check, the paths of runs, the TLS certificate, the socket, the connections and
+uvicorn's settings.
 
 `HostCheck` prevents DNS rebinding: a web page can resolve its own host name to 127.0.0.1 and send requests to this
 server, but the browser then sends that name in `Host`. Starlette's `TrustedHostMiddleware` is not used: it answers
@@ -20,14 +21,17 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentjet.config import ServerConfig
 from agentjet.config.schema import is_loopback
-from agentjet.errors import ConfigError, InvalidRequest
+from agentjet.errors import ConfigError, InvalidRequest, RequestError
+from agentjet.gateway import observability
 from agentjet.server import error_handlers
 from agentjet.server.limits import Limits
+from agentjet.server.runs import RUN, AppDeps, ServedRuns, key_of, route_path, run_in_path
 
 
 def allowed_hosts(server: ServerConfig) -> frozenset[str] | None:
@@ -64,7 +68,7 @@ class HostCheck:
             f"The host {', '.join(given)[:200]!r} is not allowed: to allow it, add it to server.allowed_hosts.",
             code="host_not_allowed",
         )
-        await error_handlers.error_response(scope["path"], error)(scope, receive, send)
+        await error_handlers.error_response(route_path(scope), error)(scope, receive, send)
 
     def _is_allowed(self, given: list[str]) -> bool:
         host = _host(given[0]) if len(given) == 1 else ""
@@ -77,6 +81,44 @@ def _host(given: str) -> str:
     """Returns a host in lower case without port and brackets, or "" if it is malformed."""
     found = HOST.fullmatch(given.strip().lower())
     return found[1].strip("[]") if found else ""
+
+
+class RunPaths:
+    """Middleware that finds the run of a path below `/runs/NAME`, if the caller may enter it, or refuses the request.
+
+    `NAME` becomes part of the root path, so routes match the rest and `request.base_url` is that of the run.
+    """
+
+    def __init__(self, app: ASGIApp, runs: ServedRuns) -> None:
+        self._app = app
+        self._runs = runs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        named = run_in_path(scope) if scope["type"] == "http" else None
+        if named is None:
+            await self._app(scope, receive, send)
+            return
+        root, name = named
+        scope = {**scope, "root_path": root}
+        try:
+            # Agents check their base URL with HEAD and without a key. No answer to it depends on the run.
+            if scope["method"] != "HEAD":
+                scope[RUN] = self._entered(name, HTTPConnection(scope))
+                observability.run.set(name)
+        except RequestError as error:
+            await error_handlers.error_response(route_path(scope), error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _entered(self, name: str, connection: HTTPConnection) -> AppDeps:
+        """Raises `Unauthorized`, `Forbidden` or `NotFound`."""
+        key, keys = key_of(connection), self._runs.default.keys
+        if (entered := self._runs.enter(name, key)) is not None:
+            return entered
+        if error_handlers.INFERENCE_PATH.match(route_path(connection.scope)):
+            keys.episode(key, 0.0)
+        keys.control(key)
+        raise AssertionError("no run has this token")
 
 
 def check_certificate(server: ServerConfig) -> None:

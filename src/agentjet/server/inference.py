@@ -10,9 +10,11 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -22,12 +24,11 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
-from agentjet.errors import NotFound, RequestError
+from agentjet.errors import InvalidRequest, NotFound, RequestError
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.gateway.requests import CallChunk, CallRequest
 from agentjet.server.deps import (
     EPISODE_KEY,
-    AppDeps,
     ClientGone,
     Deps,
     GuardedRoute,
@@ -52,6 +53,8 @@ from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, ErrorShape
 from agentjet.server.dialects.messages import MessagesBody, PromptBody, TokenCount, to_conversation
 from agentjet.server.dialects.responses import ResponsesBody
 from agentjet.server.error_handlers import count_refusal
+from agentjet.server.runs import AppDeps
+from agentjet.types import policy_of
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,9 @@ async def _episode_id(request: Request) -> str:
     return episode_id
 
 
+MAX_ROLE = 128
+POLICY_ALIAS = "policy"
+"""A name of the model of every run without named policies."""
 EpisodeId = Annotated[str, Depends(_episode_id)]
 """The episode of the request's key, stored by the guard `EPISODE_KEY`."""
 AgentRole = Annotated[str, Header(alias="X-AgentJet-Role", max_length=MAX_ROLE)]
@@ -94,7 +100,7 @@ class ServedModel(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The answer of `/v1/models`: the one model of this server."""
+    """The answer of `/v1/models`: the policies of the run by name, or its one model."""
 
     object: Literal["list"] = "list"
     data: list[ServedModel]
@@ -150,15 +156,15 @@ async def count_tokens(
 
 @routes.get("/v1/models", dependencies=keyed, responses=errors_of(OPENAI_ERRORS))
 async def list_models(deps: Deps, episode_id: EpisodeId) -> ModelList:
-    """List the model of the server. Needs an episode key."""
-    return ModelList(data=[_model(deps)])
+    """List the policies of the run, or its one model. Needs an episode key."""
+    return ModelList(data=[_model(name, deps) for name in deps.gateway.policies or (deps.gateway.model_name,)])
 
 
 @routes.get("/v1/models/{name:path}", dependencies=keyed, responses=errors_of(OPENAI_ERRORS))
 async def get_model(name: str, deps: Deps, episode_id: EpisodeId) -> ServedModel:
-    """Return the model if the server accepts the name. Needs an episode key."""
-    _role_of(name, deps, "")
-    return _model(deps)
+    """Return the model if the run accepts the name. Needs an episode key."""
+    role = _role_of(name, deps, "")
+    return _model(deps.gateway.model_name or policy_of(role, deps.gateway.policies), deps)
 
 
 @routes.head("/", include_in_schema=False)
@@ -179,17 +185,14 @@ router.include_router(routes, dependencies=[Depends(key_in_headers)])
 router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(key_in_path)])
 
 
-def _role_of(model: str, deps: AppDeps, header: str) -> str:
-    return role_of(model, deps.gateway.model_name, header, deps.gateway.config.server.model_aliases)
-
-
 async def respond(
     dialect: Dialect[RequestT], body: RequestT, request: Request, deps: AppDeps, episode_id: str, role: str
 ) -> Response:
     """Returns the response to a call in any dialect, whole or streamed. Raises `RequestError` or `ClientGone`."""
     gateway = deps.gateway
     role = _role_of(body.model, deps, role)
-    head = AnswerHead(uuid.uuid4().hex, gateway.model_name, int(time.time()))
+    policy = policy_of(role, gateway.policies)
+    head = AnswerHead(uuid.uuid4().hex, gateway.model_name or policy, int(time.time()), policy)
     content = await request.body()
     past: CallLookup = partial(gateway.lookup_call, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
@@ -277,5 +280,66 @@ async def _stream(
             yield errors.event(broken, num_sent)
 
 
-def _model(deps: AppDeps) -> ServedModel:
-    return ServedModel(id=deps.gateway.model_name, created=int(deps.gateway.began))
+def _model(name: str, deps: AppDeps) -> ServedModel:
+    return ServedModel(id=name, created=int(deps.gateway.began))
+
+
+# --- the model's name in requests
+
+
+def _role_of(model: str, deps: AppDeps, header: str) -> str:
+    gateway = deps.gateway
+    if gateway.policies:
+        return role_of_policy(model, gateway.policies, header)
+    return role_of(model, gateway.model_name, header, gateway.config.server.model_aliases)
+
+
+def role_of(model: str, served: str, header: str, aliases: str) -> str:
+    """Returns the agent role of a request: the header, or what follows `@` in the model's name.
+
+    `aliases` are other accepted names, comma-separated; `*` matches any text. Raises `NotFound` for another model.
+    """
+    name = model.partition("@")[0]
+    patterns = (pattern.strip() for pattern in aliases.split(","))
+    accepted = [name] if any(fnmatchcase(name, pattern) for pattern in patterns if pattern) else []
+    for known in (served, POLICY_ALIAS, *accepted):
+        if model == known or model.startswith(known + "@"):
+            return _one_role(model.removeprefix(known), header)
+    near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
+    hint += " server.model_aliases lets it answer to other names."
+    raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
+
+
+def role_of_policy(model: str, policies: Sequence[str], header: str) -> str:
+    """Returns the role of a request in a run with named policies: `POLICY` or `POLICY/ROLE`.
+
+    Raises `NotFound` for an unknown policy, and `InvalidRequest` for an invalid role.
+    """
+    policy = model.partition("@")[0]
+    if policy not in policies:
+        near = get_close_matches(policy, policies, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise NotFound(
+            f"This run has no policy {policy[:100]!r}{hint} Its policies are {', '.join(policies)}.",
+            code="model_not_found",
+            param="model",
+        )
+    role = _one_role(model.removeprefix(policy), header)
+    if "/" in role:
+        raise InvalidRequest(f"The role {role!r} has a '/': choose a name without it.", param="model")
+    return f"{policy}/{role}" if role else policy
+
+
+def _one_role(in_model: str, header: str) -> str:
+    """Returns the role from `@ROLE` behind the model's name, or from the header. Raises `InvalidRequest`."""
+    role = in_model.removeprefix("@")
+    if not in_model:
+        return header
+    if len(role) > MAX_ROLE:
+        raise InvalidRequest(
+            f"The role in the model's name has {len(role)} characters; the maximum is {MAX_ROLE}.", param="model"
+        )
+    if header and header != role:
+        raise InvalidRequest(f"The model's name has role {role!r}, the header has {header!r}.", param="model")
+    return role

@@ -30,13 +30,17 @@ from agentjet.gateway import Gateway
 from agentjet.gateway.observability import LogContextFilter
 from agentjet.server.deps import BEARER, VIEWER, Deps, GuardedRoute
 from agentjet.server.error_handlers import PROBLEM
-from agentjet.types import EngineState
+from agentjet.types import DEFAULT_RUN, EngineState
 
 SECRET_PATTERNS = (
     (re.compile(r"/k/[^/\s\"']+"), "/k/…"),
     (re.compile(r"ajk-[\w.~-]+"), "ajk-…"),
     (re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{8,}"), r"\1…"),
 )
+
+
+NOT_SHOWN = (None, "", DEFAULT_RUN)
+"""Values of a record's context that are left out."""
 
 
 class LogFile(RotatingFileHandler):
@@ -68,21 +72,21 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 
 class TextFormatter(logging.Formatter):
-    """A text line that ends with the episode and batch of the record."""
+    """A text line that ends with the run (not the default one), episode and batch of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         about = [
             f"{name}={held}"
-            for name in ("episode_id", "batch_id")
-            if (held := getattr(record, name, None)) not in (None, "") and str(held) not in record.getMessage()
+            for name in ("run", "episode_id", "batch_id")
+            if (held := getattr(record, name, None)) not in NOT_SHOWN and str(held) not in record.getMessage()
         ]
         first, newline, rest = super().format(record).partition("\n")
         return redact(" ".join([first, *about]) + newline + rest)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: `time` (Unix seconds), `level`, `logger`, `message`; if known, also `episode_id`,
-    `batch_id`, `event` and `traceback`.
+    """One JSON object per line: `time` (Unix seconds), `level`, `logger`, `message`; if known, also `run` (not the
+    default one), `episode_id`, `batch_id`, `event` and `traceback`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -92,9 +96,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in ("episode_id", "batch_id", "event"):
+        for name in ("run", "episode_id", "batch_id", "event"):
             held = getattr(record, name, None)
-            if held not in (None, ""):
+            if held not in NOT_SHOWN:
                 line[name] = held
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -102,7 +106,7 @@ class JsonFormatter(logging.Formatter):
 
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-GAUGES = ("live", "prepared", "waiting")
+GAUGES = ("live", "waiting")
 """Episode counts that can fall. The others only grow."""
 
 
@@ -123,6 +127,14 @@ class _GatewayCollector(Collector):
         self._gateway = gateway
 
     def collect(self) -> Iterator[Metric]:
+        """Yields the metrics. Those of the default run have no label `run`."""
+        run = self._gateway.run
+        for metric in self._collected():
+            if run != DEFAULT_RUN:
+                metric.samples = [sample._replace(labels={"run": run, **sample.labels}) for sample in metric.samples]
+            yield metric
+
+    def _collected(self) -> Iterator[Metric]:
         status, engine = self._gateway.status(), self._gateway.engine
         states = GaugeMetricFamily("agentjet_state", "1 for the present state of the engine.", labels=["state"])
         for state in get_args(EngineState):
@@ -155,14 +167,14 @@ class _GatewayCollector(Collector):
             yield GaugeMetricFamily(f"agentjet_{name}", meaning, value)
 
     def _journal_bytes(self) -> int:
-        folder = self._gateway.config.server.data_dir
+        folder = self._gateway.folder
         return sum(path.stat().st_size for path in folder.glob("journal.sqlite*") if path.suffix != ".lock")
 
 
 def _episodes(counts: dict[str, int]) -> Iterator[Metric]:
     gauge = GaugeMetricFamily(
         "agentjet_episodes",
-        "Episodes that are live, prepared, or finished and not yet trained.",
+        "Episodes that are live, or finished and not yet trained.",
         labels=["status"],
     )
     counter = CounterMetricFamily(
@@ -199,7 +211,10 @@ async def healthz() -> Health:
 
 @router.get("/readyz", response_model=Readiness, responses={400: PROBLEM, 503: {"model": Readiness}})
 async def readyz(deps: Deps) -> JSONResponse:
-    """Answers 200 while the engine samples or learns and the disk can be written, else 503. Needs no token."""
+    """Answers 200 while the engine samples or learns and the disk can be written, else 503.
+
+    Needs no token for the default run.
+    """
     state = deps.gateway.engine.state
     found = Readiness(ready=state in READY and not deps.gateway.swarm.store.file.refusal, state=state)
     return JSONResponse(found.model_dump(), 200 if found.ready else 503)
@@ -215,5 +230,5 @@ async def readyz(deps: Deps) -> JSONResponse:
     },
 )
 async def get_metrics(deps: Deps) -> Response:
-    """Metrics for Prometheus. Needs a token of the server; use the viewer token."""
+    """Metrics of the run for Prometheus. Needs a token of the run; use the viewer token."""
     return Response(exposition(deps.gateway), media_type=CONTENT_TYPE)

@@ -1,5 +1,5 @@
-"""The control routes, under `/swarm/v1/`: episodes, status, events, the job, the engine, checkpoints, evaluations, the
-lease of the server.
+"""The control routes, under `/swarm/v1/`: episodes, status, events, the job, the engine, checkpoints, evaluations; and
+the runs of the server.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from starlette.responses import StreamingResponse
 
-from agentjet.config import parse_job
-from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, RequestError
+from agentjet.errors import CheckpointError, RequestError
 from agentjet.gateway.views import view
 from agentjet.protocol import (
     PREFIX,
@@ -31,9 +30,9 @@ from agentjet.protocol import (
     FinishRequest,
     Int64,
     JobBody,
-    LeaseRequest,
-    LeaseView,
-    RunRequest,
+    RunList,
+    RunSettings,
+    RunView,
     StatusResponse,
     TagRequest,
 )
@@ -44,13 +43,11 @@ from agentjet.server.deps import (
     EPISODE,
     EPISODE_READER,
     EPISODE_SCORER,
+    SERVER_ADMIN,
     VIEWER,
-    AppDeps,
     Deps,
     GuardedRoute,
     IdempotencyKey,
-    LeaseEpoch,
-    require_lease,
     until_disconnect,
 )
 from agentjet.server.error_handlers import PROBLEM
@@ -78,18 +75,17 @@ router = APIRouter(
 viewer = [Depends(VIEWER)]
 client = [Depends(CLIENT)]
 admin = [Depends(ADMIN)]
-leased = [Depends(require_lease)]
-"""While the server is leased, only for the holder of the lease."""
+server_admin = [Depends(SERVER_ADMIN)]
 of_episode = [Depends(EPISODE)]
 of_episode_reader = [Depends(EPISODE_READER)]
 of_episode_scorer = [Depends(EPISODE_SCORER)]
 
 
-@router.post("/episodes", dependencies=client + leased, responses=problems_of(409, 429, 503))
+@router.post("/episodes", dependencies=client, responses=problems_of(409, 429, 503))
 async def begin_episode(
     body: BeginRequest, request: Request, deps: Deps, idempotency_key: IdempotencyKey = None
 ) -> BeginResponse:
-    """Start an episode. If the client disconnects while it waits for room, no episode is started."""
+    """Start an episode of the run. If the client disconnects while it waits for room, no episode is started."""
     gateway = deps.gateway
     episode = await until_disconnect(request, gateway.begin(body, idempotency_key=idempotency_key))
     job = gateway.swarm.job
@@ -98,6 +94,7 @@ async def begin_episode(
         base_url=f"{request.base_url}v1",
         api_key=deps.keys.sign(episode.id, episode.begun),
         model=gateway.model_name,
+        policies=gateway.policies,
         policy_version=episode.policy_version,
         lease_seconds=job.lease_seconds,
         expires_at=gateway.swarm.expires_at(episode),
@@ -108,12 +105,11 @@ async def begin_episode(
 async def list_episodes(
     deps: Deps,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    team: Annotated[str, Query(max_length=256)] = "",
     status: EpisodeStatus | None = None,
     before: Annotated[str, Query(max_length=256)] = "",
 ) -> EpisodeList:
-    """List episodes, newest first. Filters: a team, a status, or those that started before the episode `before`."""
-    found = await deps.gateway.recent_episodes(limit, team=team, status=status, before=before)
+    """List episodes, newest first. Filters: a status, or those that started before the episode `before`."""
+    found = await deps.gateway.recent_episodes(limit, status=status, before=before)
     return EpisodeList(episodes=found)
 
 
@@ -127,14 +123,6 @@ async def get_episode(episode_id: str, deps: Deps) -> EpisodeTree:
 async def heartbeat(episode_id: str, deps: Deps) -> EpisodeView:
     """Renew the lease of an episode."""
     return view(await deps.gateway.heartbeat(episode_id))
-
-
-@router.post("/episodes/{episode_id}/prepare", dependencies=of_episode_scorer, responses=problems_of(404, 409, 503))
-async def prepare_episode(
-    episode_id: str, body: FinishRequest, deps: Deps, idempotency_key: IdempotencyKey = None
-) -> EpisodeView:
-    """Store the reward of an episode without training it. A later finish with the same body will succeed."""
-    return view(await deps.gateway.prepare(episode_id, body, idempotency_key=idempotency_key))
 
 
 @router.post("/episodes/{episode_id}/finish", dependencies=of_episode_scorer, responses=problems_of(404, 409, 503))
@@ -155,7 +143,7 @@ async def abort_episode(
 
 @router.get("/status", dependencies=viewer)
 async def get_status(deps: Deps) -> StatusResponse:
-    """Return the state of the server and of training."""
+    """Return the state of the run and of its training."""
     return deps.gateway.status()
 
 
@@ -183,22 +171,22 @@ async def get_job(deps: Deps) -> JobBody:
     return deps.gateway.job()
 
 
-@router.put("/job", dependencies=admin + leased, responses=problems_of(409, 503))
+@router.put("/job", dependencies=admin, responses=problems_of(409, 503))
 async def put_job(body: JobBody, deps: Deps) -> JobBody:
     """Replace the job settings from the next batch on. 409 if they changed since `revision` was read."""
     return await deps.gateway.replace_job(body)
 
 
-@router.post("/start", dependencies=admin + leased, responses=problems_of(409, 503))
+@router.post("/start", dependencies=admin, responses=problems_of(409, 503))
 async def start_engine(deps: Deps) -> StatusResponse:
-    """Start the worker. The answer does not wait until it is ready."""
+    """Load the policies of the run. The answer does not wait until they are ready."""
     await deps.gateway.start_engine()
     return deps.gateway.status()
 
 
-@router.post("/stop", dependencies=admin + leased, responses=problems_of(409))
+@router.post("/stop", dependencies=admin, responses=problems_of(409))
 async def stop_engine(deps: Deps) -> StatusResponse:
-    """Save a checkpoint and stop the worker. If that takes long, the state in the answer is still `draining`."""
+    """Save a checkpoint and free the policies of the run. If that takes long, the answer's state is `draining`."""
     try:
         async with asyncio.timeout(STOP_PATIENCE):
             await deps.gateway.stop_engine()
@@ -213,16 +201,17 @@ async def list_checkpoints(deps: Deps) -> list[CheckpointInfo]:
     return await stored(deps.gateway.versions.checkpoints())
 
 
-@router.post("/checkpoints", dependencies=client + leased, responses=problems_of(409, 503, 507))
+@router.post("/checkpoints", dependencies=client, responses=problems_of(409, 503, 507))
 async def create_checkpoint(deps: Deps, body: EmptyRequest | None = None) -> CheckpointInfo:
-    """Save a checkpoint of the present policy, between two batches."""
+    """Save a checkpoint of the run's policies, between two batches."""
     return await stored(deps.gateway.versions.save())
 
 
-@router.post("/exports", dependencies=client + leased, responses=problems_of(409, 503, 507))
+@router.post("/exports", dependencies=client, responses=problems_of(409, 503, 507))
 async def create_export(deps: Deps, body: ExportRequest | None = None) -> CheckpointInfo:
-    """Export the present policy to the server's disk, between two batches: a Hugging Face folder or the adapter."""
-    return await stored(deps.gateway.versions.export(adapter=body is not None and body.adapter))
+    """Export a present policy to the server's disk, between two batches: a Hugging Face folder or the adapter."""
+    wanted = body or ExportRequest()
+    return await stored(deps.gateway.versions.export(policy=wanted.policy, adapter=wanted.adapter))
 
 
 async def stored(work: Awaitable[Stored]) -> Stored:
@@ -245,7 +234,7 @@ async def _sse(events: AsyncGenerator[Event | None]) -> AsyncGenerator[str]:
 TagName = Annotated[str, Path(max_length=256)]
 
 
-@router.post("/evaluations", dependencies=client + leased, responses=problems_of(409, 503))
+@router.post("/evaluations", dependencies=client, responses=problems_of(409, 503))
 async def record_evaluation(
     body: EvaluationRequest, deps: Deps, idempotency_key: IdempotencyKey = None
 ) -> list[EvaluationView]:
@@ -261,60 +250,31 @@ async def list_evaluations(deps: Deps) -> list[EvaluationView]:
     return found
 
 
-@router.put("/tags/{name}", dependencies=client + leased, responses=problems_of(404, 409, 507))
+@router.put("/tags/{name}", dependencies=client, responses=problems_of(404, 409, 507))
 async def put_tag(name: TagName, body: TagRequest, deps: Deps) -> list[CheckpointInfo]:
     """Tag a checkpoint, which is then kept until the tag is removed. The answer lists the checkpoints."""
     return await stored(deps.gateway.versions.tag(name, body.policy_version))
 
 
-@router.delete("/tags/{name}", dependencies=client + leased, responses=problems_of(404, 409, 507))
+@router.delete("/tags/{name}", dependencies=client, responses=problems_of(404, 409, 507))
 async def delete_tag(name: TagName, deps: Deps) -> list[CheckpointInfo]:
     """Remove a tag. The next checkpoint can then remove the checkpoint that had it."""
     return await stored(deps.gateway.versions.untag(name))
 
 
-@router.get("/lease", dependencies=viewer)
-async def get_lease(deps: Deps) -> LeaseView:
-    """Return the lease of the server and the run it serves."""
-    return _view(deps)
+@router.get("/runs", dependencies=server_admin, responses=problems_of(404))
+async def list_runs(deps: Deps) -> RunList:
+    """List the runs of the server, the default run first."""
+    return RunList(runs=deps.runs.runs.views())
 
 
-@router.put("/lease", dependencies=admin, responses=problems_of(409))
-async def put_lease(body: LeaseRequest, deps: Deps) -> LeaseView:
-    """Take or renew the lease. Until it ends, requests need its epoch in the header `AgentJet-Lease`."""
-    deps.lease.take(body)
-    return _view(deps)
+@router.put("/runs/{name}", dependencies=server_admin, responses=problems_of(404, 409, 503))
+async def put_run(name: str, body: RunSettings, deps: Deps) -> RunView:
+    """Create a run, open one that was ended, or change the job of a run. The answer does not wait for the worker."""
+    return await deps.runs.put(name, body)
 
 
-@router.delete("/lease", dependencies=admin)
-async def delete_lease(deps: Deps) -> LeaseView:
-    """End the lease of any holder. The server returns to its default run."""
-    await deps.runs.enter("", None)
-    deps.lease.end()
-    return _view(deps)
-
-
-@router.put("/run", dependencies=admin, responses=problems_of(409, 503))
-async def put_run(body: RunRequest, deps: Deps, epoch: LeaseEpoch = None) -> StatusResponse:
-    """Switch to a run of the lease's holder, new or existing. The answer does not wait for the worker."""
-    if epoch is None:
-        raise Conflict(
-            "Switching runs needs a lease: take one first, and send its epoch in the header AgentJet-Lease.",
-            code="no_lease",
-        )
-    deps.lease.check(epoch)
-    try:
-        job = parse_job(body.job)
-    except ConfigError as error:
-        raise InvalidRequest(str(error), code="invalid_setting", status=422, param="job") from None
-    try:
-        await deps.runs.enter(body.name, job)
-    except ConfigError as error:
-        raise Conflict(f"Run {body.name!r} cannot be served here: {error}.", code="run_refused") from None
-    return deps.gateway.status()
-
-
-def _view(deps: AppDeps) -> LeaseView:
-    lease = deps.lease
-    left = lease.seconds_left
-    return LeaseView(holder=lease.holder if left else "", epoch=lease.epoch, seconds_left=left, run=deps.runs.name)
+@router.delete("/runs/{name}", dependencies=server_admin, responses=problems_of(404, 409, 503))
+async def end_run(name: str, deps: Deps) -> RunView:
+    """Save a checkpoint of a run, free its policies and close its journal. Its files remain."""
+    return await deps.runs.end(name)

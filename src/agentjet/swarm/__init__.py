@@ -1,6 +1,6 @@
 """Episodes, groups and batches of a run: rules, leases and the journal. No HTTP, no torch, no asyncio.
 
-journal = Journal.open(data_dir / "journal.sqlite", model=config.model)
+journal = Journal.open(data_dir / "journal.sqlite", models={"policy": config.model})
 swarm = SwarmState(journal, config.job, clock=time.time)
 episode = swarm.begin(BeginRequest(task_id="t1"))
 with swarm.calling(episode.id):                      # suspends the lease during the call
@@ -9,7 +9,8 @@ with swarm.calling(episode.id):                      # suspends the lease during
 swarm.finish(episode.id, FinishRequest(reward=1.0))
 if swarm.batches.ready():
     batch = swarm.batches.compose()                  # on disk before it is learned
-    metrics, op = await learn(compute, op, swarm.batches.training_batch(batch), batch.job)
+    training = swarm.batches.training_batches(batch)["policy"]
+    metrics, op = await learn(compute, op, training, batch.job)
     swarm.batches.learned(batch, metrics)
 print(swarm.queries.waiting_for())
 """

@@ -1,4 +1,4 @@
-"""The forest of a batch and the batch's metrics. Reads the journal and changes nothing."""
+"""The forests of a batch and the batch's metrics. Reads the journal and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import numpy as np
 
 from agentjet.swarm.groups import all_equal
 from agentjet.swarm.journal import Journal
-from agentjet.swarm.state import Batch, Episode
+from agentjet.swarm.state import Batch, Episode, reward_of
 from agentjet.timeline.batch import Facts, TrainingBatch
-from agentjet.timeline.forest import Row, build_forest, call_row
+from agentjet.timeline.forest import Forest, Row, build_forest, call_row
 from agentjet.timeline.forks import OrphanReason, orphans
 from agentjet.timeline.support import unpack_sets
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import Call
+from agentjet.types import SOLE_POLICY, Call, metrics_prefix, policy_of
 
 log = logging.getLogger(__name__)
 
+OF_EPISODES = ("timelines", "truncated")
+COUNTS = (*OF_EPISODES, "orphans", "orphan_tokens", "side_calls", "drift")
 Sequences = dict[str, tuple[ConversationTree, list[Call]]]
 """The conversation and the trained calls of each role of an episode."""
 
@@ -38,16 +40,48 @@ def find_orphans(journal: Journal, episode_id: str, trees: Mapping[str, Conversa
     return orphans([call for tree in trees.values() for call in tree.calls], journal.undelivered(episode_id))
 
 
-def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tuple[TrainingBatch, dict[str, float]]:
-    """Returns the forest with one row per trained call, the facts about episodes and calls, and metrics of the trees.
+def build(
+    journal: Journal, batch: Batch, episodes: Mapping[str, Episode], policies: Sequence[str]
+) -> tuple[dict[str, TrainingBatch], dict[str, float]]:
+    """Returns for each policy a forest with one row per trained call, and facts; then metrics of the forests.
 
-    A sequence is what one episode and one role produced. Orphans are left out. So is a call whose tokens differ from
-    the sampled ones; these are counted as `forest/drift`, which is 0 unless the journal is damaged.
+    Facts are about all episodes, and about calls of the policy. A sequence is what one episode and one role produced.
+    Orphans are left out. So is a call whose tokens differ from the sampled ones; these are counted as `forest/drift`,
+    which is 0 unless the journal is damaged.
     """
-    shape = Counter(dict.fromkeys(("timelines", "orphans", "orphan_tokens", "side_calls", "drift", "truncated"), 0))
     members_E = [episodes[episode_id] for episode_id in batch.episode_ids]
-    sequences_E = [_trained_sequences(journal, episode, shape) for episode in members_E]
-    facts = _facts(batch, members_E, sequences_E)
+    counts = {policy: Counter(dict.fromkeys(COUNTS, 0)) for policy in policies or (SOLE_POLICY,)}
+    sequences_E = [_trained_sequences(journal, episode, policies, counts) for episode in members_E]
+    found: dict[str, TrainingBatch] = {}
+    metrics: dict[str, float] = {}
+    num_calls, oldest = 0, batch.id
+    for policy, count in counts.items():
+        own_E = [
+            {role: calls for role, calls in sequences.items() if policy_of(role, policies) == policy}
+            for sequences in sequences_E
+        ]
+        rewards_E = [reward_of(episode, policy, policies) for episode in members_E]
+        named_E = [{role: r for role, r in episode.by_role.items() if role not in policies} for episode in members_E]
+        facts = _facts(batch, rewards_E, named_E, own_E)
+        forest = _forest(own_E)
+        found[policy] = TrainingBatch(batch.id, forest, facts)
+        num_calls += len(facts.call_turn)
+        oldest = min(oldest, int(forest["version"].min(initial=batch.id)))
+        of_policy = {
+            "forest/tree_token_ratio": forest.tree_token_ratio,
+            "forest/tokens": float(forest.num_nodes),
+            **{f"forest/{name}": float(number) for name, number in count.items() if name not in OF_EPISODES},
+            **_left_out(batch, members_E, facts),
+        }
+        metrics |= {f"{metrics_prefix(policy, policies)}{name}": value for name, value in of_policy.items()}
+    return found, metrics | {
+        "episode/timelines": sum(count["timelines"] for count in counts.values()) / len(members_E),
+        "completion/truncated": sum(count["truncated"] for count in counts.values()) / max(1, num_calls),
+        "batch/staleness_max": float(batch.id - oldest),
+    }
+
+
+def _forest(sequences_E: Sequence[Sequences]) -> Forest:
     rows: list[Row] = []
     num_row_tokens = 0
     trained = [calls for sequences in sequences_E for calls in sequences.values()]
@@ -55,16 +89,16 @@ def build(journal: Journal, batch: Batch, episodes: Mapping[str, Episode]) -> tu
         rows += _rows(tree, calls, sequence, len(rows))
         num_row_tokens += sum(tree.num_tokens(call.id) for call in calls)
         tree.clear()
-    metrics = {
-        "episode/timelines": shape.pop("timelines") / len(members_E),
-        "completion/truncated": shape.pop("truncated") / max(1, len(rows)),
-        **_left_out(batch, members_E, facts),
-        **{f"forest/{name}": float(count) for name, count in shape.items()},
-    }
-    return TrainingBatch(batch.id, build_forest(rows, num_row_tokens=num_row_tokens), facts), metrics
+    return build_forest(rows, num_row_tokens=num_row_tokens)
 
 
-def _facts(batch: Batch, members_E: Sequence[Episode], sequences_E: Sequence[Sequences]) -> Facts:
+def _facts(
+    batch: Batch,
+    rewards_E: Sequence[float | None],
+    named_E: Sequence[Mapping[str, float]],
+    sequences_E: Sequence[Sequences],
+) -> Facts:
+    """`rewards_E` are the rewards of the episodes, `named_E` those that they name for single roles."""
     roles = tuple(dict.fromkeys(role for sequences in sequences_E for role in sequences))
     calls = [
         (e, roles.index(role), turn)
@@ -73,12 +107,12 @@ def _facts(batch: Batch, members_E: Sequence[Episode], sequences_E: Sequence[Seq
         for turn in range(len(trained))
     ]
     of_call = np.asarray(calls, np.int32).reshape(-1, 3)
-    shape_ER = len(members_E), len(roles)
+    shape_ER = len(rewards_E), len(roles)
     spoke = [[role in sequences for role in roles] for sequences in sequences_E]
-    named = [[member.by_role.get(role, np.nan) for role in roles] for member in members_E]
+    named = [[by_role.get(role, np.nan) for role in roles] for by_role in named_E]
     return Facts(
         groups=np.repeat(np.arange(len(batch.groups), dtype=np.int32), [len(group) for group in batch.groups]),
-        rewards=np.asarray([member.reward for member in members_E], np.float64),
+        rewards=np.asarray(rewards_E, np.float64),
         roles=roles,
         role_rewards=np.asarray(named, np.float64).reshape(shape_ER),
         spoke=np.asarray(spoke, bool).reshape(shape_ER),
@@ -110,28 +144,30 @@ def _left_out(batch: Batch, members_E: Sequence[Episode], facts: Facts) -> dict[
     return {"reward/roles_left_out": float(len(left_out))}
 
 
-def _trained_sequences(journal: Journal, episode: Episode, shape: Counter[str]) -> Sequences:
+def _trained_sequences(
+    journal: Journal, episode: Episode, policies: Sequence[str], counts: Mapping[str, Counter[str]]
+) -> Sequences:
     """An episode's conversations and their trained calls by agent role. Roles without trained calls are left out."""
     trees = load_trees(journal, episode.id)
     orphaned = find_orphans(journal, episode.id, trees)
-    calls = {role: _trained_calls(tree, orphaned, shape) for role, tree in trees.items()}
+    calls = {role: _trained_calls(tree, orphaned, counts[policy_of(role, policies)]) for role, tree in trees.items()}
     return {role: (tree, calls[role]) for role, tree in trees.items() if calls[role]}
 
 
-def _trained_calls(tree: ConversationTree, orphaned: Container[str], shape: Counter[str]) -> list[Call]:
-    """The calls of a tree whose sampled tokens are trained. The others are counted in `shape`."""
+def _trained_calls(tree: ConversationTree, orphaned: Container[str], count: Counter[str]) -> list[Call]:
+    """The calls of a tree whose sampled tokens are trained. The others are counted in `count`."""
     trained = []
     digests = tree.context_digests()
     for call in tree.calls:
         if call.fork:
-            shape[f"forks_{call.fork}"] += 1
+            count[f"forks_{call.fork}"] += 1
         if call.untrained:
-            shape["side_calls"] += 1
+            count["side_calls"] += 1
         elif call.id in orphaned:
-            shape["orphans"] += 1
-            shape["orphan_tokens"] += len(call.completion)
+            count["orphans"] += 1
+            count["orphan_tokens"] += len(call.completion)
         elif call.context and call.context != digests[call.id]:
-            shape["drift"] += 1
+            count["drift"] += 1
             log.error(
                 "the tokens of call %s of episode %s differ from the sampled ones: the call is not trained",
                 call.id,
@@ -139,8 +175,8 @@ def _trained_calls(tree: ConversationTree, orphaned: Container[str], shape: Coun
             )
         elif call.completion:
             trained.append(call)
-            shape["truncated"] += call.finish_reason == "length"
-    shape["timelines"] += sum(call.id not in orphaned for call in tree.leaves())
+            count["truncated"] += call.finish_reason == "length"
+    count["timelines"] += sum(call.id not in orphaned for call in tree.leaves())
     return trained
 
 
@@ -164,16 +200,7 @@ def _rows(tree: ConversationTree, calls: Sequence[Call], sequence: int, first: i
     ]
 
 
-def forest_metrics(batch: TrainingBatch) -> dict[str, float]:
-    forest = batch.forest
-    return {
-        "forest/tree_token_ratio": forest.tree_token_ratio,
-        "forest/tokens": float(forest.num_nodes),
-        "batch/staleness_max": float(batch.id - int(forest["version"].min(initial=batch.id))),
-    }
-
-
-def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
+def episode_metrics(members: Sequence[Episode], policies: Sequence[str]) -> dict[str, float]:
     """Means over a batch's episodes; `agent/...` are the metrics that clients sent with their rewards."""
     rewards = [episode.reward for episode in members if episode.reward is not None]
     num_tokens = sum(episode.num_tokens for episode in members)
@@ -197,16 +224,19 @@ def episode_metrics(members: Sequence[Episode]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             by_name.setdefault(name, []).append(value)
     metrics |= {f"reward/{task_set}/mean": fmean(values) for task_set, values in by_set.items()}
+    for policy in policies:
+        received = [reward for episode in members if (reward := reward_of(episode, policy, policies)) is not None]
+        metrics[f"{policy}/reward/mean"] = fmean(received)
     metrics |= {f"code/{version}/reward_mean": fmean(values) for version, values in by_code.items()}
     metrics |= {f"agent/{name}": fmean(values) for name, values in by_name.items()}
     return metrics
 
 
-def share_metrics(batch: Batch, episodes: Mapping[str, Episode]) -> dict[str, float]:
+def share_metrics(batch: Batch, episodes: Mapping[str, Episode], policies: Sequence[str]) -> dict[str, float]:
     """Shares of the named task sets in the batch's groups, and the share of groups without variance in a reward."""
     groups = Counter(episodes[group[0]].task_set for group in batch.groups)
     shares = {f"batch/share/{name}": count / len(batch.groups) for name, count in sorted(groups.items()) if name}
-    equal = sum(all_equal([episodes[member] for member in group]) for group in batch.groups)
+    equal = sum(all_equal([episodes[member] for member in group], policies) for group in batch.groups)
     return {"groups/zero_variance": equal / len(batch.groups), **shares}
 
 

@@ -95,8 +95,8 @@ class Batches:
                 self._endings.drop_groups(list(store.groups.values()), "surplus", SURPLUS, batch.composed)
         return batch
 
-    def training_batch(self, batch: Batch) -> TrainingBatch:
-        """The forest and the facts of a batch, from the journal alone: a replay reads the same bytes.
+    def training_batches(self, batch: Batch) -> dict[str, TrainingBatch]:
+        """The forest and the facts of a batch for each policy, from the journal alone: a replay reads the same bytes.
 
         May run in another thread; it reads committed rows only. Raises `CheckpointError` when a durable checkpoint
         covers the batch and its tokens were pruned.
@@ -109,18 +109,17 @@ class Batches:
                 assert episode is not None, "the journal keeps episodes longer than batches are replayed"
                 members[episode_id] = episode
             with _collector_paused():
-                training, counts = batch_forest.build(journal, batch, members)
-        self._forest_metrics = {batch.id: {**batch_forest.forest_metrics(training), **counts}}
+                training, metrics = batch_forest.build(journal, batch, members, self._store.policies)
+        self._forest_metrics = {batch.id: metrics}
         return training
 
-    def record_operation(self, number: int, kind: OperationKind, batch: Batch) -> None:
-        """Record an operation on the policy, before it is applied. A replayed operation changes nothing."""
-        if not self._journal.has_operation(number, kind, batch.id):
-            with self._store.transaction():
-                self._journal.put_operation(number, kind, batch.id)
+    def record_operation(self, policy: str, number: int, kind: OperationKind, batch: Batch) -> None:
+        """Record an operation on a policy, before it is applied. A replayed operation changes nothing."""
+        with self._store.transaction():
+            self._journal.put_operation(policy, number, kind, batch.id)
 
     def learned(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Record that `batch` took the policy to version `batch.id + 1`. A replayed batch changes nothing.
+        """Record that `batch` took the policies to version `batch.id + 1`. A replayed batch changes nothing.
 
         Returns all its metrics, except those that are not finite, which JSON and charts cannot hold.
         """
@@ -129,8 +128,8 @@ class Batches:
             return self._journal.step(batch.id)
         assert store.pending is not None and batch.id == store.pending.id, "batches are learned in order"
         merged = {
-            **batch_forest.episode_metrics([store.episodes[episode_id] for episode_id in batch.episode_ids]),
-            **batch_forest.share_metrics(batch, store.episodes),
+            **batch_forest.episode_metrics([store.episodes[e] for e in batch.episode_ids], store.policies),
+            **batch_forest.share_metrics(batch, store.episodes, store.policies),
             **batch_forest.loss_metrics(store.state.lost("groups", batch.id), store.state.lost("episodes", batch.id)),
             **self._forest_metrics.get(batch.id, {}),
             **metrics,
@@ -139,7 +138,7 @@ class Batches:
         with store.transaction():
             self._journal.add_step(batch.id, merged, self._clock())
             store.record("run", policy_version=batch.id + 1, composed=False)
-            store.set(pending=None, last_step=merged, recent_steps=(*store.recent_steps, merged)[-RECENT_STEPS:])
+            store.set(pending=None, steps=self._journal.recent_steps(RECENT_STEPS))
             for episode_id in batch.episode_ids:
                 store.put(replace(store.episodes[episode_id], trained_in=batch.id))
             self._mixture.start_batch()
@@ -255,7 +254,7 @@ class Batches:
             store.record("run", composed=False, carry=journal.carry())
             num_groups = sum(len(batch.groups) for batch in undone)
             store.record("rollback", episodes=len(trained), groups=num_groups, reason=ROLLED_BACK)
-            store.set(pending=None, last_step={}, recent_steps=tuple(journal.recent_steps(RECENT_STEPS)))
+            store.set(pending=None, steps=journal.recent_steps(RECENT_STEPS))
             live, waiting = store.live(), store.state.counts["waiting"]
             for episode in live:
                 self._endings.end_unscored(episode, ROLLED_BACK_REASON, now)
@@ -321,9 +320,11 @@ def check_stamp(journal: Journal, state: State, stamp: CheckpointStamp) -> None:
         )
 
 
-def check_state_origin(journal: Journal, state: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` if a checkpoint's state has another origin than the journal, as far as both record it."""
-    origin = journal.origin
+def check_state_origin(journal: Journal, policy: str, state: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if the state of a policy's checkpoint has another origin than the journal, as far as both
+    record it.
+    """
+    origin = journal.origin_of(policy)
     recorded = {"model_weights": origin.get("model_weights"), "dtype": origin.get("model.dtype")}
     if "model.lora.rank" in origin:
         recorded["adapters"] = bool(origin["model.lora.rank"])

@@ -30,7 +30,7 @@ from agentjet.swarm.queries import Queries
 from agentjet.swarm.state import Batch, Episode, new_episode_id
 from agentjet.swarm.store import Leases, Store
 from agentjet.timeline.tree import ConversationTree
-from agentjet.types import MAX_NAME, Call, EpisodeStatus, ModelInfo
+from agentjet.types import MAX_NAME, Call, ModelInfo, metrics_prefix, wrong_reward_name
 
 MAX_NOTES = 64
 """Different notes, and different refusals, that are counted apart on one episode."""
@@ -45,15 +45,17 @@ class SwarmState:
         job: JobConfig,
         *,
         clock: Callable[[], float] = time.time,
+        policies: tuple[str, ...] = (),
         stopwatch: Callable[[], float] = lambda: 0.0,
         policy_version: int | None = None,
     ) -> None:
         """An empty journal starts with `job`, at the checkpoint of `policy_version`. A journal with history has its own
-        version, and perhaps job settings that replaced `job`. `stopwatch` is a monotonic clock: see `Leases`.
+        version, and perhaps job settings that replaced `job`. `policies` are those that the settings of the run name.
+        `stopwatch` is a monotonic clock: see `Leases`.
         """
         self._journal = journal
         self._clock = clock
-        self.store = Store(journal, clock)
+        self.store = Store(journal, clock, policies)
         with self.store.transaction():
             if policy_version is not None and self.store.state.is_empty:
                 self.store.start_at(policy_version)
@@ -92,27 +94,26 @@ class SwarmState:
     @property
     def last_step(self) -> dict[str, float]:
         """Metrics of the newest learned batch."""
-        return self.store.last_step
+        return self.store.steps.get(self.policy_version - 1, {})
 
-    @property
-    def dtype(self) -> str:
-        """The type of the policy's weights since its first version; empty until it is known."""
-        return str(self._journal.origin.get("model.dtype", ""))
+    def dtype(self, policy: str) -> str:
+        """The type of a policy's weights since its first version; empty until it is known."""
+        return str(self._journal.origin_of(policy).get("model.dtype", ""))
 
     def replace_job(self, job: JobConfig) -> None:
         """Put other settings in force from here on. A batch keeps those it was composed with."""
         with self.store.transaction():
             self.store.put_job(job)
 
-    def check_origin(self, info: ModelInfo) -> list[str]:
-        """Compare a new worker, before it loads or learns anything, with the origin of the policy.
+    def check_origin(self, policy: str, info: ModelInfo) -> list[str]:
+        """Compare a new worker, before it loads or learns anything, with the origin of a policy.
 
         Returns sentences about changes that are allowed. Raises `ConfigError` if the weights would differ.
         """
-        return self._journal.check_origin(of_worker(info))
+        return self._journal.check_origin(of_worker(info), metrics_prefix(policy, self.store.policies))
 
     def record_origin(self) -> None:
-        """Store the checked origin, because the worker and the newest checkpoint agree with it."""
+        """Store the checked origins, because the workers and the newest checkpoint agree with them."""
         with self.store.transaction():
             self._journal.record_origin()
 
@@ -174,7 +175,6 @@ class SwarmState:
                 policy_version=self.policy_version,
                 begun=now,
                 code_version=request.code_version,
-                team=request.team,
                 at_version=request.at_version,
                 temperature=request.temperature,
                 instance_id=request.instance_id,
@@ -227,56 +227,39 @@ class SwarmState:
 
     # ---- ends ----------------------------------------------------------------------------------------------
 
-    def prepare(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
-        """Promise an episode's reward: a later `finish` with the same reward succeeds, also after a restart.
-
-        Until then the episode makes no calls and keeps its place in its group. It has no lease: without `finish` or
-        `abort` it ends unscored, a lease after its `max_episode_seconds`. The same promise again gives the same answer.
-        Raises `Conflict` as `finish` does, or `episode_prepared` when another reward was promised.
-        """
-        scope = f"prepare/{episode_id}"
-        if self.store.recall(scope, idempotency_key, request) is not None:
-            return self.episode(episode_id)
-        episode = self._up_to_date(episode_id)
-        if episode.status in ("prepared", "finished") and _has_score(episode, request):
-            return episode
-        episode = self._live(episode_id)
-        now = self._clock()
-        with self.store.transaction():
-            episode = _scored(episode, request, status="prepared")
-            self.store.put(episode)
-            self.store.remember(scope, idempotency_key, request, episode_id)
-            groups.member_scored(self.store, episode, now)
-            self._endings.release(episode)
-        return episode
-
     def finish(self, episode_id: str, request: FinishRequest, *, idempotency_key: str | None = None) -> Episode:
         """End an episode with its reward. The same reward again gives the same answer.
 
-        Raises `Conflict`: `episode_expired`, `episode_aborted`, `episode_finished` when it ended with another reward,
-        or `episode_prepared` when another was promised.
+        Raises `InvalidRequest` (`invalid_reward`) when `by_role` has an unknown name or lacks a policy of the run.
+        Raises `Conflict`: `episode_expired`, `episode_aborted`, or `episode_finished` when it ended with another
+        reward.
         """
+        if self.store.policies and (wrong := wrong_reward_name(request.by_role, self.store.policies)):
+            raise InvalidRequest(wrong[1], code="invalid_reward", status=422, param=wrong[0])
         scope = f"finish/{episode_id}"
         if self.store.recall(scope, idempotency_key, request) is not None:
             return self.episode(episode_id)
         episode = self._up_to_date(episode_id)
-        if episode.status == "finished" and _has_score(episode, request):
+        score = (request.reward, request.by_role, request.metrics)
+        if episode.status == "finished" and (episode.reward, episode.by_role, episode.metrics) == score:
             return episode
-        promised = episode.status == "prepared" and _has_score(episode, request)
-        episode = episode if promised else self._live(episode_id)
+        episode = self._live(episode_id)
         now = self._clock()
         with self.store.transaction():
-            episode = _scored(episode, request, status="finished", ended=now)
+            by_role, metrics = dict(request.by_role), dict(request.metrics)
+            episode = replace(
+                episode, status="finished", ended=now, reward=request.reward, by_role=by_role, metrics=metrics
+            )
             self.store.put(episode)
             self.store.remember(scope, idempotency_key, request, episode_id)
-            groups.member_scored(self.store, episode, now)
+            groups.member_finished(self.store, episode, now)
             self._endings.release(episode)
             self._endings.close_if_complete(episode, now)
             self._mixture.record_end(episode)
         return self.episode(episode_id)
 
     def abort(self, episode_id: str, request: AbortRequest, *, idempotency_key: str | None = None) -> Episode:
-        """End an episode without a reward, and free its place. Also takes a promised reward back.
+        """End an episode without a reward, and free its place.
 
         An episode that ended unscored is returned unchanged. Raises `Conflict` (`episode_finished`) on a scored one.
         """
@@ -286,7 +269,7 @@ class SwarmState:
         episode = self._up_to_date(episode_id)
         if episode.status in ("aborted", "expired"):
             return episode
-        episode = self._live_or_prepared(episode_id)
+        episode = self._live(episode_id)
         now = self._clock()
         with self.store.transaction():
             self.store.remember(scope, idempotency_key, request, episode_id)
@@ -303,9 +286,8 @@ class SwarmState:
 
     def heartbeat(self, episode_id: str) -> Episode:
         """Renew the lease of a live episode. Raises `Conflict` when the episode has ended; the code is its status."""
-        episode = self._live_or_prepared(episode_id)
-        if episode.status == "live":
-            self._leases.renew(episode)
+        episode = self._live(episode_id)
+        self._leases.renew(episode)
         return episode
 
     def client_seen(self, client_id: str) -> None:
@@ -378,13 +360,13 @@ class SwarmState:
     # ---- time ----------------------------------------------------------------------------------------------
 
     def expires_at(self, episode: Episode) -> float:
-        """Time at which a live episode expires without activity, and a prepared one without `finish` or `abort`."""
+        """Time at which a live episode expires without activity."""
         return self._leases.expires_at(episode, self.job)
 
     def reap(self) -> list[Episode]:
         """Expire episodes after their lease or maximum, close short groups after their wait; returns the expired."""
         now = self._clock()
-        late = [episode for episode in self.store.live_or_prepared() if self.expires_at(episode) <= now]
+        late = [episode for episode in self.store.live() if self.expires_at(episode) <= now]
         with self.store.transaction():
             expired = [self._endings.expire(episode, now) for episode in late]
             for episode in expired:
@@ -398,7 +380,7 @@ class SwarmState:
 
     def next_deadline(self) -> float | None:
         """Time at which `reap` next has an effect, if nothing changes."""
-        deadlines = [self.expires_at(episode) for episode in self.store.live_or_prepared()]
+        deadlines = [self.expires_at(episode) for episode in self.store.live()]
         epoch = self._leases.lease_epoch()
         refills = [groups.refill_deadline(self.store, group, epoch) for group in self.store.groups.values()]
         others = [*refills, self._mixture.next_deadline()]
@@ -433,17 +415,6 @@ class SwarmState:
 
     def _live(self, episode_id: str) -> Episode:
         """The episode if it is live. Raises `Conflict` otherwise."""
-        episode = self._live_or_prepared(episode_id)
-        if episode.status == "live":
-            return episode
-        raise Conflict(
-            f"Episode {episode_id} is prepared: it promised reward {episode.reward}, so it can only be finished with "
-            "that, or aborted.",
-            code="episode_prepared",
-        )
-
-    def _live_or_prepared(self, episode_id: str) -> Episode:
-        """The episode if it is live or prepared. Raises `Conflict` otherwise."""
         episode = self._up_to_date(episode_id)
         if episode.ended is None:
             return episode
@@ -465,12 +436,3 @@ def _counted(counts: Mapping[str, int], names: Sequence[str]) -> Mapping[str, in
 def _begin_scope(request: BeginRequest) -> str:
     """Scope of idempotency keys: each client has its own."""
     return f"begin/{request.client_id}"
-
-
-def _scored(episode: Episode, request: FinishRequest, *, status: EpisodeStatus, ended: float | None = None) -> Episode:
-    by_role, metrics = dict(request.by_role), dict(request.metrics)
-    return replace(episode, status=status, ended=ended, reward=request.reward, by_role=by_role, metrics=metrics)
-
-
-def _has_score(episode: Episode, request: FinishRequest) -> bool:
-    return (episode.reward, episode.by_role, episode.metrics) == (request.reward, request.by_role, request.metrics)

@@ -1,7 +1,7 @@
 """Groups: admission of episodes, completion, drops, and the ends of episodes in them.
 
 A group has one client, one task set and one code version, so that its episodes are comparable. It is open until
-`group_size` members have finished; a prepared member keeps it open. An aborted or expired member frees its place. A
+`group_size` members have finished. An aborted or expired member frees its place. A
 group below full size without a live member closes after `lease_seconds` without a new member. An abort may delay a
 batch that long, once more after a restart; an expired lease adds no delay.
 
@@ -10,7 +10,6 @@ The functions take a `Store` and are called inside its transactions.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,16 +17,15 @@ from typing import Any
 from agentjet.errors import Conflict, Later
 from agentjet.protocol import BeginRequest
 from agentjet.swarm.mixture import RETRY_SECONDS, Mixture, places
-from agentjet.swarm.state import Episode, Group
+from agentjet.swarm.state import Episode, Group, reward_of
 from agentjet.swarm.store import Leases, Store
-from agentjet.types import EpisodeStatus
+from agentjet.types import SOLE_POLICY, EpisodeStatus
 
 MAX_STEPS_RETRY_SECONDS = 60.0
 SURPLUS = "surplus: training had enough without it"
 STALE = "stale: its tokens are older than job.max_staleness allows"
 STALLED = "stalled: its task set finished nothing for as long as an episode may last, while others waited for it"
 REPLACED = "replaced: another process of this client has taken its places over"
-IN_DOUBT = "in doubt: it was prepared, and neither finished nor aborted in time"
 
 # ---- admission ---------------------------------------------------------------------------------------------
 
@@ -136,7 +134,7 @@ def outdated(store: Store, request: BeginRequest) -> list[Group]:
     ]
     if not older:
         return []
-    own = [episode for episode in store.live_or_prepared() if episode.client_id == request.client_id]
+    own = [episode for episode in store.live() if episode.client_id == request.client_id]
     running = {episode.code_version for episode in own if episode.mode == "train"}
     return [group for group in older if group.code_version not in running]
 
@@ -148,8 +146,8 @@ def join(store: Store, group: Group, episode: Episode) -> None:
 # ---- completion and drops ----------------------------------------------------------------------------------
 
 
-def member_scored(store: Store, episode: Episode, now: float) -> None:
-    """Record that a member finished or prepared, which renews the wait for other members."""
+def member_finished(store: Store, episode: Episode, now: float) -> None:
+    """Record that a member finished, which renews the wait for other members."""
     group = _group_of(store, episode)
     if group is not None:
         store.put_group(replace(group, touched=now))
@@ -167,15 +165,6 @@ def member_lost(store: Store, episode: Episode, now: float) -> None:
         drop(store, store.groups[group.id], "no_members", now)
 
 
-def full_group(store: Store, episode: Episode) -> Group | None:
-    """The episode's open group if `group_size` members have finished and none is prepared."""
-    group = _group_of(store, episode)
-    if group is None or group.state != "open":
-        return None
-    statuses = Counter(store.episodes[member].status for member in group.members)
-    return group if statuses["finished"] >= store.job.group_size and not statuses["prepared"] else None
-
-
 def stale(store: Store) -> list[Group]:
     """The groups with a token that is too old for the batch being filled."""
     too_old = store.policy_version - store.job.max_staleness
@@ -190,7 +179,7 @@ def stale(store: Store) -> list[Group]:
 
 
 def refill_deadline(store: Store, group: Group, lease_epoch: float) -> float | None:
-    """Time at which a short group closes without a new member; None while a member is live or prepared."""
+    """Time at which a short group closes without a new member; None while a member is live."""
     if group.state != "open" or any(store.episodes[member].ended is None for member in group.members):
         return None
     # No episode could join while the server was down, so a restart renews the wait, but only once: a server that
@@ -236,18 +225,19 @@ def _reason_to_drop(store: Store, members: Sequence[Episode]) -> str:
         return "too_few"
     if not any(member.num_tokens for member in members):
         return "no_tokens"
-    if job.algorithm.drop_zero_variance and all_equal(members):
+    if job.algorithm.drop_zero_variance and all_equal(members, store.policies):
         cap = job.algorithm.max_dropped_groups or 10 * job.batch_size
         if store.state.lost("groups", store.state.next_batch).get("zero_variance", 0) < cap:
             return "zero_variance"
     return ""
 
 
-def all_equal(members: Sequence[Episode]) -> bool:
-    """True if every advantage would be 0: for each role the reward is the same in all members."""
-    roles = {role for member in members for role in member.by_role}
-    by_role = [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
-    return len({member.reward for member in members}) == 1 and all(len(rewards) == 1 for rewards in by_role)
+def all_equal(members: Sequence[Episode], policies: Sequence[str]) -> bool:
+    """True if every advantage would be 0: for each policy and each role the reward is the same in all members."""
+    roles = {role for member in members for role in member.by_role} - {*policies}
+    rewards = [{reward_of(member, policy, policies) for member in members} for policy in policies or (SOLE_POLICY,)]
+    rewards += [{member.by_role[role] for member in members if role in member.by_role} for role in roles]
+    return all(len(values) == 1 for values in rewards)
 
 
 def drop(store: Store, group: Group, reason: str, now: float) -> None:
@@ -255,7 +245,7 @@ def drop(store: Store, group: Group, reason: str, now: float) -> None:
     dropped = replace(group, state="dropped", reason=reason, closed=now)
     store.put_group(dropped)
     for episode in [store.episodes[member] for member in group.members]:
-        if episode.status in ("finished", "prepared"):
+        if episode.status == "finished":
             store.put(replace(episode, dropped=reason))
     _announce(store, dropped)
 
@@ -280,11 +270,9 @@ class Endings:
         self._leases = leases
 
     def expire(self, episode: Episode, now: float) -> Episode:
-        """End an episode after its lease or its maximum, or a prepared one that was not finished in time."""
+        """End an episode after its lease or its maximum."""
         job = self._store.job
-        if episode.status == "prepared":
-            reason = IN_DOUBT
-        elif now - episode.begun >= job.max_episode_seconds:
+        if now - episode.begun >= job.max_episode_seconds:
             reason = f"older than job.max_episode_seconds = {job.max_episode_seconds:g}"
         else:
             reason = f"no sign of life for job.lease_seconds = {job.lease_seconds:g}"
@@ -292,8 +280,7 @@ class Endings:
 
     def end_unscored(self, episode: Episode, reason: str, now: float, *, status: EpisodeStatus = "aborted") -> Episode:
         """End an episode without a reward, and free its place in its group."""
-        unscored: dict[str, Any] = {"reward": None, "by_role": {}, "metrics": {}, "dropped": ""}
-        episode = replace(episode, status=status, ended=now, reason=reason, **unscored)
+        episode = replace(episode, status=status, ended=now, reason=reason)
         self._store.put(episode)
         self.release(episode)
         member_lost(self._store, episode, now)
@@ -301,10 +288,12 @@ class Endings:
 
     def close_if_complete(self, episode: Episode, now: float) -> None:
         """After an end: close the episode's group if it is complete, and abort its live members as surplus."""
-        group = full_group(self._store, episode)
-        if group is not None:
+        group, store = _group_of(self._store, episode), self._store
+        if group is None or group.state != "open":
+            return
+        if sum(store.episodes[member].status == "finished" for member in group.members) >= store.job.group_size:
             self._abort_live_members(group, SURPLUS, now)
-            close(self._store, self._store.groups[group.id], now)
+            close(store, store.groups[group.id], now)
 
     def drop_groups(self, unwanted: Sequence[Group], reason: str, abort_reason: str, now: float) -> None:
         """Drop groups that will not be trained, and abort their live members."""
@@ -323,14 +312,13 @@ class Endings:
         self._store.forget_trees(episode.id)
 
     def _abort_live_members(self, group: Group, reason: str, now: float) -> None:
-        """Prepared members stay, because their reward is promised."""
         for episode in [self._store.episodes[member] for member in group.members]:
             if episode.status == "live":
                 self.end_unscored(episode, reason, now)
 
 
 def announce(store: Store, episode: Episode) -> None:
-    """Emit the event that an episode began, was prepared or ended."""
+    """Emit the event that an episode began or ended."""
     body: dict[str, Any] = {
         "episode_id": episode.id,
         "status": episode.status,
@@ -340,7 +328,6 @@ def announce(store: Store, episode: Episode) -> None:
         "group": episode.group,
         "client_id": episode.client_id,
         "code_version": episode.code_version,
-        "team": episode.team,
     }
     if episode.status != "live":
         body |= {"reward": episode.reward, "reason": episode.reason, "num_calls": episode.num_calls}

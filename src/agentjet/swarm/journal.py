@@ -13,10 +13,11 @@ Retention:
   `EPISODES_KEPT`;
 * batches, their members, operations and metrics are kept.
 
-An `Origin` is what the weights of a policy follow from, besides the batches of the journal. It is recorded when a data
-dir is created and compared at every start, because from another origin the same `policy_version` would be other
-weights. Keys are settings, except `model_weights` (the fingerprint of the weights under `model.name`) and
-`branched_from` (the data dir and the policy version that a branch began at).
+An `Origin` is what the weights of the policies follow from, besides the batches of the journal. It is recorded when a
+data dir is created and compared at every start, because from another origin the same `policy_version` would be other
+weights. Keys are settings, except `model_weights` (the fingerprint of the weights under `model.name`), `policies` (the
+policies that the settings name, sorted) and `branched_from` (the data dir and the policy version that a branch began
+at). Keys about a named policy have `POLICY/` in front.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from agentjet.swarm.schema import (
     to_json,
 )
 from agentjet.swarm.state import Batch, Episode, Fact, JobSettings, State
-from agentjet.types import Call, CheckpointStamp, EpisodeStatus, ModelInfo
+from agentjet.types import SOLE_POLICY, Call, CheckpointStamp, EpisodeStatus, ModelInfo, metrics_prefix
 
 IDEMPOTENCY_SECONDS = 86_400.0
 """Longer than any client repeats a request."""
@@ -56,12 +57,13 @@ SNAPSHOT_EVERY = 20_000
 Origin = Mapping[str, str | int]
 
 BRANCHED_FROM = "branched_from"
+POLICIES = "policies"
 FREE = ("model.device", "model.threads")
 """Change the weights by rounding only, and depend on the machine: logged, not refused."""
 
 
 def of_settings(model: ModelConfig) -> Origin:
-    """The part of an origin that is known before a worker runs."""
+    """The part of a policy's origin that is known before a worker runs."""
     origin: dict[str, str | int] = {"model.name": model.name, "model.lora.rank": model.lora.rank}
     if model.lora.rank:
         origin["model.lora.alpha"] = model.lora.alpha
@@ -72,7 +74,7 @@ def of_settings(model: ModelConfig) -> Origin:
 
 
 def of_worker(model: ModelInfo) -> Origin:
-    """The part of an origin that a worker reports, before it loads or learns anything."""
+    """The part of a policy's origin that a worker reports, before it loads or learns anything."""
     origin: dict[str, str | int] = {"model.dtype": model.dtype, "model.device": model.device}
     if model.weights:
         origin["model_weights"] = model.weights
@@ -81,24 +83,31 @@ def of_worker(model: ModelInfo) -> Origin:
     return origin
 
 
-def changes(recorded: Origin, given: Origin, data_dir: Path) -> list[str]:
+def changes(recorded: Origin, given: Origin, folder: Path) -> list[str]:
     """Sentences about allowed differences. Raises `ConfigError` for the first one that is not allowed."""
     differing = [key for key in given if key in recorded and recorded[key] != given[key]]
     for key in differing:
-        if key not in FREE:
-            named = f"{key} = {recorded[key]!r}"
-            if key == "model_weights":
-                named += f" (the fingerprint of the weights under model.name = {recorded.get('model.name')!r})"
+        policy, slash, setting = key.rpartition("/")
+        if setting not in FREE:
+            named = f"{setting} = {recorded[key]!r}"
+            if setting == "model_weights":
+                name = recorded.get(f"{policy}{slash}model.name")
+                named += f" (the fingerprint of the weights under model.name = {name!r})"
+            named += f" for policy {policy!r}" if policy else ""
             raise ConfigError(
-                f"server.data_dir = {str(data_dir)!r} was created with {named}; {given[key]!r} would change the "
-                "meaning of its checkpoints. Restore the first one, or use a new server.data_dir, with an export of "
-                "this policy (`agentjet export`) as model.name."
+                f"The run in {str(folder)!r} was created with {named}; {given[key]!r} would change the meaning of its "
+                "checkpoints. Restore the first one, or use a new run or a new server.data_dir, with an export of this "
+                "policy (`agentjet export`) as model.name."
             )
     return [
         f"{key} was {recorded[key]!r} and is {given[key]!r}: batches that are learned again after a crash may lead to "
         "weights that differ by rounding"
         for key in differing
     ]
+
+
+def _named(policies: Sequence[str]) -> str:
+    return f"the policies {', '.join(sorted(policies))}" if policies else "no named policies"
 
 
 class Journal:
@@ -110,20 +119,31 @@ class Journal:
         self._checked_origin: dict[str, str | int] = {}
 
     @classmethod
-    def open(cls, path: Path, *, model: ModelConfig | None = None) -> Self:
-        """Open or create a journal.
+    def open(cls, path: Path, *, models: Mapping[str, ModelConfig] | None = None) -> Self:
+        """Open or create a journal. `models` are those of the policies; `policy` alone if the settings name none.
 
-        Raises `ConfigError` if another process has it open, the disk refuses it, it has an unknown schema, or its
-        policy has another origin than `model`.
+        Raises `ConfigError` if another process has it open, the disk refuses it, it has an unknown schema, or it has
+        other policies or another origin than `models`.
         """
         journal = cls(JournalFile.open(path))
-        if model is None:
+        if models is None:
             return journal
+        policies = () if models.keys() == {SOLE_POLICY} else tuple(models)
         try:
-            if BRANCHED_FROM not in journal.origin and not journal.read_state().num_episodes:
+            has_begun = journal.read_state().num_episodes > 0
+            if not has_begun and BRANCHED_FROM not in journal.origin:
                 # A setting may be mistyped at the first start, so it counts only once an episode has begun.
                 journal._db.execute("DELETE FROM meta WHERE key = 'origin'")
-            journal.check_origin(of_settings(model))
+            elif {*policies} != {*journal.policies}:
+                raise ConfigError(
+                    f"The run in {str(path.parent)!r} was created with {_named(journal.policies)}; the settings "
+                    f"have {_named(policies)}. The policies of a run cannot change: restore [policies], or use "
+                    "another run."
+                )
+            if policies:
+                journal.check_origin({POLICIES: ",".join(sorted(policies))})
+            for policy, model in models.items():
+                journal.check_origin(of_settings(model), metrics_prefix(policy, policies))
         except (ConfigError, sqlite3.Error):
             journal.close()
             raise
@@ -160,16 +180,27 @@ class Journal:
         """Start a new journal with the origin of another one, and record which one."""
         self.file.set_meta("origin", json.dumps({**origin, BRANCHED_FROM: branched_from}))
 
-    def check_origin(self, given: Origin) -> list[str]:
-        """Compare with the recorded origin. Returns sentences about allowed differences; raises `ConfigError` for
-        others.
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that the settings named when the origin was recorded, sorted."""
+        return tuple(filter(None, str(self.origin.get(POLICIES, "")).split(",")))
+
+    def origin_of(self, policy: str) -> Origin:
+        """The recorded origin of a policy, without the policy's name in its keys."""
+        prefix = metrics_prefix(policy, self.policies)
+        return {key.removeprefix(prefix): value for key, value in self.origin.items() if key.startswith(prefix)}
+
+    def check_origin(self, given: Origin, prefix: str = "") -> list[str]:
+        """Compare with the recorded origin; `prefix` comes in front of the keys. Returns sentences about allowed
+        differences; raises `ConfigError` for others.
         """
+        given = {f"{prefix}{key}": value for key, value in given.items()}
         changed = changes(self.origin, given, self.path.parent)
         self._checked_origin |= given
         return changed
 
     def record_origin(self) -> None:
-        """Store the checked origin, because the policy was loaded with it."""
+        """Store the checked origin, because the policies were loaded with it."""
         if (now := {**self.origin, **self._checked_origin}) != self.origin:
             self.file.set_meta("origin", json.dumps(now))
 
@@ -239,18 +270,16 @@ class Journal:
         return None if row is None else Episode(**json.loads(row[0]))
 
     def settled_episodes(
-        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: int | None = None
+        self, limit: int, *, status: EpisodeStatus | None = None, before: int | None = None
     ) -> list[Episode]:
-        """The newest ones, newest first: all, those of a team or a status, those with `seq` < `before`."""
+        """The newest ones, newest first: all, those of a status, those with `seq` < `before`."""
         conditions = ["TRUE"]
         if before is not None:
             conditions.append("seq < :before")
-        if team:
-            conditions.append("team = :team AND team != ''")  # The second half lets SQLite use the index.
         if status:
             conditions.append("status = :status")
         query = f"SELECT body FROM settled_episodes WHERE {' AND '.join(conditions)} ORDER BY seq DESC LIMIT :limit"
-        rows = self._db.execute(query, {"team": team, "status": status, "limit": limit, "before": before})
+        rows = self._db.execute(query, {"status": status, "limit": limit, "before": before})
         return [Episode(**json.loads(body)) for (body,) in rows]
 
     def add_instance(self, client_id: str, instance_id: str) -> None:
@@ -350,16 +379,13 @@ class Journal:
             groups.setdefault(position, []).append(episode_id)
         return tuple(tuple(members) for members in groups.values())
 
-    def put_operation(self, number: int, kind: str, batch_id: int) -> None:
-        self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?)", (number, kind, batch_id))
+    def put_operation(self, policy: str, number: int, kind: str, batch_id: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO operations VALUES (?, ?, ?, ?)", (policy, number, kind, batch_id))
 
-    def has_operation(self, number: int, kind: str, batch_id: int) -> bool:
-        query = "SELECT 1 FROM operations WHERE number = ? AND kind = ? AND batch_id = ?"
-        return self._db.execute(query, (number, kind, batch_id)).fetchone() is not None
-
-    def operations(self) -> list[tuple[int, str, int]]:
-        """All operations on the policy, in order: number, kind and batch."""
-        return list(self._db.execute("SELECT number, kind, batch_id FROM operations ORDER BY number"))
+    def operations(self, policy: str) -> list[tuple[int, str, int]]:
+        """All operations on a policy, in order: number, kind and batch."""
+        query = "SELECT number, kind, batch_id FROM operations WHERE policy = ? ORDER BY number"
+        return list(self._db.execute(query, (policy,)))
 
     def add_step(self, batch_id: int, metrics: Mapping[str, float], learned: float) -> None:
         self.file.insert("steps", (batch_id, to_json(metrics), learned))
@@ -369,10 +395,12 @@ class Journal:
         row = self._db.execute("SELECT metrics FROM steps WHERE batch_id = ?", (batch_id,)).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
-    def recent_steps(self, limit: int) -> list[dict[str, float]]:
-        """The metrics of the newest learned batches, the newest last."""
-        rows = self._db.execute("SELECT metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)).fetchall()
-        return [json.loads(row[0]) for row in reversed(rows)]
+    def recent_steps(self, limit: int) -> dict[int, dict[str, float]]:
+        """The metrics of the newest learned batches by batch, the newest last."""
+        rows = self._db.execute(
+            "SELECT batch_id, metrics FROM steps ORDER BY batch_id DESC LIMIT ?", (limit,)
+        ).fetchall()
+        return {batch_id: json.loads(metrics) for batch_id, metrics in reversed(rows)}
 
     # ---- keys and events -----------------------------------------------------------------------------------
 

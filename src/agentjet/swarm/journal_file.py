@@ -115,8 +115,8 @@ class JournalFile:
         except OSError:
             os.close(lock)
             raise ConfigError(
-                f"server.data_dir = {str(path.parent)!r} is in use by another server: stop that server, or choose "
-                "another folder"
+                f"The run in {str(path.parent)!r} is in use by another server: stop that server, or choose another "
+                "server.data_dir"
             ) from None
         try:
             if not path.exists():
@@ -136,7 +136,7 @@ class JournalFile:
                 f"{path} cannot be read as a journal ({error}). Restore it; or move only checkpoints/ to a new "
                 "server.data_dir, which starts at the newest good one"
             ) from None
-        except ConfigError:
+        except BaseException:
             file.close()
             raise
         return file
@@ -339,6 +339,6 @@ class JournalFile:
 
 def _unwritable(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"server.data_dir = {str(path.parent)!r} is not writable ({why}). Fix its permissions or free space, or choose "
-        "another folder."
+        f"{str(path.parent)!r} is not writable ({why}). Fix its permissions or free space, or choose another "
+        "server.data_dir."
     )

@@ -3,7 +3,7 @@
 Without `job.task_weights` groups train in the order of completion. With weights every batch has groups of all present
 task sets by weight, so that a fast set cannot crowd out a slow one.
 
-* A set is present while it has live or prepared episodes, or asked for one within `lease_seconds`. An absent set keeps
+* A set is present while it has live episodes, or asked for one within `lease_seconds`. An absent set keeps
   no places. Presence is not journaled: after a restart every known set stays present for one lease.
 * A set is stalled if it finished nothing for as long as an episode may last while the batch waited for it. The present
   batch is filled without it.
@@ -238,7 +238,7 @@ class Mixture:
         return min([*self._departures().values(), *map(self._stalls_at, self._waited_for())], default=None)
 
     def _departures(self) -> dict[str, float]:
-        """Time at which each set without live or prepared episodes becomes absent."""
+        """Time at which each set without live episodes becomes absent."""
         seconds = self._store.job.lease_seconds
         busy = self._busy()
         return {name: active + seconds for name, active in self._active.items() if name not in busy}
@@ -268,7 +268,7 @@ class Mixture:
 
     def shares(self) -> dict[str, TaskSetShare]:
         """Every named set that has a weight, or groups in the present or a recent batch."""
-        recent, prefix = self._store.recent_steps, "batch/share/"
+        recent, prefix = [*self._store.steps.values()], "batch/share/"
         seen = {name.removeprefix(prefix) for step in recent for name in step if name.startswith(prefix)}
         names = seen | {group.task_set for group in self._store.groups.values()} | set(self._store.job.task_weights)
         return {name: self._share(name, recent) for name in sorted(names - {"", OTHERS})}
@@ -295,7 +295,7 @@ class Mixture:
         return joined
 
     def _busy(self) -> set[str]:
-        return {episode.task_set for episode in self._store.live_or_prepared() if episode.mode == "train"}
+        return {episode.task_set for episode in self._store.live() if episode.mode == "train"}
 
     def _weights(self) -> dict[str, float]:
         """Weights of the present sets that have not stalled, or of all present sets if every one has."""

@@ -33,11 +33,9 @@ class Queries:
 
     # ---- episodes ------------------------------------------------------------------------------------------
 
-    def recent_episodes(
-        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
-    ) -> list[Episode]:
+    def recent_episodes(self, limit: int, *, status: EpisodeStatus | None = None, before: str = "") -> list[Episode]:
         """See `Store.recent_episodes`."""
-        return self._store.recent_episodes(limit, team=team, status=status, before=before)
+        return self._store.recent_episodes(limit, status=status, before=before)
 
     def trees(self, episode_id: str) -> dict[str, ConversationTree]:
         """An episode's conversations by role, from the journal; none once a durable checkpoint covers them."""
@@ -73,13 +71,11 @@ class Queries:
     @property
     def recent_steps(self) -> Sequence[Mapping[str, float]]:
         """Metrics of the newest learned batches, at most 50, the newest last."""
-        return self._store.recent_steps
+        return [*self._store.steps.values()]
 
     @property
     def last_batch(self) -> Batch | None:
         """The newest learned batch; None before the first."""
-        if not self._store.last_step:
-            return None
         version = self._store.policy_version
         return next(iter(self._journal.batches(version - 1, version)), None)
 
@@ -91,8 +87,8 @@ class Queries:
         return str(self._journal.origin.get(BRANCHED_FROM, ""))
 
     def status_counts(self) -> dict[str, int]:
-        """Episodes since the data dir was made: `live`, `prepared`, `finished`, `aborted`, `expired`; of the finished:
-        `trained`, `waiting`, `dropped`.
+        """Episodes since the data dir was made: `live`, `finished`, `aborted`, `expired`; of the finished: `trained`,
+        `waiting`, `dropped`.
         """
         return dict(self._store.state.counts)
 
@@ -112,10 +108,6 @@ class Queries:
     def holding(self) -> dict[str, int]:
         """Number of live episodes of each client."""
         return dict(Counter(episode.client_id for episode in self._store.live()))
-
-    def num_live_or_prepared(self, client_id: str) -> int:
-        """Number of live and prepared episodes of a client."""
-        return sum(episode.client_id == client_id for episode in self._store.live_or_prepared())
 
     def evaluations(self) -> list[EvaluationView]:
         """All recorded evaluations, the oldest first."""
@@ -141,8 +133,8 @@ class Queries:
         if not store.groups:
             return "clients, to begin training episodes"
         live = sum(episode.group_id is not None for episode in store.live())
+        rewards = ["rewards"] if live else []
         refills = groups.missing_members(store, self._leases.lease_epoch(), self._clock())
-        rewards = ["rewards"] if any(episode.group_id is not None for episode in store.live_or_prepared()) else []
         wanted = " and ".join([*rewards, *([refills] if refills else [])]) or "clients, to begin training episodes"
         if sets := self._mixture.waiting_for():
             wanted += f" of {sets}"

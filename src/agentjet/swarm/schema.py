@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from agentjet.swarm.state import Episode, State, changes
-from agentjet.types import Call, Message, NewContext, ToolCall
+from agentjet.types import SOLE_POLICY, Call, Message, NewContext, ToolCall
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 OLDEST_SCHEMA = 6
 """The schema of AgentJet 0.1: the oldest one that is migrated."""
 
@@ -30,11 +30,9 @@ CREATE TABLE settled_episodes (
     seq INTEGER PRIMARY KEY,
     id TEXT NOT NULL UNIQUE,
     status TEXT NOT NULL,
-    team TEXT NOT NULL,
     body TEXT NOT NULL
 );
 CREATE INDEX settled_by_status ON settled_episodes (status, seq);
-CREATE INDEX settled_by_team ON settled_episodes (team, seq) WHERE team != '';
 
 CREATE TABLE instances (
     number INTEGER PRIMARY KEY,
@@ -44,14 +42,16 @@ CREATE TABLE instances (
 );
 CREATE INDEX events_of_kind ON events (kind, seq) WHERE kind IN ('evaluation', 'rollback');
 """
-"""Tables that this schema added."""
+"""Tables that schema 9 added."""
 
 OPERATIONS = """
 CREATE TABLE operations (
-    number INTEGER PRIMARY KEY,
+    policy TEXT NOT NULL,
+    number INTEGER NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('forward_backward', 'optim_step')),
-    batch_id INTEGER NOT NULL
-);
+    batch_id INTEGER NOT NULL,
+    PRIMARY KEY (policy, number)
+) WITHOUT ROWID;
 CREATE INDEX operations_of_batch ON operations (batch_id);
 """
 
@@ -204,7 +204,7 @@ def pack_floats(values: Sequence[float]) -> bytes:
 
 def settled_row(episode: Episode) -> tuple[Any, ...]:
     """A row of `settled_episodes`."""
-    return episode.seq, episode.id, episode.status, episode.team, to_json(changes(None, episode))
+    return episode.seq, episode.id, episode.status, to_json(changes(None, episode))
 
 
 # ---- migration ---------------------------------------------------------------------------------------------
@@ -225,7 +225,20 @@ CREATE TABLE notes (
 ALTER TABLE calls ADD COLUMN untrained TEXT NOT NULL DEFAULT '';
 """
 
-JOINS_OF_8 = """
+EPISODES_OF_8 = """
+SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id, e.mode, e.policy_version, e.begun,
+    CASE WHEN f.episode_id IS NOT NULL THEN 'finished' ELSE COALESCE(a.status, 'live') END, COALESCE(f.ended, a.ended),
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.reward, p.reward) END,
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.by_role, p.by_role, '{}') ELSE '{}' END,
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.metrics, p.metrics, '{}') ELSE '{}' END,
+    COALESCE(a.reason, ''),
+    COALESCE(f.num_calls, a.num_calls, (SELECT COUNT(*) FROM calls c WHERE c.episode_id = e.id)),
+    COALESCE(f.num_tokens, a.num_tokens,
+        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id AND c.untrained = ''), 0),
+    s.batch_id,
+    CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
+    e.code_version, e.at_version, e.temperature, e.instance_id,
+    COALESCE(n.noted, '{}'), COALESCE(n.refused, '{}')
 FROM episodes e
 LEFT JOIN finishes f ON f.episode_id = e.id
 LEFT JOIN aborts a ON a.episode_id = e.id
@@ -236,43 +249,85 @@ LEFT JOIN steps s ON s.batch_id = m.batch_id
 LEFT JOIN notes n ON n.episode_id = e.id
 """
 
-STATUS_OF_8 = """
-CASE WHEN f.episode_id IS NOT NULL THEN 'finished' WHEN a.episode_id IS NOT NULL THEN a.status
-    WHEN p.episode_id IS NOT NULL THEN 'prepared' ELSE 'live' END
+OPERATIONS_OF_9 = f"""
+ALTER TABLE operations RENAME TO operations_of_9;
+DROP INDEX operations_of_batch;
+{OPERATIONS}
+INSERT INTO operations SELECT '{SOLE_POLICY}', number, kind, batch_id FROM operations_of_9;
+DROP TABLE operations_of_9
 """
 
-EPISODES_OF_8 = f"""
-SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id, e.mode, e.policy_version, e.begun,
-    {STATUS_OF_8}, COALESCE(f.ended, a.ended),
-    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.reward, p.reward) END,
-    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.by_role, p.by_role, '{{}}') ELSE '{{}}' END,
-    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.metrics, p.metrics, '{{}}') ELSE '{{}}' END,
-    COALESCE(a.reason, ''),
-    COALESCE(f.num_calls, a.num_calls, (SELECT COUNT(*) FROM calls c WHERE c.episode_id = e.id)),
-    COALESCE(f.num_tokens, a.num_tokens,
-        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id AND c.untrained = ''), 0),
-    s.batch_id,
-    CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
-    e.code_version, e.team, e.at_version, e.temperature, e.instance_id,
-    COALESCE(n.noted, '{{}}'), COALESCE(n.refused, '{{}}')
-{JOINS_OF_8}
+SETTLED_OF_9 = """
+DROP INDEX settled_by_team;
+ALTER TABLE settled_episodes DROP COLUMN team;
+UPDATE settled_episodes SET body = json_remove(body, '$.team')
 """
-
 
 _FIELDS_OF_8 = [f.name for f in fields(Episode) if f.name != "oldest_version"]
 
 
 def migrate(db: sqlite3.Connection, found: int) -> None:
-    """Bring a journal of schema `found` forward, inside a transaction.
+    """Bring a journal of schema `found` forward, inside a transaction."""
+    _run(db, OPERATIONS if found < 8 else OPERATIONS_OF_9)
+    state = _state_of_9(db) if found == 9 else _state_of_8(db, found)
+    _end_prepared(db, state)
+    db.execute("INSERT OR REPLACE INTO snapshot VALUES (0, ?)", (to_json(state.snapshot()),))
+    db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(SCHEMA_VERSION),))
+
+
+def _run(db: sqlite3.Connection, statements: str) -> None:
+    for statement in statements.split(";"):
+        db.execute(statement)
+
+
+def _state_of_9(db: sqlite3.Connection) -> State:
+    """The state of a journal of schema 9, which had episodes of teams. Prepared episodes are live and have a reward."""
+    _run(db, SETTLED_OF_9)
+    row = db.execute("SELECT body FROM snapshot").fetchone()
+    held = {} if row is None else json.loads(row[0])
+    counts = held.get("counts", {})
+    counts["live"] = counts.get("live", 0) + counts.pop("prepared", 0)
+    state = State({**held, "episodes": [_episode_of_9(values) for values in held.get("episodes", ())]})
+    for (body,) in db.execute("SELECT body FROM facts ORDER BY seq").fetchall():
+        for kind, values in json.loads(body):
+            state.apply((kind, _episode_of_9(values) if kind == "episode" else values))
+    state.log.clear()
+    db.execute("DELETE FROM facts")
+    return state
+
+
+def _episode_of_9(values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in values.items() if name != "team"}
+    return {**kept, "status": "live"} if kept.get("status") == "prepared" else kept
+
+
+def _end_prepared(db: sqlite3.Connection, state: State) -> None:
+    """End the prepared episodes unscored, because no `finish` will come for them."""
+    reason = "in doubt: it was prepared, and neither finished nor aborted before the server was updated"
+    now = db.execute("SELECT MAX(time) FROM events").fetchone()[0]
+    for episode in [e for e in state.episodes.values() if e.status == "live" and e.reward is not None]:
+        unscored: dict[str, Any] = {"reward": None, "by_role": {}, "metrics": {}, "dropped": ""}
+        values = {"id": episode.id, "status": "expired", "ended": now, "reason": reason, **unscored}
+        settled = state.apply(("episode", values))
+        assert settled is not None
+        db.execute("INSERT INTO settled_episodes VALUES (?, ?, ?, ?)", settled_row(settled))
+        group = state.groups.get(episode.group_id or 0)
+        if group is not None:
+            members = [member for member in group.members if member != episode.id]
+            dropped = {} if members else {"state": "dropped", "reason": "no_members", "closed": now}
+            state.apply(("group", {"id": group.id, "members": members, **dropped}))
+    state.log.clear()
+
+
+def _state_of_8(db: sqlite3.Connection, found: int) -> State:
+    """The state of a journal of schema 6 to 8, which had tables of episodes and groups.
 
     Every episode passes through the fold, so that its counts are those of a run that recorded facts from the start.
     The numbers of groups and episodes lost since the last batch start at 0.
     """
     if found == OLDEST_SCHEMA:
-        for statement in FROM_6.split(";"):
-            db.execute(statement)
-    for statement in (TABLES if found == 8 else f"{TABLES}{OPERATIONS}").split(";"):
-        db.execute(statement)
+        _run(db, FROM_6)
+    _run(db, TABLES)
     meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('base_version', 'durable_version')"))
     base = int(meta.get("base_version", -1))
     newest = db.execute("SELECT MAX(batch_id) FROM steps").fetchone()[0]
@@ -285,7 +340,7 @@ def migrate(db: sqlite3.Connection, found: int) -> None:
         settled = state.apply(("episode", values))
         state.log.clear()
         if settled is not None:
-            db.execute("INSERT INTO settled_episodes VALUES (?, ?, ?, ?, ?)", settled_row(settled))
+            db.execute("INSERT INTO settled_episodes VALUES (?, ?, ?, ?)", settled_row(settled))
     for episode_id in list(state.episodes):
         calls = "SELECT substr(versions, 1, 4) FROM calls WHERE episode_id = ? AND versions != x'' AND untrained = ''"
         blobs = db.execute(calls, (episode_id,))
@@ -310,7 +365,6 @@ def migrate(db: sqlite3.Connection, found: int) -> None:
         "carry": json.loads(carry[0]) if carry else {},
     }
     state.apply(("run", run))
-    db.execute("INSERT INTO snapshot VALUES (0, ?)", (to_json(state.snapshot()),))
     db.execute(
         "INSERT INTO instances (client_id, instance_id) SELECT client_id, instance_id FROM episodes "
         "WHERE instance_id != '' GROUP BY client_id, instance_id ORDER BY MAX(seq)"
@@ -318,4 +372,4 @@ def migrate(db: sqlite3.Connection, found: int) -> None:
     for table in ("promises", "finishes", "aborts", "notes", "batch_groups", "episodes", "groups"):
         db.execute(f"DROP TABLE {table}")
     db.execute("DELETE FROM meta WHERE key IN ('base_version', 'durable_version')")
-    db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(SCHEMA_VERSION),))
+    return state

@@ -45,7 +45,6 @@ class Episode:
     status: EpisodeStatus = "live"
     ended: float | None = None
     reward: float | None = None
-    """Also the promised reward of a prepared episode. None for an aborted or expired one."""
     by_role: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
@@ -60,7 +59,6 @@ class Episode:
     dropped: str = ""
     """Why a finished episode will never train (its group's reason), else empty."""
     code_version: str = ""
-    team: str = ""
     at_version: int | None = None
     """The policy version that an eval episode is pinned to."""
     temperature: float | None = None
@@ -76,6 +74,11 @@ class Episode:
     def unscorable(self) -> bool:
         """True if a refusal ended a call, except for refusals that agents are known to recover from."""
         return any(name.partition(":")[0] not in RECOVERABLE for name in self.refused)
+
+
+def reward_of(episode: Episode, policy: str, policies: Sequence[str]) -> float | None:
+    """The reward of a policy in an episode. `policies` are those that the settings of the run name, perhaps none."""
+    return episode.by_role.get(policy, episode.reward) if policies else episode.reward
 
 
 def new_episode_id(now: float) -> str:
@@ -168,10 +171,10 @@ class Batch:
 
 # ---- the fold ----------------------------------------------------------------------------------------------
 
-COUNTED = ("live", "prepared", "finished", "aborted", "expired", "trained", "waiting", "dropped")
+COUNTED = ("live", "finished", "aborted", "expired", "trained", "waiting", "dropped")
 CODE_VERSIONS_KEPT = 1000
 """Code versions with outcome counts, by last use. An older one starts from 0 when it is used again."""
-UNSCORED_REASONS = ("surplus", "stale", "in doubt", "not needed", "replaced")
+UNSCORED_REASONS = ("surplus", "stale", "not needed", "replaced")
 """Beginnings of reasons, up to a colon, that are counted apart from `aborted` and `expired`."""
 _EPISODE = tuple(f.name for f in fields(Episode))
 _GROUP = tuple(f.name for f in fields(Group))
@@ -312,7 +315,7 @@ class State:
             self._add_loss("episodes", start.replace(" ", "_") if is_known else episode.status, 1)
         if episode.code_version and episode.mode == "train":
             self._count_code_version(episode, begun=before is None, ended=ended)
-        if {"live", "prepared", "waiting"} & set(categories(episode)):
+        if {"live", "waiting"} & set(categories(episode)):
             self.log.put(self.episodes, episode.id, episode)
             return None
         self.log.remove(self.episodes, episode.id)

@@ -33,8 +33,10 @@ STALL_SECONDS = 3.0
 class Store:
     """Journal and state of one run. Every change happens inside `transaction()`."""
 
-    def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
+    def __init__(self, journal: Journal, clock: Callable[[], float], policies: tuple[str, ...] = ()) -> None:
         self.journal = journal
+        self.policies = policies
+        """The policies that the settings name."""
         self.file = journal.file
         self.on_event: Callable[[Event], None] | None = None
         """Called with each event after it is on disk."""
@@ -58,9 +60,8 @@ class Store:
         self.settings: JobSettings | None = journal.job_settings()
         self.pending: Batch | None = next(iter(journal.batches(state.policy_version)), None) if state.composed else None
         """The batch that is composed and not yet learned."""
-        self.last_step: dict[str, float] = journal.step(state.policy_version - 1)
-        self.recent_steps: tuple[dict[str, float], ...] = tuple(journal.recent_steps(RECENT_STEPS))
-        """Metrics of the newest learned batches, the newest last."""
+        self.steps = journal.recent_steps(RECENT_STEPS)
+        """Metrics of the newest learned batches by batch, the newest last."""
 
     # ---- reads ---------------------------------------------------------------------------------------------
 
@@ -98,10 +99,8 @@ class Store:
             )
         return episode
 
-    def recent_episodes(
-        self, limit: int, *, team: str = "", status: EpisodeStatus | None = None, before: str = ""
-    ) -> list[Episode]:
-        """The newest episodes, newest first: all, those of a team, those of a status, those begun `before` an episode.
+    def recent_episodes(self, limit: int, *, status: EpisodeStatus | None = None, before: str = "") -> list[Episode]:
+        """The newest episodes, newest first: all, those of a status, those begun `before` an episode.
 
         Raises `NotFound` if `before` does not exist.
         """
@@ -109,20 +108,15 @@ class Store:
         found = {
             episode.seq: episode
             for episode in self.episodes.values()
-            if (not team or episode.team == team)
-            and (status is None or episode.status == status)
-            and (end is None or episode.seq < end)
+            if (status is None or episode.status == status) and (end is None or episode.seq < end)
         }
-        if status not in ("live", "prepared"):
-            settled = self.journal.settled_episodes(limit, team=team, status=status, before=end)
+        if status != "live":
+            settled = self.journal.settled_episodes(limit, status=status, before=end)
             found |= {episode.seq: episode for episode in settled}
         return [found[seq] for seq in sorted(found, reverse=True)[:limit]]
 
     def live(self) -> list[Episode]:
         return [episode for episode in self.episodes.values() if episode.status == "live"]
-
-    def live_or_prepared(self) -> list[Episode]:
-        return [episode for episode in self.episodes.values() if episode.ended is None]
 
     def num_pinned(self) -> int:
         """Number of live evaluation episodes that need the present policy version."""
@@ -154,7 +148,7 @@ class Store:
             self.announce()
 
     def _write_facts(self) -> None:
-        if self._num_facts >= SNAPSHOT_EVERY or self._needs_snapshot:
+        if self._needs_snapshot or (self._facts and self._num_facts >= SNAPSHOT_EVERY):
             self.journal.put_snapshot(self.state)
             self.journal.prune(self.state, self._clock())
             self.set(_num_facts=0)
@@ -334,13 +328,8 @@ class Leases:
         return self._opened
 
     def expires_at(self, episode: Episode, job: JobConfig) -> float:
-        """Time at which a live episode expires without activity; at most its begin + `max_episode_seconds`.
-
-        A prepared episode has no lease. It expires one lease after that maximum, or one lease after a restart.
-        """
+        """Time at which a live episode expires without activity; at most its begin + `max_episode_seconds`."""
         last, opened = episode.begun + job.max_episode_seconds, self.lease_epoch()
-        if episode.status == "prepared":
-            return max(last, opened) + job.lease_seconds
         if self._calling[episode.id]:
             return last
         seen = max(self._last_seen.get(episode.id, episode.begun), opened)

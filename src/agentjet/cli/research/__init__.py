@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +39,9 @@ def run(
     local: Local = 2,
     server: Annotated[
         list[str] | None,
-        typer.Option("--server", metavar="URL", help="Lease this server instead of starting any; can be repeated."),
+        typer.Option(
+            "--server", metavar="URL", help="Run trials on this server instead of starting any; can be repeated."
+        ),
     ] = None,
     admin_token_file: Annotated[
         list[Path] | None,
@@ -52,17 +53,16 @@ def run(
 ) -> None:
     """Run a study, or continue one that was interrupted or killed. Ctrl-C stops it; the same command continues.
 
-    Servers are started on this machine, one per trial, or leased. At the end the report is in the folder.
+    Servers are started on this machine, one per trial; or each trial is a run on a server of --server, beside others.
+    At the end the report is in the folder.
     """
-    from agentjet.cli.research.execution import carry_out, leased_slots, local_slots
+    from agentjet.cli.research.execution import carry_out, local_slots, shared_slots
 
-    leased = leased_slots(server or [], admin_token_file or [], folder)
+    shared = shared_slots(server or [], admin_token_file or [], folder)
     endpoint = llm_endpoint(llm, llm_model, llm_key_file)
-    with ExitStack() as leases:
-        for slot in leased:
-            leases.callback(slot.close)
-            slot.check()
-        carry_out(folder, leased or local_slots(local), endpoint)
+    for slot in shared:
+        slot.check()
+    carry_out(folder, shared or local_slots(local), endpoint)
 
 
 DEFAULT_OUT = Path("research-demo")

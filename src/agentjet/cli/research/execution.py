@@ -1,4 +1,4 @@
-"""Execution of a study for the command line: local and leased servers, and messages about new journal entries."""
+"""Execution of a study for the command line: local and shared servers, and messages about new journal entries."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from agentjet.research.records import Setting, in_a_line
 from agentjet.research.report import build_all
 from agentjet.research.report.caveats import action_text
 from agentjet.research.scheduler import conduct_with_annexes
-from agentjet.research.servers import Address, LeasedServerSlot, check_arms
+from agentjet.research.servers import Address, SharedServerSlot, check_arms
 from agentjet.research.swarm_runner import SwarmRunner
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from agentjet.research.planner.plan import Plan
@@ -171,20 +172,18 @@ def finding_message(log: StudyLog, finding: Finding) -> str:
 # ---- servers --------------------------------------------------------------------------------------------------------
 
 
-def leased_slots(urls: list[str], token_files: list[Path], folder: Path) -> list[LeasedServerSlot]:
+def shared_slots(urls: list[str], token_files: list[Path], folder: Path) -> list[SharedServerSlot]:
     """Raises `ConfigError`."""
 
     if len(urls) != len(token_files):
         raise ConfigError(f"{len(urls)} --server and {len(token_files)} --admin-token-file: give one for each")
-    study = StudyFolder(folder).study()
     if urls:
-        check_arms(study)
+        check_arms(StudyFolder(folder).study())
     try:
         tokens = [file.read_text(encoding="utf-8").strip() for file in token_files]
     except OSError as error:
         raise ConfigError(f"--admin-token-file {error.filename}: {error.strerror}") from None
-    holder = f"study {study.id}: {study.topic}"[:256]
-    return [LeasedServerSlot(url, token, holder, typer.echo) for url, token in zip(urls, tokens, strict=True)]
+    return [SharedServerSlot(url, token, typer.echo) for url, token in zip(urls, tokens, strict=True)]
 
 
 POLL_SECONDS = 0.2
@@ -227,10 +226,7 @@ class LocalServerSlot:
         """Does nothing: each trial starts a new server."""
 
     def run_finished(self, run: Path) -> None:
-        shutil.rmtree(run / "server" / "checkpoints", ignore_errors=True)
-
-    def close(self) -> None:
-        """Does nothing: each server ended with its trial."""
+        shutil.rmtree(run / "server" / "runs" / DEFAULT_RUN / "checkpoints", ignore_errors=True)
 
 
 def local_slots(count: int) -> list[LocalServerSlot]:
@@ -241,7 +237,7 @@ def local_slots(count: int) -> list[LocalServerSlot]:
 
 def wait_until_free(data_dir: Path, stopping: Event) -> None:
     """Waits until the server of a killed researcher has saved its policy and ended. Raises `ServerEnded`."""
-    lock = data_dir / f"{JOURNAL}.lock"
+    lock = data_dir / "runs" / DEFAULT_RUN / f"{JOURNAL}.lock"
     if not lock.exists():
         return
     deadline = time.monotonic() + STOP_SECONDS

@@ -2,14 +2,16 @@
 
 A sequence takes a block when it grows into it, so only its last block is partly empty. Its blocks are reserved when it
 starts, so a running sequence never waits for a block. A finished sequence stays as an idle row: a prefix that later
-requests continue or copy. When blocks are needed, idle rows are evicted, least recently used first. `clear` drops all
-keys after the weights changed.
+requests continue or copy. When blocks are needed, idle rows are evicted, least recently used first. A row belongs to
+the policy that fills it, its owner: no other policy continues or copies it. `clear` drops an owner's keys after its
+weights changed.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ class CacheRow:
 
     tokens: NDArray[np.int32]
     """Allocated at the sequence's maximum length."""
+    owner: Any = None
     length: int = 0
     filled: int = 0
     users: int = 0
@@ -83,7 +86,7 @@ class KeyValueCache:
         """True if the cache can hold a sequence of this many tokens when it is otherwise empty."""
         return length <= self._context and _blocks_of(length) <= self._num_blocks
 
-    def acquire(self, prompt: NDArray[np.int32], length: int) -> CacheRow | None:
+    def acquire(self, prompt: NDArray[np.int32], length: int, owner: Any = None) -> CacheRow | None:
         """Returns a row for `prompt` of `length` tokens, filled with the longest stored prefix; None if blocks lack.
 
         At least the last prompt token is left to compute, because its hidden state predicts the first sampled token.
@@ -91,29 +94,29 @@ class KeyValueCache:
         spare = self._num_blocks - self._reserved - _blocks_of(length)
         if spare < 0:
             return None
-        source, shared = self._longest_prefix(prompt[:-1])
+        source, shared = self._longest_prefix(prompt[:-1], owner)
         tokens = np.zeros(length, np.int32)
         if source in self._idle and (source.filled == shared or len(source.blocks) > spare):
             del self._idle[source]
             row, row.tokens = source, tokens
             self._trim(row, shared)
         else:
-            row = CacheRow(tokens)
+            row = CacheRow(tokens, owner)
             self._copy(source, row, shared)
         row.set_tokens(prompt)
         self._activate(row)
         return row
 
-    def awaits_prefix(self, prompt: NDArray[np.int32]) -> bool:
+    def awaits_prefix(self, prompt: NDArray[np.int32], owner: Any = None) -> bool:
         """True if a row that is being filled will hold a longer prefix of `prompt` than any row holds now.
 
         Waiting for that row is cheaper than computing the prefix twice.
         """
-        filling = [row for row in self._active if row.filled < row.length - 1]
+        filling = [row for row in self._active if row.filled < row.length - 1 and row.owner is owner]
         if not filling:
             return False
         soon = max(_common_prefix(row.tokens[: row.length - 1], prompt[:-1]) for row in filling)
-        return soon >= MIN_PREFIX_TO_AWAIT and soon >= self._longest_prefix(prompt[:-1])[1] + MIN_PREFIX_TO_AWAIT
+        return soon >= MIN_PREFIX_TO_AWAIT and soon >= self._longest_prefix(prompt[:-1], owner)[1] + MIN_PREFIX_TO_AWAIT
 
     def extend(self, row: CacheRow, length: int) -> None:
         """Take the blocks for the first `length` tokens of an active row."""
@@ -124,7 +127,7 @@ class KeyValueCache:
         """Returns a copy of a row, for a completion that continues differently; None if blocks lack."""
         if _blocks_of(row.capacity) > self._num_blocks - self._reserved:
             return None
-        twin = CacheRow(np.zeros(row.capacity, np.int32))
+        twin = CacheRow(np.zeros(row.capacity, np.int32), row.owner)
         self._copy(row, twin, row.filled)
         twin.set_tokens(row.tokens[: row.length])
         self._activate(twin)
@@ -137,11 +140,12 @@ class KeyValueCache:
         row.length = row.filled
         self._idle[row] = None
 
-    def clear(self) -> None:
-        """Drop every key and value. Idle rows are removed; active rows must be computed again from their tokens."""
+    def clear(self, owner: Any = None) -> None:
+        """Drop the keys and values of an owner. Its active rows must be computed again from their tokens."""
         for row in (*self._idle, *self._active):
-            self._trim(row, 0)
-        self._idle.clear()
+            if row.owner is owner:
+                self._trim(row, 0)
+                self._idle.pop(row, None)
 
     def _activate(self, row: CacheRow) -> None:
         self._active[row] = None
@@ -190,10 +194,12 @@ class KeyValueCache:
         del self._idle[oldest]
         self._trim(oldest, 0)
 
-    def _longest_prefix(self, prompt: NDArray[np.int32]) -> tuple[CacheRow | None, int]:
-        """Returns the row that shares most tokens (idle rows first) and the number of shared tokens."""
+    def _longest_prefix(self, prompt: NDArray[np.int32], owner: Any = None) -> tuple[CacheRow | None, int]:
+        """Returns the owner's row that shares most tokens (idle rows first) and the number of shared tokens."""
         best, shared = None, 0
         for row in (*self._idle, *self._active):
+            if row.owner is not owner:
+                continue
             n = _common_prefix(row.tokens[: row.filled], prompt)
             if n > shared:
                 best, shared = row, n

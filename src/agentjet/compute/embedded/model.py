@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from agentjet.compute.embedded.adapters import copied_modules, mixable_layers
 from agentjet.compute.embedded.attention import ATTENTION, AttentionPlan, flat_forward
 from agentjet.compute.embedded.forest_attention import forest_plan
 from agentjet.compute.embedded.policy import (
@@ -60,33 +61,68 @@ weights. The seed is set after the type was chosen, because that may draw random
 """
 
 
+class BaseModel:
+    """A loaded model: a policy that trains all of its weights, or the base of any number of adapters."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Load the configured model on its device; raises `ConfigError` naming what is wrong and the way out."""
+        self._config = config
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        device = resolve_device(config.device)
+        folder = locate_model(config.name)
+        try:
+            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
+        dtype = resolve_dtype(config.dtype, device, hf_config)
+        torch.manual_seed(LOADING_SEED)
+        model: Any = load_pretrained(config.name, folder, hf_config, dtype)
+        self._random_state = torch.get_rng_state()
+        model = model.to(device).eval()
+        _freeze_towers(model)
+        self._folder = folder
+        self.policy = Policy(model, make_model_info(config, folder, model), folder)
+        """The model without adapters."""
+        self.policy.logit_transform = find_logit_transform(self.policy)
+        reason = prefix_sharing_obstacle(self.policy)
+        if reason is None:
+            cast(Any, self.policy.decoder.config)._attn_implementation = ATTENTION
+            self.policy.info = dataclasses.replace(self.policy.info, shares_prefixes=True)
+        else:
+            log.warning("%s: prefixes are not shared (%s): one row per timeline", config.name, reason)
+
+    def adapted(self, lora: LoraConfig) -> Policy:
+        """Returns a new policy: an adapter over the weights of this model. Raises `ConfigError`.
+
+        The policy has modules of its own, and shares the weights below them. So adapters do not depend on each other.
+        Each starts with the same random weights.
+        """
+        modules = copied_modules(self.policy.model)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random_state)
+            policy = Policy(_with_adapters(modules, lora), self.policy.info, self._folder)
+        policy.logit_transform = self.policy.logit_transform
+        policy.mixable_layers = mixable_layers(policy)
+        return policy
+
+    def difference(self, config: ModelConfig) -> str:
+        """Returns why this model is not the base of an adapter with these settings; empty if it is."""
+        ours, dtype = self._config, self.policy.info.dtype
+        pairs = [("model.name", config.name, ours.name), ("model.dtype", config.dtype, dtype)]
+        pairs += [
+            (f"model.{name}", getattr(config, name), getattr(ours, name)) for name in ("device", "context_length")
+        ]
+        for key, theirs, known in pairs:
+            if theirs != known and (key, theirs) != ("model.dtype", "auto"):
+                return f"{key} = {theirs!r} differs from the {known!r}"
+        return ""
+
+
 def load_policy(config: ModelConfig) -> Policy:
-    """Load the configured model on its device; raises `ConfigError` naming what is wrong and the way out."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    device = resolve_device(config.device)
-    folder = locate_model(config.name)
-    try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name = {config.name!r}: {why_not_loaded(error)}") from error
-    dtype = resolve_dtype(config.dtype, device, hf_config)
-    torch.manual_seed(LOADING_SEED)
-    model: Any = load_pretrained(config.name, folder, hf_config, dtype)
-    model = model.to(device).eval()
-    _freeze_towers(model)
-    info = make_model_info(config, folder, model)
-    if config.lora.rank:
-        model = _with_adapters(model, config.lora)
-    policy = Policy(model, info, folder)
-    policy.logit_transform = find_logit_transform(policy)
-    reason = prefix_sharing_obstacle(policy)
-    if reason is None:
-        cast(Any, policy.decoder.config)._attn_implementation = ATTENTION
-        policy.info = dataclasses.replace(info, shares_prefixes=True)
-    else:
-        log.warning("%s: prefixes are not shared (%s): one row per timeline", config.name, reason)
-    return policy
+    """Load the configured model with its adapter, if any; raises `ConfigError`."""
+    base = BaseModel(config)
+    return base.adapted(config.lora) if config.lora.rank else base.policy
 
 
 WITHOUT_OUT_PROJ = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")

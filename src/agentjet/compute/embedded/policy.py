@@ -204,6 +204,8 @@ class Policy:
         self.logit_transform: LogitTransform = lambda logits: logits
         self.config: Any = base.config.get_text_config()
         self.end_tokens = frozenset(info.end_tokens)
+        self.mixable_layers: dict[str, Any] = {}
+        """The layers of the adapter by their path in the decoder; empty if it cannot share a forward pass."""
 
     @property
     def shape(self) -> CacheShape:
@@ -230,6 +232,11 @@ class Policy:
     @property
     def has_adapters(self) -> bool:
         return hasattr(self.model, "peft_config")
+
+    @property
+    def adapts_head(self) -> bool:
+        """True if the adapter changes the output embeddings."""
+        return hasattr(self._head, "lora_A")
 
     def head(self, hidden: Tensor) -> Tensor:
         """Returns logits [..., V] of hidden states, which some models keep in float32 beside narrower weights."""

@@ -5,8 +5,9 @@ Completions of one prompt share a cache row while they have sampled the same tok
 differ. `RowSampler` serves models that do not support prefix sharing, with one cache of the library per request.
 
 Each request has its own parameters, random numbers and end. The worker's loop calls `step`. Nothing here blocks or
-runs in a thread. Call `invalidate` after the weights changed: running completions then continue under the new weights,
-and their cached state is computed again.
+runs in a thread. A sampler serves one policy of full weights, or any number of adapters over one base model. Call
+`pause` before the weights of a policy change and `invalidate` afterwards: its running completions then continue under
+the new weights, and their cached state is computed again. Completions of other policies are not affected.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import inspect
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentjet.compute.embedded.adapters import AdapterMixture
 from agentjet.compute.embedded.attention import flat_forward
 from agentjet.compute.embedded.cache import CacheRow, KeyValueCache, StepPlan
 from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, probe_tokens, tolerance
@@ -46,6 +49,7 @@ class RunningCompletion:
     params: SamplingParams
     guide: Guide | None
     uniforms: np.random.Generator
+    policy: Policy
     row: CacheRow | None = None
     num_sampled: int = 0
 
@@ -70,7 +74,10 @@ class NewToken:
 
 @dataclass(slots=True)
 class PrefixSampler:
-    """Samples completions of one policy, up to `max_concurrent` at a time."""
+    """Samples completions, up to `max_concurrent` at a time. `policy` is the policy of full weights, or the base model.
+
+    A step computes the tokens of all adapters in one forward pass of the base model.
+    """
 
     policy: Policy
     max_concurrent: int
@@ -79,6 +86,8 @@ class PrefixSampler:
     _grammars: Grammars = field(init=False)
     _waiting: deque[RunningCompletion] = field(default_factory=deque)
     _running: dict[int, RunningCompletion] = field(default_factory=dict)
+    _paused: set[Policy] = field(default_factory=set)
+    _mixture: AdapterMixture | None = None
     _may_admit: bool = False
     """True if an event since the last attempt may allow a waiting request to start."""
     num_computed: int = 0
@@ -99,10 +108,16 @@ class PrefixSampler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._running and not self._waiting
+        """True if a step would do nothing. Paused completions may wait."""
+        if any(c.policy not in self._paused for c in self._running.values()):
+            return False
+        return not (self._may_admit and any(c.policy not in self._paused for c in self._waiting))
 
-    def submit(self, id: int, prompt: np.ndarray, params: SamplingParams) -> None:
-        """Queue a request; raises `OutOfCache` when it could never be held, `GrammarError` for a bad grammar."""
+    def submit(self, id: int, prompt: np.ndarray, params: SamplingParams, policy: Policy | None = None) -> None:
+        """Queue a request to `policy`, an adapter over the base model; None for the sampler's own policy.
+
+        Raises `OutOfCache` when it could never be held, `GrammarError` for a bad grammar.
+        """
         length = len(prompt) + params.max_tokens
         if not self._cache.fits(length):
             raise OutOfCache(
@@ -110,7 +125,8 @@ class PrefixSampler:
                 f"(context {self.policy.info.context_length}, sampler.cache_tokens = {self.cache_tokens})"
             )
         guide = self._grammars.guide(params.grammar)
-        self._waiting.append(RunningCompletion(id, prompt, length, params, guide, np.random.default_rng(params.seed)))
+        uniforms = np.random.default_rng(params.seed)
+        self._waiting.append(RunningCompletion(id, prompt, length, params, guide, uniforms, policy or self.policy))
         self._may_admit = True
 
     def cancel(self, id: int) -> None:
@@ -122,10 +138,23 @@ class PrefixSampler:
             self._waiting = deque(c for c in self._waiting if c.id != id)
             self._may_admit = True
 
-    def invalidate(self) -> None:
-        """Drop all cached keys: the weights changed."""
-        self._cache.clear()
+    def pause(self, policy: Policy) -> None:
+        """Sample nothing of this policy until `invalidate`."""
+        self._paused.add(policy)
+
+    def invalidate(self, policy: Policy | None = None) -> None:
+        """Drop the cached keys of a policy, and resume it: its weights changed."""
+        policy = policy or self.policy
+        self._cache.clear(policy)
+        self._paused.discard(policy)
+        if self._mixture is not None:
+            self._mixture.invalidate()
         self._may_admit = True
+
+    def remove(self, policy: Policy) -> None:
+        """Forget a policy without requests."""
+        assert all(c.policy is not policy for c in (*self._running.values(), *self._waiting))
+        self.invalidate(policy)
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
@@ -137,22 +166,23 @@ class PrefixSampler:
         self._admit()
         users: dict[int, list[RunningCompletion]] = {}
         for c in self._running.values():
-            users.setdefault(id(c.place), []).append(c)
-        if not users:
-            return []
-        rows = [completions[0].place for completions in users.values()]
-        spans = _spans(rows)
-        hidden = self._forward(spans)
-        ready: list[tuple[int, list[RunningCompletion]]] = []
-        last = -1
-        for row, count in spans:
-            last += count
-            row.filled += count
-            if row.filled == row.length:
-                ready.append((last, users[id(row)]))
-        if not ready:
-            return []
-        return self._sample(hidden[[index for index, _ in ready]], [completions for _, completions in ready])
+            if c.policy not in self._paused:
+                users.setdefault(id(c.place), []).append(c)
+        found: list[Tensor] = []
+        ready: list[list[RunningCompletion]] = []
+        for rows in _passes([completions[0].place for completions in users.values()]):
+            spans = _spans(rows)
+            hidden = self._forward(spans)
+            indices: list[int] = []
+            last = -1
+            for row, count in spans:
+                last += count
+                row.filled += count
+                if row.filled == row.length:
+                    indices.append(last)
+                    ready.append(users[id(row)])
+            found.append(hidden[indices])
+        return self._sample(torch.cat(found), ready) if ready else []
 
     def _admit(self) -> None:
         """Start waiting requests in order of arrival. No request overtakes one that waits for free blocks.
@@ -162,22 +192,26 @@ class PrefixSampler:
         if not (self._waiting and self._may_admit):
             return
         self._may_admit = False
-        same = {c.place.tokens[: c.place.length].tobytes(): c.place for c in self._running.values()}
+        same = {(c.policy, c.place.tokens[: c.place.length].tobytes()): c.place for c in self._running.values()}
         postponed: deque[RunningCompletion] = deque()
         while self._waiting and len(self._running) < self.max_concurrent:
             completion = self._waiting.popleft()
-            row = same.get(completion.tokens.tobytes())
+            if completion.policy in self._paused:
+                postponed.append(completion)
+                continue
+            key = completion.policy, completion.tokens.tobytes()
+            row = same.get(key)
             if row is None or row.capacity < completion.length:
-                if self._cache.awaits_prefix(completion.tokens):
+                if self._cache.awaits_prefix(completion.tokens, completion.policy):
                     postponed.append(completion)
+                    self._may_admit = True
                     continue
-                row = self._cache.acquire(completion.tokens, completion.length)
+                row = self._cache.acquire(completion.tokens, completion.length, completion.policy)
             if row is None:
                 self._waiting.appendleft(completion)
                 break
-            same[completion.tokens.tobytes()] = row
+            same[key] = row
             self._join(completion, row)
-        self._may_admit |= bool(postponed)
         self._waiting = postponed + self._waiting
 
     def _join(self, completion: RunningCompletion, row: CacheRow) -> None:
@@ -197,7 +231,7 @@ class PrefixSampler:
         everyone = [c for completions in shared for c in completions]
         of = [i for i, completions in enumerate(shared) for _ in completions]
         chosen, logprobs, sets = sample_tokens(
-            self.policy.head(hidden),
+            _logits(self.policy, hidden, [completions[0].policy for completions in shared]),
             of,
             [c.params for c in everyone],
             [c.guide.mask if c.guide else b"" for c in everyone],
@@ -207,7 +241,7 @@ class PrefixSampler:
         continuing: dict[int, dict[int, list[RunningCompletion]]] = {}
         for c, token, logprob, support in zip(everyone, chosen, logprobs, sets, strict=True):
             c.num_sampled += 1
-            reason = finish_reason(self.policy, c.params, token, c.num_sampled)
+            reason = finish_reason(c.policy, c.params, token, c.num_sampled)
             error = dead_end(c.guide, token, logprob, reason)
             new.append(NewToken(c.id, token, logprob, support, reason, error))
             if reason is None and error is None:
@@ -243,12 +277,32 @@ class PrefixSampler:
         tokens = np.concatenate([row.tokens[row.filled : row.filled + n] for row, n in spans])
         positions = np.concatenate([np.arange(row.filled, row.filled + n) for row, n in spans])
         self.num_computed += len(tokens)
-        return flat_forward(
-            self.policy.decoder,
+        inputs = (
             torch.as_tensor(tokens, dtype=torch.long, device=device),
             torch.as_tensor(positions, dtype=torch.long, device=device),
             StepPlan(spans, positions, self._cache),
         )
+        owners = [(row.owner, n) for row, n in spans]
+        if all(policy is owners[0][0] for policy, _ in owners):
+            return flat_forward(owners[0][0].decoder, *inputs)
+        if self._mixture is None:
+            self._mixture = AdapterMixture(self.policy)
+        return self._mixture.forward(*inputs, owners)
+
+
+def _passes(rows: list[CacheRow]) -> list[list[CacheRow]]:
+    """Returns the rows of each forward pass. Adapters that cannot be mixed with others have a pass alone."""
+    passes: dict[Policy | None, list[CacheRow]] = {}
+    for row in rows:
+        passes.setdefault(None if row.owner.mixable_layers else row.owner, []).append(row)
+    return list(passes.values())
+
+
+def _logits(base: Policy, hidden: Tensor, policies: Sequence[Policy]) -> Tensor:
+    """Returns logits [R, V] of hidden states [R, hidden], each by the head of its policy."""
+    if not any(policy.adapts_head for policy in policies):
+        return base.head(hidden)
+    return torch.cat([policy.head(row[None]) for policy, row in zip(policies, hidden, strict=True)])
 
 
 def finish_reason(policy: Policy, params: SamplingParams, token: int, num_sampled: int) -> FinishReason | None:
@@ -292,6 +346,7 @@ class _Request:
     params: SamplingParams
     guide: Guide | None
     uniforms: np.random.Generator
+    policy: Policy
     cache: Any = None
     num_sampled: int = 0
 
@@ -302,13 +357,14 @@ class _Request:
 
 @dataclass(slots=True)
 class RowSampler:
-    """Samples completions of one policy, up to `max_concurrent` and `cache_tokens` at a time."""
+    """Samples completions, up to `max_concurrent` and `cache_tokens` at a time. `policy` as in `PrefixSampler`."""
 
     policy: Policy
     max_concurrent: int
     cache_tokens: int
     _waiting: deque[_Request] = field(default_factory=deque)
     _running: dict[int, _Request] = field(default_factory=dict)
+    _paused: set[Policy] = field(default_factory=set)
     _grammars: Grammars = field(init=False)
     _cache_name: str | None = field(init=False)
     """Name of the model's cache argument and result; None: every token is computed from the full sequence."""
@@ -325,10 +381,11 @@ class RowSampler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._running and not self._waiting
+        """True if a step would do nothing. Paused completions may wait."""
+        return all(request.policy in self._paused for request in self._running.values()) and not self._may_admit()
 
-    def submit(self, id: int, prompt: np.ndarray, params: SamplingParams) -> None:
-        """Queue a request; raises `OutOfCache` when it could never be held, `GrammarError` for a bad grammar."""
+    def submit(self, id: int, prompt: np.ndarray, params: SamplingParams, policy: Policy | None = None) -> None:
+        """See `PrefixSampler.submit`."""
         length = len(prompt) + params.max_tokens
         if length > min(self.policy.info.context_length, self.cache_tokens):
             raise OutOfCache(
@@ -336,17 +393,29 @@ class RowSampler:
                 f"(context {self.policy.info.context_length}, sampler.cache_tokens = {self.cache_tokens})"
             )
         guide = self._grammars.guide(params.grammar)
-        self._waiting.append(_Request(id, prompt.tolist(), length, params, guide, np.random.default_rng(params.seed)))
+        uniforms = np.random.default_rng(params.seed)
+        self._waiting.append(_Request(id, prompt.tolist(), length, params, guide, uniforms, policy or self.policy))
 
     def cancel(self, id: int) -> None:
         """Drop a request. Unknown ids are ignored, because the request may just have ended."""
         if self._running.pop(id, None) is None:
             self._waiting = deque(request for request in self._waiting if request.id != id)
 
-    def invalidate(self) -> None:
-        """Drop all cached state: the weights changed."""
+    def pause(self, policy: Policy) -> None:
+        """See `PrefixSampler.pause`."""
+        self._paused.add(policy)
+
+    def invalidate(self, policy: Policy | None = None) -> None:
+        """Drop the cached state of a policy, and resume it: its weights changed."""
+        policy = policy or self.policy
+        self._paused.discard(policy)
         for request in self._running.values():
-            request.cache = None
+            if request.policy is policy:
+                request.cache = None
+
+    def remove(self, policy: Policy) -> None:
+        """See `PrefixSampler.remove`."""
+        self.invalidate(policy)
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
@@ -355,7 +424,7 @@ class RowSampler:
         ready: list[_Request] = []
         budget = PROMPT_TOKENS
         for request in self._running.values():
-            if request.cache is None and budget <= 0:
+            if request.policy in self._paused or (request.cache is None and budget <= 0):
                 continue
             budget -= request.num_missing if request.cache is None else 0
             ready.append(request)
@@ -366,25 +435,28 @@ class RowSampler:
 
     def _admit(self) -> None:
         """Start waiting requests in order of arrival, within `max_concurrent` and `cache_tokens`."""
-        taken = sum(request.length for request in self._running.values())
-        while self._waiting and len(self._running) < self.max_concurrent:
-            taken += self._waiting[0].length
-            if taken > self.cache_tokens:
-                return
+        while self._may_admit():
             request = self._waiting.popleft()
             self._running[request.id] = request
+
+    def _may_admit(self) -> bool:
+        """True if the first waiting request may start. It may be of a paused policy."""
+        if not self._waiting or len(self._running) >= self.max_concurrent:
+            return False
+        taken = sum(request.length for request in self._running.values())
+        return taken + self._waiting[0].length <= self.cache_tokens
 
     def _advance(self, request: _Request) -> Tensor:
         """Compute the tokens that the request's state misses; returns the hidden state [hidden] of its last token."""
         missing = request.tokens[-request.num_missing :]
         ids = torch.tensor([missing], device=self.policy.device)
-        hidden, request.cache = _advance(self.policy, self._cache_name, ids, request.cache)
+        hidden, request.cache = _advance(request.policy, self._cache_name, ids, request.cache)
         self.num_computed += len(missing)
         return hidden[0, -1]
 
     def _sample(self, hidden: Tensor, ready: list[_Request]) -> list[NewToken]:
         chosen, logprobs, sets = sample_tokens(
-            self.policy.head(hidden),
+            _logits(self.policy, hidden, [request.policy for request in ready]),
             range(len(ready)),
             [request.params for request in ready],
             [request.guide.mask if request.guide else b"" for request in ready],
@@ -394,7 +466,7 @@ class RowSampler:
         for request, token, logprob, support in zip(ready, chosen, logprobs, sets, strict=True):
             request.tokens.append(token)
             request.num_sampled += 1
-            reason = finish_reason(self.policy, request.params, token, request.num_sampled)
+            reason = finish_reason(request.policy, request.params, token, request.num_sampled)
             error = dead_end(request.guide, token, logprob, reason)
             new.append(NewToken(request.id, token, logprob, support, reason, error))
             if reason is not None or error is not None:

@@ -87,9 +87,9 @@ def usage_of(choices: Iterable[CallChunk], num_per_prompt: int = MAX_CHOICES) ->
     return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
 
 
-def fingerprint_of(call: Call) -> str:
-    """Returns `policy-N`: the policy version that sampled the last token."""
-    return f"policy-{call.versions[-1]}" if call.versions else "policy"
+def fingerprint_of(call: Call, head: AnswerHead) -> str:
+    """Returns `POLICY-N`: the policy, and its version that sampled the last token."""
+    return f"{head.policy}-{call.versions[-1]}" if call.versions else head.policy
 
 
 # --- requests

@@ -128,8 +128,6 @@ def call_request(body: RequestBody, conversation: Conversation, notes: Iterable[
 
 # --- the dialect
 
-POLICY_ALIAS = "policy"
-MAX_ROLE = 128
 """Maximum characters of an agent role's name. Rewards by role have the same limit."""
 
 RequestT = TypeVar("RequestT", bound=RequestBody)
@@ -145,6 +143,7 @@ class AnswerHead:
     id: str
     model: str
     created: int
+    policy: str = SOLE_POLICY
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The parts of `bench.policies`: long runs, adapters in one worker, isolation, a team."""

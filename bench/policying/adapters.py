@@ -1,0 +1,154 @@
+"""Four adapters in one worker against four servers one after the other.
+
+Both sides train four runs with the same settings, tasks and numbers of batches, on policy. On one side a server has
+the four runs at the same time: their adapters share the base model, and their rows share the sampler's batches. On the
+other side each run has a server alone, with the whole machine. Starts and one batch of each run are not counted.
+
+One client process plays all episodes: plain asynchronous agents with one call each, over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from agentjet import AsyncSwarm, Task
+from agentjet.cli.serve import ChildServer
+from agentjet.client import AsyncEpisode
+
+RUNS = ("default", "b", "c", "d")
+THINGS = ("a lighthouse", "two rivers", "an old clock", "the first snow", "a lost letter", "a blue door")
+WORKER_MODULE = "agentjet.compute.embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The work of each run."""
+
+    model: str = "smollm2-135m"
+    rank: int = 8
+    batch_size: int = 2
+    group_size: int = 4
+    max_tokens: int = 128
+    batches: int = 4
+    dtype: str = "float32"
+
+    @property
+    def episodes(self) -> int:
+        """Counted episodes of a run."""
+        return self.batches * self.batch_size * self.group_size
+
+    @property
+    def concurrency(self) -> int:
+        return self.batch_size * self.group_size
+
+    def overrides(self) -> list[str]:
+        settings: dict[str, Any] = {
+            "model.name": self.model,
+            "model.device": "cpu",
+            "model.dtype": self.dtype,
+            "model.threads": os.cpu_count(),
+            "model.lora.rank": self.rank,
+            "sampler.cache_tokens": 16384,
+            "job.batch_size": self.batch_size,
+            "job.group_size": self.group_size,
+            "job.max_tokens": self.max_tokens,
+            "job.checkpoint_every": 0,
+        }
+        return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A server while it trained."""
+
+    seconds: float
+    tokens: float
+    """Trained tokens."""
+    peak_mb: float
+    """Largest resident memory of its worker, in MiB."""
+
+
+async def trained(server: ChildServer, names: Sequence[str], workload: Workload) -> Measured:
+    """Trains runs of a server at the same time."""
+    tasks = [Task(f"Tell a long story about {thing}.") for thing in THINGS]
+    token = (server.data_dir / "admin-token").read_text().strip()
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=600, trust_env=False))
+        swarm = await stack.enter_async_context(AsyncSwarm(server.url, token))
+        for name in names[1:]:
+            await swarm.start_run(name)
+        swarms = [await stack.enter_async_context(swarm.of_run(name)) for name in names]
+
+        async def agent(task: Task, episode: AsyncEpisode) -> float:
+            answer = await http.post(
+                f"{episode.base_url}/chat/completions",
+                json={"model": episode.model, "messages": [{"role": "user", "content": task.id}]},
+                headers={"Authorization": f"Bearer {episode.api_key}"},
+            )
+            text = answer.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+            return text.count("e") / max(1, len(text))
+
+        async def train(batches: int, seed: int) -> float:
+            reports = await asyncio.gather(
+                *(
+                    one.train(
+                        agent, tasks, steps=batches, concurrency=workload.concurrency, seed=seed, progress=False
+                    )
+                    for one in swarms
+                )
+            )
+            steps = [step.metrics for report in reports for step in report.steps]
+            if os.environ.get("BENCH_DEBUG"):
+                for name in ("time/sample", "time/learn", "time/wait", "time/publish", "perf/tokens_per_second"):
+                    print(name, [round(step.get(name, -1), 2) for step in steps])
+            return sum(step["batch/tokens"] if "batch/tokens" in step else 0.0 for step in steps)
+
+        await train(1, seed=0)
+        began = time.perf_counter()
+        tokens = await train(workload.batches, seed=1)
+        return Measured(time.perf_counter() - began, tokens, peak_mb())
+
+
+def served(folder: Path, names: Sequence[str], workload: Workload) -> Measured:
+    """Starts a server, trains the runs, ends the server."""
+    with ChildServer(None, workload.overrides(), folder) as server:
+        server.connect().close()
+        return asyncio.run(trained(server, names, workload))
+
+
+def peak_mb() -> float:
+    """Largest resident memory of the only worker so far, in MiB (Linux)."""
+    [worker] = [child for child in psutil.Process().children(recursive=True) if WORKER_MODULE in child.cmdline()]
+    lines = Path(f"/proc/{worker.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+def compare(folder: Path, workload: Workload) -> dict[str, float]:
+    """The figures of both sides."""
+    together = served(folder / "together", RUNS, workload)
+    alone = [served(folder / name, RUNS[:1], workload) for name in RUNS]
+    episodes = len(RUNS) * workload.episodes
+    seconds = sum(one.seconds for one in alone)
+    peak = statistics.median(one.peak_mb for one in alone)
+    return {
+        "adapters4_speedup": seconds / together.seconds,
+        "adapters4_memory": together.peak_mb / peak,
+        "adapters4_episodes_per_s": episodes / together.seconds,
+        "servers4_episodes_per_s": episodes / seconds,
+        "adapters4_s": together.seconds,
+        "servers4_s": seconds,
+        "adapters4_peak_mb": together.peak_mb,
+        "adapter1_peak_mb": peak,
+    }

@@ -1,0 +1,150 @@
+"""`Swarm`: a client for synchronous code. It runs the methods of an `AsyncSwarm` on an event loop in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import httpx
+
+from agentjet.client.connection import Retry
+from agentjet.client.episode import AsyncEpisode, Episode
+from agentjet.client.swarm_client import AsyncSwarm
+from agentjet.client.threads import LoopThread
+from agentjet.errors import AgentJetError
+from agentjet.protocol import Event
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """Ctrl-C during a run. `except KeyboardInterrupt` catches it. A script that does not catch it ends with the message
+    and status 1, as after `sys.exit(message)`, without a traceback."""
+
+
+def blocking(verb: Callable[Concatenate[AsyncSwarm, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Swarm, P], T]:
+    """A method of the asynchronous client as a synchronous method with the same signature."""
+
+    @wraps(verb)
+    def run(self: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._loop.run(verb(self._client, *args, **kwargs))
+
+    return run
+
+
+def blocking_begin(
+    verb: Callable[Concatenate[AsyncSwarm, P], Coroutine[Any, Any, AsyncEpisode]],
+) -> Callable[Concatenate[Swarm, P], Episode]:
+    """The same for a method that returns an episode."""
+
+    @wraps(verb)
+    def begin(self: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> Episode:
+        return self._loop.run(verb(self._client, *args, **kwargs)).blocking(self._loop.run)
+
+    return begin
+
+
+def blocking_run(
+    verb: Callable[Concatenate[AsyncSwarm, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Swarm, P], T]:
+    """The same for a method that runs agents. Ctrl-C aborts the live episodes, then raises `Interrupted`; SIGTERM, then
+    `SystemExit`."""
+
+    @wraps(verb)
+    def run_agents(self: Swarm, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return self._loop.run_agents(verb(self._client, *args, **kwargs))
+        except (AgentJetError, KeyboardInterrupt) as error:
+            raise _without_frames(error) from None
+
+    return run_agents
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The exception as the author of the script sees it: the message, under the line of the script."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted(
+            "interrupted: this client's live episodes were aborted (or end with their leases); "
+            "finished training steps are kept"
+        )
+    return error.with_traceback(None)
+
+
+class Swarm:
+    """A client of one run of a server for synchronous code. May be used from several threads. Close it, or use it as a
+    context manager.
+
+    Arguments and methods are those of `AsyncSwarm`. Ctrl-C in `train` and `evaluate` aborts the live episodes, then
+    raises a `KeyboardInterrupt`; a script that does not catch it ends with a message. SIGTERM aborts them too, then
+    raises `SystemExit`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        client_id: str | None = None,
+        instance_id: str | None = None,
+        retry: Retry | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        named = {"client_id": client_id, "instance_id": instance_id}
+        self._client = AsyncSwarm(url, token, **named, retry=retry, transport=transport)
+        self._loop = LoopThread()
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self._client.url
+
+    def of_run(self, name: str, token: str | None = None) -> Swarm:
+        """See `AsyncSwarm.of_run`."""
+        swarm = Swarm.__new__(Swarm)
+        swarm._client, swarm._loop = self._client.of_run(name, token), LoopThread()
+        return swarm
+
+    begin = blocking_begin(AsyncSwarm.begin)
+    episode = begin  # An `Episode` is a context manager.
+    finish = blocking(AsyncSwarm.finish)
+    abort = blocking(AsyncSwarm.abort)
+    train = blocking_run(AsyncSwarm.train)
+    evaluate = blocking_run(AsyncSwarm.evaluate)
+    episodes = blocking(AsyncSwarm.episodes)
+    episode_tree = blocking(AsyncSwarm.episode_tree)
+    evaluations = blocking(AsyncSwarm.evaluations)
+    status = blocking(AsyncSwarm.status)
+    job = blocking(AsyncSwarm.job)
+    set_job = blocking(AsyncSwarm.set_job)
+    change_job = blocking(AsyncSwarm.change_job)
+    start = blocking(AsyncSwarm.start)
+    stop = blocking(AsyncSwarm.stop)
+    runs = blocking(AsyncSwarm.runs)
+    start_run = blocking(AsyncSwarm.start_run)
+    end_run = blocking(AsyncSwarm.end_run)
+    checkpoints = blocking(AsyncSwarm.checkpoints)
+    checkpoint = blocking(AsyncSwarm.checkpoint)
+    tag = blocking(AsyncSwarm.tag)
+    untag = blocking(AsyncSwarm.untag)
+    export = blocking(AsyncSwarm.export)
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """See `AsyncSwarm.events`."""
+        return self._loop.iterate(self._client.events(after))
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        if not self._loop.abandoned:
+            self._loop.run(self._client.close())
+        self._loop.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

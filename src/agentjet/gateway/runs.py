@@ -1,0 +1,307 @@
+"""`Runs`: the runs of a server, each a `Gateway` on one common `Compute`.
+
+A run other than the default one has the file `run.json`: its policies, the job settings that it was created with, and
+whether it is open. Invariants:
+
+* `run.json` is written before a run is opened and before it is ended, so a restarted server has the same runs;
+* two requests for the same run have their effect one after the other;
+* a run that cannot be opened is logged and listed, and stops neither the server nor another run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from agentjet.compute import Compute
+from agentjet.config import JobConfig, ServeConfig, parse_config
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound
+from agentjet.gateway.checkpoints import flush, write_json
+from agentjet.gateway.gateway import Gateway
+from agentjet.gateway.observability import Tracing
+from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
+from agentjet.types import DEFAULT_RUN, EngineState
+
+log = logging.getLogger(__name__)
+
+RECORD = "run.json"
+
+
+class RunRecord(RunSettings):
+    """The content of `run.json`: the settings that the run was created with. The journal has the job in force."""
+
+    open: bool = True
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord | None:
+        """Returns None if the file does not exist. Raises `ConfigError` if it is damaged."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read as the settings of a run ({error}): restore it, or move the folder away"
+            ) from None
+
+
+class Runs:
+    """The runs of a server. `await start()` first, `await close()` at the end."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        compute: Compute,
+        *,
+        clock: Callable[[], float] = time.time,
+        stopwatch: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """Opens the default run. Raises `ConfigError` like `Gateway`, or if an older data dir cannot be moved."""
+        self._config = config
+        self._compute = compute
+        self._clock = clock
+        self._stopwatch = stopwatch
+        self._tracing = tracing
+        self._folder = config.server.data_dir / "runs"
+        self._gateways: dict[str, Gateway] = {}
+        self._failed: dict[str, str] = {}
+        """Why runs could not be opened, by name."""
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._closing = False
+        move_first_edition(config.server.data_dir)
+        self.default = self._gateway(DEFAULT_RUN, config)
+
+    def get(self, name: str) -> Gateway:
+        """Returns the gateway of an open run. Raises `NotFound`."""
+        if name not in self._gateways:
+            raise self._not_found(name)
+        return self._gateways[name]
+
+    def open_gateways(self) -> list[Gateway]:
+        """Returns the gateways of the open runs, the default run first."""
+        return list(self._gateways.values())
+
+    def views(self) -> list[RunView]:
+        """Returns all runs, the default run first."""
+        return [self._view(name) for name in (DEFAULT_RUN, *self._names())]
+
+    async def start(self) -> None:
+        """Starts the default run, and the other runs that were open when the server stopped."""
+        await self.default.start()
+        for name in self._names():
+            try:
+                if (record := self._record(name)) is not None and record.open:
+                    await self._open(name, record)
+            except ConfigError as error:
+                log.error("run %s cannot be opened: %s", name, error)
+
+    async def put(self, name: str, settings: RunSettings) -> RunView:
+        """Creates or opens a run, and changes its job settings if `settings` has some. Idempotent.
+
+        Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`; `run_policies_changed`
+        if the run has other policies; `run_unusable` if its files cannot be opened.
+        """
+        async with self._changing(name):
+            if self._closing:
+                raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
+            record = self._record(name) or self._new_record(settings)
+            job = self._checked_job(record, settings)
+            if name not in self._gateways:
+                self._write(name, record, is_open=True)
+                await self._open(name, record)
+            gateway = self._gateways[name]
+            if settings.job is not None and gateway.swarm.job != job:
+                await gateway.replace_job(JobBody(revision=gateway.job().revision, job=job.model_dump(mode="json")))
+            return self._view(name)
+
+    async def end(self, name: str) -> RunView:
+        """Saves a checkpoint, frees the policies of a run and closes its journal. Its files remain. Idempotent.
+
+        Raises `InvalidRequest` for an invalid name, `NotFound`, and `Conflict` as `put` does.
+        """
+        async with self._changing(name):
+            if (record := self._record(name)) is None:
+                raise self._not_found(name)
+            self._write(name, record, is_open=False)
+            self._failed.pop(name, None)
+            if (gateway := self._gateways.get(name)) is not None:
+                try:
+                    await gateway.drain()
+                finally:
+                    del self._gateways[name]
+                    await gateway.close()
+            return self._view(name)
+
+    async def drain(self) -> None:
+        """Drains all runs: see `Gateway.drain`."""
+        self._closing = True
+        await _all_of(gateway.drain() for gateway in self.open_gateways())
+
+    async def close(self) -> None:
+        """Closes all runs, then the backend. Idempotent."""
+        self._closing = True
+        try:
+            await _all_of(gateway.close() for gateway in self.open_gateways())
+        finally:
+            await self._compute.close()
+
+    # ---- one run ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _changing(self, name: str) -> AsyncIterator[None]:
+        """Context of one request at a time that changes a run other than the default one."""
+        check_run_name(name)
+        if name == DEFAULT_RUN:
+            raise Conflict(
+                f"The run {DEFAULT_RUN!r} has the settings of the server and ends with it: change its job with "
+                "PUT /swarm/v1/job, or choose another run.",
+                code="default_run",
+            )
+        async with self._locks[name]:
+            try:
+                yield
+            except ConfigError as error:
+                raise Conflict(f"The run {name!r} is unusable: {error}", code="run_unusable") from None
+
+    def _new_record(self, settings: RunSettings) -> RunRecord:
+        job = settings.job
+        if job is None:  # Optimisers of policies that the run does not have would be refused.
+            own = {name: one for name, one in self._config.job.optimizers.items() if name in settings.policies}
+            job = self._config.job.model_copy(update={"optimizers": own}).model_dump(mode="json")
+        return RunRecord(policies=settings.policies, job=job)
+
+    def _checked_job(self, record: RunRecord, settings: RunSettings) -> JobConfig:
+        """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
+        given = settings.policies or record.policies
+        try:
+            config = self._config_of(given, record.job if settings.job is None else settings.job)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
+        if config.policies != self._config_of(record.policies, {}).policies:
+            raise Conflict(
+                f"The policies of a run cannot change; its policies are {json.dumps(record.policies)}. Leave "
+                "`policies` out, or choose another run.",
+                code="run_policies_changed",
+            )
+        return config.job
+
+    def _config_of(self, policies: Mapping[str, Any], job: Mapping[str, Any] | None) -> ServeConfig:
+        """Returns the settings of the server with those of a run. Raises `ConfigError`."""
+        served = self._config.model_dump(include={"model", "sampler", "server"})
+        return parse_config({**served, "policies": policies, "job": job or {}})
+
+    async def _open(self, name: str, record: RunRecord) -> None:
+        """Opens and starts a run. Raises `ConfigError`."""
+        try:
+            gateway = self._gateway(name, self._config_of(record.policies, record.job))
+        except ConfigError as error:
+            self._failed[name] = str(error)
+            raise
+        self._failed.pop(name, None)
+        await gateway.start()
+
+    def _gateway(self, name: str, config: ServeConfig) -> Gateway:
+        gateway = Gateway(
+            config, self._compute, run=name, clock=self._clock, stopwatch=self._stopwatch, tracing=self._tracing
+        )
+        self._gateways[name] = gateway
+        return gateway
+
+    def _names(self) -> list[str]:
+        return sorted(path.parent.name for path in self._folder.glob(f"*/{RECORD}"))
+
+    def _record(self, name: str) -> RunRecord | None:
+        return RunRecord.read(self._folder / name / RECORD)
+
+    def _write(self, name: str, record: RunRecord, *, is_open: bool) -> None:
+        """Raises `ConfigError` if the file cannot be written."""
+        path = self._folder / name / RECORD
+        try:
+            path.parent.mkdir(0o700, exist_ok=True)
+            write_json(path, {**record.model_dump(), "open": is_open})
+            flush(self._folder)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+    def _not_found(self, name: str) -> NotFound:
+        return NotFound(f"There is no open run {name!r}; open are: {', '.join(self._gateways)}.", code="run_not_found")
+
+    def _view(self, name: str) -> RunView:
+        path = "" if name == DEFAULT_RUN else f"/runs/{name}"
+        if (gateway := self._gateways.get(name)) is not None:
+            return RunView(
+                name=name,
+                path=path,
+                policies=gateway.policies,
+                is_open=True,
+                state=gateway.engine.state,
+                reason=gateway.engine.reason,
+                policy_version=gateway.swarm.policy_version,
+            )
+        reason = self._failed.get(name, "")
+        try:
+            record = self._record(name) or RunRecord()
+        except ConfigError as error:
+            record, reason = RunRecord(), str(error)
+        state: EngineState = "failed" if reason else "offline"
+        policies = tuple(record.policies)
+        return RunView(name=name, path=path, policies=policies, is_open=False, state=state, reason=reason)
+
+
+async def _all_of(works: Iterable[Awaitable[None]]) -> None:
+    """Waits for all, then raises the first error."""
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+# ---- the first edition ----------------------------------------------------------------------------------------------
+
+JOURNAL = "journal.sqlite"
+FIRST_EDITION = ("metrics.jsonl", "exports", "checkpoints", f"{JOURNAL}-wal", f"{JOURNAL}-shm", JOURNAL)
+"""Files that edition 1 had directly in the data dir. The journal is moved last: a data dir without it is complete."""
+
+
+def move_first_edition(data_dir: Path) -> None:
+    """Moves the run of a data dir of edition 1, or `checkpoints/` that a user put there, to `runs/default/`.
+
+    Can be repeated after it was killed at any point. Raises `ConfigError` if the data dir is in use, or if
+    `runs/default/` has such files.
+    """
+    if not any((data_dir / name).exists() for name in (JOURNAL, "checkpoints")):
+        return
+    folder = data_dir / "runs" / DEFAULT_RUN
+    lock_path = data_dir / f"{JOURNAL}.lock"
+    try:
+        with lock_path.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = [name for name in FIRST_EDITION if (data_dir / name).exists()]
+            if taken := [name for name in found if (folder / name).exists()]:
+                raise ConfigError(
+                    f"{data_dir / taken[0]} and {folder / taken[0]} exist, and a run has only one of them: move the "
+                    "wrong one away"
+                )
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+            (data_dir / "lease.json").unlink(missing_ok=True)
+            for name in found:
+                (data_dir / name).rename(folder / name)
+                flush(folder)
+                flush(data_dir)
+            lock_path.unlink()
+    except BlockingIOError:
+        raise ConfigError(
+            f"server.data_dir = {str(data_dir)!r} is in use by another server: stop that server, or choose another "
+            "folder"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"the run in {data_dir} cannot be moved to {folder}: {error}") from None
+    log.warning("the run in %s was moved to %s", data_dir, folder)

@@ -1,0 +1,163 @@
+"""A run with named policies, each with its own weights, optimiser and operations.
+
+1. A batch is learned by each policy in the order of the settings. Its metrics have the policy's name in front.
+2. A worker that dies between two policies is replaced, and all policies reach the weights of an undisturbed run.
+3. A checkpoint has a folder for each policy. One damaged policy makes it unusable for all.
+4. A call uses the policy of its role. A side call is a role below the policy of its request.
+5. An export is of one policy; the divergence of one policy is reported with its name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentjet.errors import CheckpointError, Conflict, InvalidRequest
+from agentjet.gateway import CallRequest
+from agentjet.protocol import BeginRequest
+from agentjet.types import Conversation, Message, PolicyId
+from tests.fakes import RUN, Running, running
+
+pytestmark = pytest.mark.anyio
+
+TEAM = {"planner": {}, "coder": {"worker": "second"}}
+PLANNER, CODER = PolicyId(policy="planner"), PolicyId(policy="coder")
+
+
+def weights(run: Running) -> list[str]:
+    return [run.compute.policies[policy].weights for policy in (PLANNER, CODER)]
+
+
+async def undisturbed(folder: Path, batches: int, **options: Any) -> list[str]:
+    """Returns the weights after some batches."""
+    async with running(folder / "undisturbed", policies=TEAM, **options) as run:
+        for _ in range(batches):
+            await run.batch()
+        return weights(run)
+
+
+async def test_a_batch_is_learned_by_each_policy(tmp_path: Path) -> None:
+    job = {"optimizers": {"coder": {"lr": 1e-3}}}
+    async with running(tmp_path / "d", policies=TEAM, job=job) as run:
+        status = run.gateway.status()
+        assert (status.run, status.policies, status.model) == ("default", ("planner", "coder"), "")
+        await run.batch()
+        for name in TEAM:
+            recorded = run.gateway.swarm.store.journal.operations(name)
+            assert recorded == [(0, "forward_backward", 0), (1, "optim_step", 0)]
+        assert run.compute.policies[PLANNER].version == run.compute.policies[CODER].version == 1
+        step = run.gateway.swarm.last_step
+        assert {"planner/policy/loss", "coder/optim/grad_norm", "reward/mean", "time/learn"} <= step.keys()
+        assert "policy/loss" not in step
+        found = weights(run)
+    assert len({*found, *await undisturbed(tmp_path, 1)}) == 3, "only the planner has the same optimiser"
+
+
+@pytest.mark.parametrize("moment", ["optim_step planner", "forward_backward coder", "optim_step coder"])
+async def test_a_worker_that_dies_between_two_policies_is_replaced(tmp_path: Path, moment: str) -> None:
+    expected = await undisturbed(tmp_path, 3)
+    async with running(tmp_path / "d", policies=TEAM, job={"checkpoint_every": 1}) as run:
+        await run.batch()
+        run.compute.die_after = [moment]
+        await run.batch()
+        assert run.gateway.status().workers_started == 2
+        await run.batch()
+        assert (weights(run), run.gateway.status().episodes["trained"]) == (expected, 12)
+        assert len(run.gateway.swarm.store.journal.operations("coder")) == 6
+
+
+async def test_one_damaged_policy_makes_a_checkpoint_unusable(tmp_path: Path) -> None:
+    expected = await undisturbed(tmp_path, 3)
+    checkpoints = tmp_path / "d" / RUN / "checkpoints"
+    async with running(tmp_path / "d", policies=TEAM, job={"checkpoint_every": 1}) as run:
+        for _ in range(3):
+            await run.batch()
+    states = {path.name: (path / "state.json").exists() for path in (checkpoints / "step_000003").iterdir()}
+    assert states == {"planner": True, "coder": True}
+    (checkpoints / "step_000003").rename(checkpoints / ".step_000003.new")
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        assert run.compute.policies[CODER].learned == [], "it was recorded: it gets its name"
+    (checkpoints / "step_000003" / "coder" / "state.json").write_text("{")
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        assert [run.compute.policies[policy].learned for policy in (PLANNER, CODER)] == [[2], [2]]
+        assert weights(run) == expected and len(run.gateway.store.unusable()) == 1
+    shutil.rmtree(checkpoints / "step_000003" / "planner")
+    shutil.copytree(checkpoints / "step_000002" / "coder", checkpoints / "step_000003" / "planner")
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        assert weights(run) == expected and len(run.gateway.store.unusable()) == 2
+
+
+async def test_a_failed_save_of_one_policy_leaves_no_checkpoint(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        await run.batch()
+        save, calls = run.compute.save, []
+
+        async def failing(policy: PolicyId, path: Path) -> Any:
+            calls.append(policy)
+            if policy == CODER and len(calls) == 2:
+                raise CheckpointError("No space left on device")
+            return await save(policy, path)
+
+        run.compute.save = failing  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError, match="No space"):
+            await run.gateway.versions.save()
+        assert list((run.folder / "checkpoints").iterdir()) == []
+        assert (await run.gateway.versions.save()).policy_version == 1
+
+
+async def test_a_call_uses_the_policy_of_its_role(tmp_path: Path) -> None:
+    rule = {"name": "title", "system": "Write a title*", "role": "titles"}
+    async with running(tmp_path / "d", policies=TEAM, job={"side_calls": [rule]}) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        plan = await run.say(episode.id, role="planner")
+        code = await run.say(episode.id, role="coder/critic")
+        conversation = Conversation((Message("system", "Write a title."), Message("user", "hello")))
+        titles = [run.gateway.call(episode.id, role, CallRequest(conversation)) for role in ("planner", "coder/critic")]
+        first, second = [[chunk.call async for chunk in title][-1] for title in titles]
+        assert first is not None and second is not None
+        assert [call.role for call in (plan, code, first, second)] == [
+            *("planner", "coder/critic", "planner/titles", "coder/critic")
+        ]
+        assert [asked.policy for asked in run.compute.asked] == [PLANNER, CODER, PLANNER, CODER]
+        assert run.gateway.lookup_call(episode.id, "planner", first.id) is not None
+        assert run.gateway.lookup_call(episode.id, "coder", first.id) is None
+        hello = CallRequest(Conversation((Message("user", "hello"),)))
+        assert await run.gateway.count_tokens(episode.id, "coder", hello) == len(plan.suffix)
+        tree = await run.gateway.episode_tree(episode.id)
+        assert tree.calls[0].texts and {call.role for call in tree.calls} == {
+            "planner",
+            "planner/titles",
+            "coder/critic",
+        }
+
+
+async def test_an_export_is_of_one_policy(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        await run.batch()
+        exported = await run.gateway.versions.export(policy="coder")
+        assert Path(exported.path) == (run.folder / "exports" / "coder" / "step_000001").resolve()
+        assert (Path(exported.path) / "model.txt").read_text() == weights(run)[1]
+        for policy, hint in (("", "planner, coder"), ("codr", "did you mean 'coder'")):
+            with pytest.raises(InvalidRequest, match=hint):
+                await run.gateway.versions.export(policy=policy)
+        with pytest.raises(InvalidRequest, match=r"policies\.coder\.lora"):
+            await run.gateway.versions.export(policy="coder", adapter=True)
+
+
+async def test_the_divergence_of_one_policy_is_reported(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        step = run.compute.optim_step
+
+        async def diverging(op: Any, optimizer: Any) -> dict[str, float]:
+            return {**await step(op, optimizer), "weights/finite": float(op.policy != "coder")}
+
+        run.compute.optim_step = diverging  # type: ignore[method-assign]
+        await run.batch()
+        assert "the policy coder has diverged" in run.gateway.status().waiting_for
+        with pytest.raises(Conflict, match="the policy coder has diverged"):
+            await run.gateway.versions.save()
+    assert json.loads((tmp_path / "d" / RUN / "metrics.jsonl").read_text())["planner/weights/finite"] == 1

@@ -1,0 +1,220 @@
+"""The runs of a server on one backend.
+
+1. Two runs train at once. The end of one, and its failures, leave the other alone.
+2. A worker that both use and that crashes is replaced for both.
+3. Open runs survive a restart. An ended run stays ended, and continues at its version when it is opened again.
+4. A run that cannot be opened is shown, and the server starts.
+5. Requests about a run are idempotent and have their effect one after the other. Wrong ones are refused by name.
+6. The run of a data dir of edition 1 is moved, also if the move was killed at any point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, NotFound, RequestError, WorkerDied
+from agentjet.gateway.runs import FIRST_EDITION, move_first_edition
+from agentjet.protocol import BeginRequest, RunSettings
+from agentjet.types import PolicyId
+from tests.fakes import RUN, Running, running
+
+pytestmark = pytest.mark.anyio
+
+TWO = {"planner": {}, "coder": {}}
+
+
+async def opened(run: Running, name: str = "other", **settings: object) -> Running:
+    """Creates a run and waits until it is up."""
+    await run.runs.put(name, RunSettings.model_validate(settings))
+    other = run.of_run(name)
+    await other.gateway.ready()
+    return other
+
+
+async def test_two_runs_train_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        other = await opened(run, policies=TWO)
+        assert [(view.name, view.path, view.policies, view.state) for view in run.runs.views()] == [
+            ("default", "", (), "sampling"),
+            ("other", "/runs/other", ("planner", "coder"), "sampling"),
+        ]
+        await asyncio.gather(run.batch(), other.batch())
+        await run.batch()
+        assert run.compute.starts == 1, "they share a worker"
+        ended = await run.runs.end("other")
+        assert (ended.is_open, ended.policy_version, ended.policies) == (False, None, ("planner", "coder"))
+        with pytest.raises(NotFound, match="no open run 'other'; open are: default"):
+            run.runs.get("other")
+        assert run.compute.workers == {"": {PolicyId()}}
+        await run.batch()
+        assert run.gateway.swarm.policy_version == 3
+        again = await opened(run)
+        assert (again.gateway.policies, again.gateway.swarm.policy_version) == (("planner", "coder"), 1)
+        assert not run.compute.policies[PolicyId("other", "coder")].learned, "its checkpoint was loaded"
+    assert (tmp_path / "d" / "runs" / "other" / "checkpoints" / "step_000001" / "coder").is_dir()
+
+
+async def test_open_runs_survive_a_restart(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await (await opened(run, "a", job={"batch_size": 1})).batch()
+        await opened(run, "b")
+        await run.runs.end("b")
+    async with running(tmp_path / "d") as run:
+        assert [(view.name, view.is_open) for view in run.runs.views()] == [
+            ("default", True),
+            ("a", True),
+            ("b", False),
+        ]
+        a = run.of_run("a")
+        assert (a.gateway.swarm.policy_version, a.gateway.swarm.job.batch_size) == (1, 1)
+        await a.gateway.ready()
+        await a.batch()
+
+
+async def test_a_worker_that_two_runs_share_is_replaced_for_both(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"checkpoint_every": 1}) as run:
+        other = await opened(run)
+        await asyncio.gather(run.batch(), other.batch())
+        run.compute.die()
+        await run.until(
+            lambda: run.compute.starts == 2 and run.compute.workers.get("") == {PolicyId(), PolicyId("other")}
+        )
+        await asyncio.gather(run.batch(), other.batch())
+        trained = [one.gateway.status().episodes["trained"] for one in (run, other)]
+        assert (trained, run.compute.weights) == ([8, 8], run.compute.policies[PolicyId("other")].weights)
+
+
+async def test_failures_of_another_run_are_not_ours(tmp_path: Path) -> None:
+    """The other run's batch kills two workers: while the default run's batch waits, and during its call."""
+    async with running(tmp_path / "d") as run:
+        other = await opened(run)
+        run.compute.deadly = {("other", 0)}
+        run.compute.may_sample.clear()
+        episode = await run.gateway.begin(BeginRequest(task_id="e", mode="eval"))
+        call = asyncio.create_task(run.say(episode.id))
+        await run.until(lambda: len(run.compute.asked) == 1)
+        run.compute.stuck = lambda request, piece: run.compute.asked[request].policy == PolicyId() and request < 6
+        run.compute.may_sample.set()
+        await other.fill_batch()
+        await run.until(lambda: other.gateway.status().episodes["dropped"] == 4)
+        run.compute.stuck = lambda request, piece: False
+        run.compute.may_sample.set()
+        if not call.done():
+            run.compute.die(WorkerDied("killed by the other run", during="other/policy"))
+        assert (await call).response.content == "hi"
+        assert run.gateway.status().workers_started >= 3
+        run.compute.die_after = ["forward_backward policy"]
+        await run.batch()
+        assert run.gateway.status().episodes["dropped"] == 0
+
+
+async def test_requests_about_a_run_can_be_repeated(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        settings = RunSettings(job={"batch_size": 3})
+        first, second = await asyncio.gather(run.runs.put("a", settings), run.runs.put("a", settings))
+        assert first.name == second.name == "a" and len(run.runs.open_gateways()) == 2
+        gateway = run.runs.get("a")
+        assert gateway.job().revision == 1
+        await run.runs.put("a", RunSettings(job={"batch_size": 5}))
+        await run.runs.put("a", RunSettings())
+        assert (gateway.swarm.job.batch_size, gateway.job().revision) == (5, 2)
+        await gateway.ready()
+        ending = asyncio.create_task(run.runs.end("a"))
+        await asyncio.sleep(0)
+        opened = await run.runs.put("a", RunSettings())
+        assert ending.done() and opened.is_open and run.runs.get("a") is not gateway
+        assert run.runs.get("a").swarm.job.batch_size == 5
+        assert not (await run.runs.end("a")).is_open and not (await run.runs.end("a")).is_open
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "message"),
+    [
+        ("../a", {}, "run_name_invalid", "'../a'"),
+        ("default", {}, "default_run", "default"),
+        ("a", {"policies": {"solo": {}}}, "run_policies_changed", "planner"),
+        ("a", {"job": {"batch_sise": 3}}, "invalid_setting", r"job\.batch_sise"),
+        ("b", {"policies": {"Planner": {}}}, "invalid_setting", "policies"),
+        ("b", {"job": {"optimizers": {"coder": {}}}}, "invalid_setting", r"job\.optimizers\.coder"),
+    ],
+)
+async def test_a_wrong_request_changes_nothing(
+    tmp_path: Path, name: str, settings: dict[str, object], error: str, message: str
+) -> None:
+    async with running(tmp_path / "d") as run:
+        await run.runs.put("a", RunSettings(policies=TWO))
+        before = run.runs.views()
+        with pytest.raises((InvalidRequest, Conflict), match=message) as refused:
+            await run.runs.put(name, RunSettings.model_validate(settings))
+        assert refused.value.code == error
+        for unknown in ("../a", "default", "b"):
+            with pytest.raises(RequestError):
+                await run.runs.end(unknown)
+        assert [view.name for view in run.runs.views()] == [view.name for view in before]
+
+
+@pytest.mark.parametrize("file", ["run.json", "journal.sqlite"])
+async def test_a_run_that_cannot_be_opened_is_shown(tmp_path: Path, file: str) -> None:
+    async with running(tmp_path / "d") as run:
+        await opened(run, "a")
+        await run.batch()
+    path = tmp_path / "d" / "runs" / "a" / file
+    kept = path.read_bytes()
+    path.write_text("not what it was " * 100)
+    async with running(tmp_path / "d") as run:
+        _, view = run.runs.views()
+        assert (view.is_open, view.state) == (False, "failed") and file in view.reason
+        with pytest.raises(Conflict, match=file) as refused:
+            await run.runs.put("a", RunSettings())
+        assert refused.value.code == "run_unusable"
+        path.write_bytes(kept)
+        assert (await run.runs.put("a", RunSettings())).is_open
+
+
+async def test_the_run_of_edition_1_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before and after each of the renames."""
+    data = tmp_path / "d"
+    async with running(data, job={"checkpoint_every": 1}) as run:
+        await run.batch()
+        weights = run.compute.weights
+    (data / RUN / "journal.sqlite-wal").touch()
+    for path in (data / RUN).iterdir():
+        path.rename(data / path.name)
+    (data / "lease.json").write_text("{}")
+    (data / "token").write_text("secret")
+    names = {path.name for path in data.iterdir()} & set(FIRST_EDITION)
+    rename = Path.rename
+
+    class Killed(Exception):
+        pass
+
+    def killed(path: Path, target: Path) -> Path:
+        rename(path, target)
+        raise Killed
+
+    monkeypatch.setattr(Path, "rename", killed)
+    for _ in names:
+        assert (data / "journal.sqlite").exists(), "moved last"
+        with pytest.raises(Killed):
+            move_first_edition(data)
+    move_first_edition(data)
+    monkeypatch.undo()
+    assert {path.name for path in data.iterdir()} <= {"runs", "token", "journal.sqlite.lock"}
+    async with running(data) as run:
+        assert (run.gateway.swarm.policy_version, run.compute.weights) == (1, weights)
+    (data / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="a run has only one of them"):
+        async with running(data):
+            pass
+
+
+async def test_the_record_of_a_run_has_its_first_settings(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", job={"batch_size": 7}) as run:
+        await run.runs.put("a", RunSettings(policies={"solo": {"lora": {"rank": 4}}}))
+        recorded = json.loads((tmp_path / "d" / "runs" / "a" / "run.json").read_text())
+        assert recorded["policies"] == {"solo": {"lora": {"rank": 4}}} and recorded["open"] is True
+        assert recorded["job"]["batch_size"] == 7
