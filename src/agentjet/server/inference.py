@@ -41,13 +41,11 @@ from agentjet.server.dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, RESP
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.completions import CompletionBody
 from agentjet.server.dialects.dialect import (
-    MAX_ROLE,
     AnswerHead,
     CallLookup,
     Dialect,
     RequestT,
     collect,
-    role_of,
 )
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, ErrorShape
 from agentjet.server.dialects.messages import MessagesBody, PromptBody, TokenCount, to_conversation

@@ -207,7 +207,7 @@ def to_answer(choices: Sequence[CallChunk], body: ChatBody, head: AnswerHead) ->
         "model": head.model,
         "choices": [_choice(body, last) for last in choices],
         "usage": usage_of(choices),
-        "system_fingerprint": fingerprint_of(call_of(choices[0])),
+        "system_fingerprint": fingerprint_of(call_of(choices[0]), head),
     }
 
 
@@ -238,7 +238,7 @@ async def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGe
             choice["logprobs"] = _logprobs(body, chunk)
         if chunk.call is not None:
             choices.append(chunk)
-            common["system_fingerprint"] = fingerprint_of(chunk.call)
+            common["system_fingerprint"] = fingerprint_of(chunk.call, head)
             choice["finish_reason"] = chunk.call.finish_reason
             if tool_calls := _tool_calls(chunk.call.response):
                 delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(tool_calls)]

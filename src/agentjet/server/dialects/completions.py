@@ -158,7 +158,7 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str |
 def to_answer(choices: Sequence[CallChunk], body: CompletionBody, head: AnswerHead) -> dict[str, Any]:
     """Returns the whole answer."""
     shown = [_whole_choice(body, last) for last in choices]
-    return _answer(head, shown, usage_of(choices, body.n or 1), fingerprint_of(call_of(choices[0])))
+    return _answer(head, shown, usage_of(choices, body.n or 1), fingerprint_of(call_of(choices[0]), head))
 
 
 async def to_events(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> AsyncGenerator[str]:
@@ -169,7 +169,7 @@ async def to_events(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> A
     async for chunk in chunks:
         if chunk.call is not None:
             choices.append(chunk)
-            fingerprint = fingerprint_of(chunk.call)
+            fingerprint = fingerprint_of(chunk.call, head)
         logprobs = None
         if body.logprobs is not None:
             logprobs = offsets.setdefault(chunk.index, _Offsets()).logprobs(chunk.tokens)

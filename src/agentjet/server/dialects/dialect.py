@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
-from agentjet.errors import InvalidRequest, NotFound
+from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
 from agentjet.server.dialects.error_shapes import ErrorShape
 from agentjet.server.dialects.keys import Body, RequestBody, RequestKeys, refusal
-from agentjet.types import Call, Constraint, Conversation, Message
+from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message
 
 # --- text of the parts of a message
 
@@ -162,33 +160,6 @@ class Dialect(Generic[RequestT]):
     to_request: Callable[[RequestT, CallLookup], CallRequest]
     to_answer: Callable[[Sequence[CallChunk], RequestT, AnswerHead], dict[str, Any]]
     to_events: Callable[[Chunks, RequestT, AnswerHead], AsyncGenerator[str]]
-
-
-def role_of(model: str, served: str, header: str, aliases: str) -> str:
-    """Returns the agent role of a request: the header, or what follows `@` in the model's name.
-
-    `aliases` are other accepted names, comma-separated; `*` matches any text. Raises `NotFound` for another model.
-    """
-    name = model.partition("@")[0]
-    patterns = (pattern.strip() for pattern in aliases.split(","))
-    accepted = [name] if any(fnmatchcase(name, pattern) for pattern in patterns if pattern) else []
-    for known in (served, POLICY_ALIAS, *accepted):
-        if model == known:
-            return header
-        if model.startswith(known + "@"):
-            role = model[len(known) + 1 :]
-            if len(role) > MAX_ROLE:
-                raise InvalidRequest(
-                    f"The role in the model's name has {len(role)} characters; the maximum is {MAX_ROLE}.",
-                    param="model",
-                )
-            if header and header != role:
-                raise InvalidRequest(f"The model's name has role {role!r}, the header has {header!r}.", param="model")
-            return role
-    near = get_close_matches(model, [served, POLICY_ALIAS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f": it serves {served!r}, also called {POLICY_ALIAS!r}."
-    hint += " server.model_aliases lets it answer to other names."
-    raise NotFound(f"The model {model!r} is not served here{hint}", code="model_not_found", param="model")
 
 
 # --- the choices of an answer
