@@ -1,18 +1,19 @@
 """Nothing is lost, trained twice, or scored by its failure under any fault: `python -m bench.chaos`.
 
-A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. Faults come one after the
-other, drawn from a seed:
+A real server on a tiny model, real clients with OpenAI's SDK, and a wire between them. The server trains two runs at
+once in one worker: the default run, and one with two policies. Faults come one after the other, drawn from a seed:
 
 * the gateway is killed at every transition of its journal and at random times, and its log's tail is torn;
-* the worker is killed while it samples, learns, saves and starts, and stopped (SIGSTOP) at work;
+* the worker is killed while it samples, saves and starts, in the middle of `forward_backward`, between that and
+  `optim_step`, and stopped (SIGSTOP) at work;
 * clients are killed, and agents hang;
 * requests and answers are lost, cut and sent twice;
 * the disk is full, and the clock jumps;
 * clients wait for room for minutes, by their clock, and then the gateway dies.
 
-Afterwards the journal is compared with the clients' own books. An undisturbed worker learns the same episodes: its
-weights must be equal bit by bit. Then checkpoints are damaged in copies of the data dir: each copy must restore those
-weights or be refused.
+Afterwards the journal of each run is compared with the clients' own books. Undisturbed workers learn the same episodes,
+each for one policy alone: their weights must be equal bit by bit. Then checkpoints are damaged in copies of the data
+dir: each copy must restore those weights or be refused. All counts are sums over the runs.
 
 Prints a table, then one JSON object as the last line. The exit code is 1 if a promise was broken.
 """
@@ -33,11 +34,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from agentjet.types import PolicyId
 from bench.breaking import reference
 from bench.breaking.audit import Audit, Stuck, audit, stuck
 from bench.breaking.damage import verdicts
 from bench.breaking.inject import inject
-from bench.breaking.plan import Fault, plan
+from bench.breaking.plan import RUNS, Fault, plan
 from bench.breaking.records import read
 from bench.breaking.scene import Scene, Tally, make_clients
 from bench.breaking.victims import Server, ServerEnded
@@ -45,7 +47,7 @@ from bench.breaking.wire import Wire
 from bench.gatewaying.report import percentile
 
 LEASE_SECONDS = 3.0
-NUM_CLIENTS = 3
+NUM_CLIENTS = 4
 GROUP_SIZE = 3
 MAX_TRIES = 3
 """Tries of a fault whose moment does not occur."""
@@ -142,7 +144,8 @@ async def run(
 ) -> Outcome:
     """The whole of it, in `folder`."""
     began = time.monotonic()
-    (folder / "forests").mkdir()
+    for name in RUNS:
+        (folder / "forests" / name).mkdir(parents=True)
     reference.make_model(folder / "model")
     model = {"name": str(folder / "model"), "device": "cpu", "dtype": "float32", "threads": 1}
     settings = {"model": model, "sampler": {"max_concurrent": 4, "cache_tokens": 8192}, "job": JOB}
@@ -153,29 +156,45 @@ async def run(
     scene = Scene(folder, server, wire, random.Random(seed), [])
     try:
         await server.start()
-        await server.up()
+        await server.until(lambda: (server.data_dir / "admin-token").exists())
+        await server.start_team()
         await server.sampling()
         scene.clients += make_clients(
-            folder, NUM_CLIENTS, wire, server.token, seed=seed, group_size=GROUP_SIZE, lease=LEASE_SECONDS
+            folder, NUM_CLIENTS, wire, server, seed=seed, group_size=GROUP_SIZE, lease=LEASE_SECONDS
         )
         for client in scene.clients:
             await client.start()
         await break_things(scene, faults, console)
         measured_from, offset = await calm(scene, num_calm)
         exported = await finish(scene)
-        books = read(folder / "books")
-        journal = server.data_dir / "journal.sqlite"
-        found = audit(journal, books, folder / "forests", wire.answers)
-        console.print("an undisturbed worker learns the same batches ...")
-        truth = await reference.undisturbed(settings, folder / "forests", folder / "undisturbed", found.batches)
+        audits, hung = {}, []
+        for name in RUNS:
+            journal, books = server.folder_of(name) / "journal.sqlite", read(scene.books(name))
+            audits[name] = audit(journal, books, folder / "forests" / name, wire.answers[name])
+            hung += stuck(journal, books, measured_from, offset)
+        console.print("undisturbed workers learn the same batches ...")
+        are_equal = [
+            reference.equal_weights(
+                exported[name][policy],
+                await reference.undisturbed(
+                    settings,
+                    folder / "forests" / name,
+                    folder / "undisturbed" / policy,
+                    PolicyId(name, policy),
+                    audits[name].batches,
+                ),
+            )
+            for name, policies in RUNS.items()
+            for policy in policies
+        ]
         console.print("its checkpoints are damaged ...")
         damage = await verdicts(folder / "settings.json", exported, num_damages)
         return Outcome(
             tally=scene.tally,
-            audit=found,
-            stuck=stuck(journal, books, measured_from, offset),
+            audit=Audit.total([*audits.values()]),
+            stuck=hung,
             drifted=sum("drifted" in fact for fact in server.said),
-            weights_equal=reference.equal_weights(exported, truth),
+            weights_equal=all(are_equal),
             damage=damage,
             seconds=time.monotonic() - began,
         )
@@ -209,23 +228,21 @@ async def calm(scene: Scene, num_stuck: int) -> tuple[float, float]:
     """
     await scene.settle_clients()
     await scene.steady(sampling=True)
-    status = await scene.server.status()
-    assert status is not None
-    await scene.server.at(status.policy_version + 2)
+    await scene.server.learned(await scene.server.up(), 2)
     since = time.time()
     for i in range(num_stuck):
-        status = await scene.server.up()
+        statuses = await scene.server.up()
         await scene.clients[i % len(scene.clients)].tell("hang silent")
         await asyncio.sleep(2 * LEASE_SECONDS)
-        await scene.server.at(status.policy_version + 1)
+        await scene.server.learned(statuses)
     offset = scene.folder / "clock"
     return since, json.loads(offset.read_text()) if offset.exists() else 0.0
 
 
-async def finish(scene: Scene) -> Path:
-    """Clients first, then the server, in order; returns the last policy."""
+async def finish(scene: Scene) -> dict[str, dict[str, Path]]:
+    """Clients first, then the server, in order; returns the last policies, by run."""
     await asyncio.gather(*(client.stop(within=30.0) for client in scene.clients))
-    exported = await scene.server.export()
+    exported = await scene.server.exports()
     await scene.server.stop()
     return exported
 

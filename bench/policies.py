@@ -1,289 +1,137 @@
-"""Costs of a run that must not grow with its length: `python -m bench.policies`. A table, then one JSON object as the
-last line.
+"""Several policies and runs on one server, and costs that must not grow with a run: `python -m bench.policies`.
 
-`open_s`, `list_ms` and `rollback_ms` are measured on journals of 1,000 to 1,000,000 settled episodes, each with the
-longest tail of facts that a start may have to read. Settled rows are written with SQL, everything else by the package.
-The disk is not waited for (`synchronous=OFF`): these figures are CPU and page cache.
+| part | figures |
+|---|---|
+| `adapters` | four adapters in one worker against four servers one after the other: speed, memory |
+| `isolation` | weights of a policy trained beside others against those of one trained alone |
+| `team` | a team of two policies in one run against the two-server team of version 0.1 (with `--before`) |
+| `journal` | opening, listing and rolling back a run of 1,000 to 1,000,000 episodes |
+| `stall` | the longest stop of the event loop while a batch is built |
+| `begin` | CPU of a refused `begin` |
+
+Prints a table, then one JSON object as the last line.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from agentjet.config import JobConfig
-from agentjet.errors import Later
-from agentjet.protocol import BeginRequest, FinishRequest
+from agentjet.client.threads import raise_on_signals
 from agentjet.server.http import tune_gc
-from agentjet.swarm import Episode, Journal, SwarmState
-from agentjet.swarm.journal import SNAPSHOT_EVERY
-from agentjet.swarm.schema import settled_row
-from agentjet.swarm.state import State
-from agentjet.types import Call, Message
+from bench.policying import adapters, isolation, journals, team
+from tests.tiny import make_model
 
+AT_LEAST = {"adapters4_speedup": 2, "isolated_bit_equal": 1, "team_speedup": 1}
+AT_MOST = {
+    "adapters4_memory": 1.3,
+    "open_s": 2,
+    "list_ms": 10,
+    "rollback_ms": 10,
+    "loop_stall_ms": 50,
+    "begin_refused_ms": 0.2,
+}
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
-GROUP_SIZE = 8
-EPISODES_PER_BATCH = 512
-MUST = {"open_s": 2, "list_ms": 10, "rollback_ms": 10, "loop_stall_ms": 50, "begin_refused_ms": 0.2}
-CLIENT = "bench"
+Curve = dict[int, dict[str, float]]
+"""Figures by number of episodes."""
 
 
-def run_state(journal: Journal, **job: Any) -> SwarmState:
-    journal.file.db.execute("PRAGMA synchronous = OFF")
-    settings = {"batch_size": 64, "group_size": GROUP_SIZE, "lease_seconds": 1e6, "max_episode_seconds": 1e7}
-    return SwarmState(journal, JobConfig(**(settings | job)))
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of the command."""
+
+    folder: Path
+    quick: bool
+    before: Path | None
+    size: str
+    steps: int
+    rounds: int
 
 
-def begin(swarm: SwarmState, task: str) -> Episode:
-    return swarm.begin(BeginRequest(task_id=task, client_id=CLIENT))
+def measure_adapters(options: Options) -> dict[str, float]:
+    if not options.quick:
+        return adapters.compare(options.folder, adapters.Workload())
+    tiny = str(make_model(options.folder / "tiny"))
+    return adapters.compare(options.folder, adapters.Workload(tiny, 2, group_size=2, max_tokens=8, batches=1))
 
 
-def record(swarm: SwarmState, episode: Episode, number: int, parent: Call | None, context: int, sampled: int) -> Call:
-    """Record a call that continues `parent` from its end, with `context` new tokens before `sampled` ones."""
-    call = Call(
-        id=f"{episode.id}.{number}",
-        episode_id=episode.id,
-        role="",
-        parent=None if parent is None else parent.id,
-        kept=0 if parent is None else swarm.tree(episode.id, "").num_tokens(parent.id),
-        suffix=tuple(range(context)),
-        completion=tuple((episode.seq + i) % 30_000 for i in range(sampled)),
-        logprobs=(-0.5,) * sampled,
-        versions=(swarm.policy_version,) * sampled,
-        temperature=1.0,
-        finish_reason="stop",
-        response=Message("assistant", "word " * sampled),
-        prompt_key="",
-        created=0.0,
-    )
-    swarm.record_call(call, [b"word "] * context, [b"word "] * sampled)
-    return call
+def measure_isolation(options: Options) -> dict[str, float]:
+    """Adapters, and all weights beside each other."""
+    tiny = str(make_model(options.folder / "tiny"))
+    trials = [isolation.Trial(tiny, rank=0), isolation.Trial(tiny if options.quick else adapters.MODEL, rank=8)]
+    folders = {f"isolation-{trial.rank}": trial for trial in trials}
+    equal = [isolation.is_bit_equal(options.folder / name, trial) for name, trial in folders.items()]
+    return {"isolated_bit_equal": all(equal)}
 
 
-# ---- a long run --------------------------------------------------------------------------------------------
+def measure_team(options: Options) -> dict[str, float]:
+    size, steps, rounds = ("small", 1, 1) if options.quick else (options.size, options.steps, options.rounds)
+    return team.compare(options.folder / "team", options.before, size=size, steps=steps, rounds=rounds)
 
 
-def settled(number: int) -> Iterator[Episode]:
-    """Episodes of learned batches, with what real ones carry."""
-    for n in range(number):
-        yield Episode(
-            id=f"ep_{n:027x}",
-            seq=n + 1,
-            client_id=CLIENT,
-            task_id=f"task-{n % 1000}",
-            task_set="",
-            group=f"task-{n % 1000}",
-            group_id=n // GROUP_SIZE + 1,
-            mode="train",
-            policy_version=n // EPISODES_PER_BATCH,
-            begun=n / 100,
-            status="finished",
-            ended=n / 100 + 1,
-            reward=(n % 10) / 10,
-            metrics={"turns": 3.0, "seconds": 1.5},
-            num_calls=3,
-            num_tokens=300,
-            trained_in=n // EPISODES_PER_BATCH,
-            oldest_version=n // EPISODES_PER_BATCH,
-        )
+def measure_stall(options: Options) -> dict[str, float]:
+    return journals.stall(options.folder, *((16, 4, 40) if options.quick else (128, 40, 400)))
 
 
-def write_history(path: Path, number: int) -> None:
-    """A journal after `number` episodes, and a tail of facts of live ones."""
-    journal = Journal.open(path)
-    db = journal.file.db
-    db.execute("PRAGMA synchronous = OFF")
-    batches = number // EPISODES_PER_BATCH
-    job = JobConfig().model_dump_json()
-    metrics = json.dumps({f"metric/{i}": i / 3 for i in range(60)})
-    db.execute("BEGIN")
-    db.executemany("INSERT INTO settled_episodes VALUES (?, ?, ?, ?, ?)", map(settled_row, settled(number)))
-    members = (
-        (f"ep_{n:027x}", n // EPISODES_PER_BATCH, n % EPISODES_PER_BATCH // GROUP_SIZE, n) for n in range(number)
-    )
-    db.executemany("INSERT INTO batch_members VALUES (?, ?, ?, ?)", members)
-    db.executemany("INSERT INTO batches VALUES (?, ?, ?, '{}')", ((i, job, float(i)) for i in range(batches)))
-    db.executemany("INSERT INTO steps VALUES (?, ?, ?)", ((i, metrics, float(i)) for i in range(batches)))
-    keys = ((f"begin/{CLIENT}", str(n), "0" * 64, f"ep_{n:027x}", time.time()) for n in range(min(number, 200_000)))
-    db.executemany("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?)", keys)
-    events = (("episode", float(n), json.dumps({"episode_id": f"ep_{n:027x}"})) for n in range(min(number, 100_000)))
-    db.executemany("INSERT INTO events (kind, time, body) VALUES (?, ?, ?)", events)
-    state = State()
-    state.policy_version = state.durable_version = batches
-    state.num_episodes, state.num_groups = number, number // GROUP_SIZE
-    state.counts |= {"finished": number, "trained": number}
-    journal.put_snapshot(state)
-    db.execute("COMMIT")
-    swarm = run_state(journal)
-    live = [begin(swarm, f"live-{n}") for n in range(64) for _ in range(GROUP_SIZE)]
-    for episode in live[: EPISODES_PER_BATCH // 2]:
-        swarm.finish(episode.id, FinishRequest(reward=episode.seq % 2))
-    number_of_calls = SNAPSHOT_EVERY - 10 - journal.num_facts()
-    for n in range(number_of_calls):
-        record(swarm, live[-1 - n % 100], n, None, 2, 2)
-    journal.close()
+def measure_begin(options: Options) -> dict[str, float]:
+    return journals.refused(options.folder, 64 if options.quick else 1024)
 
 
-def timed(work: Callable[[], object], repeats: int) -> float:
-    """Median seconds."""
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+PARTS: dict[str, Callable[[Options], dict[str, float]]] = {
+    "adapters": measure_adapters,
+    "isolation": measure_isolation,
+    "team": measure_team,
+    "stall": measure_stall,
+    "begin": measure_begin,
+}
+JOURNAL = "journal"
 
 
-def fail(swarm: SwarmState) -> None:
-    """A transaction of 20 changes that fails at its end."""
-    try:
-        with swarm.store.transaction():
-            for episode in swarm.store.live()[:10]:
-                swarm.note(episode.id, noted=["something"])
-                swarm.finish(episode.id, FinishRequest(reward=1.0))
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
-
-
-def costs(folder: Path, number: int) -> dict[str, float]:
-    """Costs of opening, listing and rolling back a run of `number` episodes."""
-    path = folder / f"{number}" / "journal.sqlite"
-    write_history(path, number)
-
-    def reopen() -> None:
-        journal = Journal.open(path)
-        run_state(journal)
-        journal.close()
-
-    open_s = timed(reopen, 3)
-    journal = Journal.open(path)
-    swarm = run_state(journal)
-    pages = [
-        timed(lambda: swarm.store.recent_episodes(50), 20),
-        timed(lambda: swarm.store.recent_episodes(50, status="finished"), 20),
-        timed(lambda: swarm.store.recent_episodes(50, status="aborted"), 20),
-        timed(lambda: swarm.store.recent_episodes(50, before=f"ep_{number // 2:027x}"), 20),
-    ]
-    state = swarm.store.state
-    before = dict(state.episodes), dict(state.groups), dict(state.counts)
-    rollback = timed(lambda: fail(swarm), 20)
-    assert (state.episodes, state.groups, state.counts) == before, "a failed transaction leaves nothing"
-    journal.close()
-    return {"open_s": open_s, "list_ms": 1e3 * max(pages), "rollback_ms": 1e3 * rollback}
-
-
-# ---- the event loop ----------------------------------------------------------------------------------------
-
-
-def write_batch(swarm: SwarmState, episodes: int, turns: int, tokens: int) -> None:
-    """A complete batch of long conversations: each turn has `tokens` new tokens, half of them sampled."""
-    for n in range(episodes):
-        episode, parent = begin(swarm, f"t{n // GROUP_SIZE}"), None
-        with swarm.store.transaction():
-            for turn in range(turns):
-                parent = record(swarm, episode, turn, parent, tokens // 2, tokens // 2)
-        swarm.finish(episode.id, FinishRequest(reward=n % 2))
-
-
-async def longest_gap(work: Callable[[], Any], *, in_thread: bool) -> tuple[float, float]:
-    """Seconds of the longest time without a turn of the event loop, and of the work."""
-    gaps = [0.0]
-
-    async def tick() -> None:
-        last = time.perf_counter()
-        while True:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            gaps.append(now - last - 0.001)
-            last = now
-
-    ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0.05)
-    started = time.perf_counter()
-    await asyncio.to_thread(work) if in_thread else work()
-    seconds = time.perf_counter() - started
-    await asyncio.sleep(0.01)
-    ticking.cancel()
-    return max(gaps), seconds
-
-
-def stall(folder: Path, episodes: int, turns: int, tokens: int) -> dict[str, float]:
-    journal = Journal.open(folder / "batch" / "journal.sqlite")
-    swarm = run_state(journal, batch_size=episodes // GROUP_SIZE)
-    write_batch(swarm, episodes, turns, tokens)
-    batch = swarm.batches.compose()
-    idle, _ = asyncio.run(longest_gap(lambda: time.sleep(2), in_thread=True))
-    runs = [asyncio.run(longest_gap(lambda: swarm.batches.training_batch(batch), in_thread=True)) for _ in range(3)]
-    on_loop, _ = asyncio.run(longest_gap(lambda: swarm.batches.training_batch(batch), in_thread=False))
-    forest = swarm.batches.training_batch(batch).forest
-    journal.close()
-    return {
-        "loop_stall_ms": 1e3 * statistics.median(gap for gap, _ in runs),
-        "loop_stall_max_ms": 1e3 * max(gap for gap, _ in runs),
-        "loop_idle_ms": 1e3 * idle,
-        "build_s": statistics.median(seconds for _, seconds in runs),
-        "stall_on_loop_ms": 1e3 * on_loop,
-        "batch_tokens": forest.num_nodes,
-    }
-
-
-def refused(folder: Path, live: int) -> dict[str, float]:
-    """CPU of a refused `begin` beside `live` live episodes."""
-    journal = Journal.open(folder / "refused" / "journal.sqlite")
-    swarm = run_state(journal, batch_size=live // GROUP_SIZE)
-    for n in range(live):
-        begin(swarm, f"t{n // GROUP_SIZE}")
-    request = BeginRequest(task_id="more", client_id=CLIENT)
-    repeats = 2_000
-    started = time.process_time()
-    for _ in range(repeats):
-        try:
-            swarm.begin(request)
-        except Later:
-            continue
-        raise AssertionError("the batch is full")
-    seconds = time.process_time() - started
-    journal.close()
-    return {"begin_refused_ms": 1e3 * seconds / repeats}
-
-
-# ---- the report --------------------------------------------------------------------------------------------
-
-
-def table(curve: dict[int, dict[str, float]], figures: dict[str, float]) -> Table:
-    grid = Table("figure", *(f"{number:,}" for number in curve), "must")
-    for name in ("open_s", "list_ms", "rollback_ms"):
-        grid.add_row(name, *(f"{row[name]:.2f}" for row in curve.values()), f"<= {MUST[name]}")
-    for name in ("loop_stall_ms", "begin_refused_ms"):
-        grid.add_row(name, *[""] * (len(curve) - 1), f"{figures[name]:.3f}", f"<= {MUST[name]}")
+def table(curve: Curve, figures: dict[str, float]) -> Table:
+    """Each figure at its largest size, and how it grew."""
+    grid = Table("figure", "measured", "must", "by episodes")
+    for name, value in figures.items():
+        bound = f">= {AT_LEAST[name]:g}" if name in AT_LEAST else f"<= {AT_MOST[name]:g}" if name in AT_MOST else ""
+        growth = ", ".join(f"{number:,}: {row[name]:.2f}" for number, row in curve.items() if name in row)
+        grid.add_row(name, f"{value:.3f}", bound, growth)
     return grid
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = (*PARTS, JOURNAL)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, metavar="PART", help=", ".join(parts))
     parser.add_argument("--quick", action="store_true", help="small sizes, for the tests")
-    quick = parser.parse_args().quick
+    parser.add_argument(
+        "--before", type=Path, help="a checkout of version 0.1, which takes turns; or a file with its output"
+    )
+    parser.add_argument("--size", choices=team.SIZES, default="large", help="of the team's models and answers")
+    parser.add_argument("--steps", type=int, default=6, help="batches of a team's training")
+    parser.add_argument("--rounds", type=int, default=6, help="trainings of a team")
+    given = parser.parse_args()
     tune_gc()  # As the server runs.
-    sizes = SIZES[:2] if quick else SIZES
-    with tempfile.TemporaryDirectory() as folder:
-        curve = {number: costs(Path(folder), number) for number in sizes}
-        shape = (16, 4, 40) if quick else (128, 40, 400)
-        figures = {**curve[sizes[-1]], **stall(Path(folder), *shape), **refused(Path(folder), 64 if quick else 1024)}
-    Console(width=100).print(table(curve, figures))
-    summary = {name: round(value, 4) for name, value in figures.items()}
+    curve: Curve = {}
+    figures: dict[str, float] = {}
+    before = None if given.before is None else given.before.resolve()
+    with tempfile.TemporaryDirectory() as folder, raise_on_signals():
+        options = Options(Path(folder), given.quick, before, given.size, given.steps, given.rounds)
+        for name, measure in PARTS.items():
+            if name in given.only:
+                figures |= measure(options)
+        if JOURNAL in given.only:
+            curve = {number: journals.costs(options.folder, number) for number in SIZES[: 2 if given.quick else None]}
+            figures |= curve[max(curve)]
+    Console(width=140).print(table(curve, figures))
     rounded = {number: {name: round(value, 4) for name, value in row.items()} for number, row in curve.items()}
+    summary = {name: value if isinstance(value, bool) else round(value, 4) for name, value in figures.items()}
     machine = f"{os.uname().machine}, {os.cpu_count()} cores"
     print(json.dumps({"bench": "policies", **summary, "curve": rounded, "machine": machine}))
 

@@ -163,6 +163,8 @@ class ScriptedCompute:
         """Runs and batches that kill every worker that tries them."""
         self.num_steps = 1
         """Optimiser steps per batch."""
+        self.begun: list[int] = []
+        """Batches whose gradient was asked for, by all workers."""
         self.applied: list[int] = []
         """Numbers of the operations that were applied, by all workers."""
 
@@ -263,6 +265,7 @@ class ScriptedCompute:
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         known = self.policies[op.policy_id]
+        self.begun.append(batch.id)
         await known.while_alive(self.may_learn.wait())
         if self.fail_learn:
             raise self.fail_learn.pop(0)
@@ -454,6 +457,7 @@ async def running(
     compute = ScriptedCompute(card, script or saying(lambda prompt: "hi"))
     prepare(compute)
     runs = Runs(config, compute, clock=clock, stopwatch=stopwatch)
+    runs.default.engine._sleep = lambda seconds: asyncio.sleep(0)  # Pauses after repeated crashes.
     try:
         await runs.start()
         if wait_ready:

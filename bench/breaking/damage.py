@@ -9,7 +9,7 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from bench.breaking.victims import ROOT, environment
 WEIGHTS = "policy/model.safetensors"
 CONFIG = "policy/config.json"
 TRAINER = "trainer.pt"
+CODER = "coder"
+"""A policy of the run that has two."""
 Damage = Callable[[Path], None]
 
 
@@ -181,11 +183,43 @@ REFUSED: dict[str, Damage] = {
 """Done to every checkpoint, or as if the journal had lost its end: the start must be refused."""
 
 
-async def verdicts(settings: Path, exported: Path, number: int | None) -> list[dict[str, Any]]:
-    """Runs `bench.breaking.recovery` in a separate process, so that this process never loads torch."""
+def _gone_policy(checkpoints: Path) -> None:
+    shutil.rmtree(_newest(checkpoints) / CODER)
+
+
+def _older_policy(checkpoints: Path) -> None:
+    older, newest = ordered(checkpoints)[-2:]
+    _gone_policy(checkpoints)
+    shutil.copytree(older / CODER, newest / CODER)
+
+
+def _policy_of_another_run(checkpoints: Path) -> None:
+    newest = _newest(checkpoints)
+    _older_policy(checkpoints)
+    _sealed_again(newest / CODER, int(newest.name.removeprefix("step_")))
+
+
+TEAM_NEWEST: dict[str, Damage] = {
+    "a bit of one policy's weights": partial(_flip, f"{CODER}/{WEIGHTS}", 0.7),
+    "one policy gone": _gone_policy,
+    "one policy's state gone": partial(_delete, f"{CODER}/{STATE_FILE}"),
+    "one policy of an older one": _older_policy,
+    "one policy of another run": _policy_of_another_run,
+}
+"""Done to one policy of the newest checkpoint of a run that has two: the one before must lead to the same weights."""
+
+
+async def verdicts(
+    settings: Path, exports: Mapping[str, Mapping[str, Path]], number: int | None
+) -> list[dict[str, Any]]:
+    """Runs `bench.breaking.recovery` in a separate process, so that this process never loads torch.
+
+    `exports` are the folders of the undisturbed policies by run and policy.
+    """
     few = [] if number is None else [str(number)]
+    folders = {run: {policy: str(path) for policy, path in of_run.items()} for run, of_run in exports.items()}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.breaking.recovery", str(settings), str(exported), *few),
+        *(sys.executable, "-m", "bench.breaking.recovery", str(settings), json.dumps(folders), *few),
         cwd=ROOT,
         env=environment(),
         stdout=asyncio.subprocess.PIPE,

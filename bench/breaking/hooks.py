@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.protocol import LossSpec, Outputs
-from agentjet.config import OptimizerConfig, ServeConfig
+from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
 from agentjet.swarm import Journal
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams
@@ -41,6 +42,7 @@ class Trap:
     """Kills this process when the journal passes a certain point."""
 
     def __init__(self, journal: Journal, folder: Path, say: Say) -> None:
+        """`folder` gets the log of the journal before a commit that is torn."""
         self._journal = journal
         self._folder = folder
         self._say = say
@@ -99,104 +101,113 @@ class Trap:
         shutil.copyfile(f"{self._journal.path}-wal", self._folder / "wal-before")
 
     def _end(self) -> None:
-        self._say(killed="gateway", at=self._at, when=self._when)
+        self._say(killed="gateway", at=self._at, when=self._when, journal=str(self._journal.path))
         die()
 
 
 class MortalCompute(EmbeddedCompute):
-    """The worker, killed a moment after it was given something to do."""
+    """The workers. One is killed a moment after it was given something to do."""
 
     say: Say
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)
-        self._verb = ""
+        self._verb = self._run = ""
         self._delay = 0.0
         self._times = 0
         self._signal = signal.SIGKILL
-        self._newest = -1
+        self._newest: Counter[str] = Counter()
+        """The newest batch of each run, counted from 1."""
         self._saves_fail = False
 
-    def arm(self, verb: str = "", delay: float = 0.0, times: int = 1, hangs: bool = False) -> None:
+    def arm(self, verb: str = "", delay: float = 0.0, times: int = 1, hangs: bool = False, run: str = "") -> None:
         """Kill the worker `delay` seconds after it is given `verb`, the next `times` times; stop it if it `hangs`.
 
+        `run` limits this to the policies of a run.
         `learn newest` is the `forward_backward` of a batch that was never learned before. `accumulated` is the moment
         between a `forward_backward` and its `optim_step`; it has no delay.
         """
-        self._verb, self._delay, self._times = verb, delay, times
+        self._verb, self._delay, self._times, self._run = verb, delay, times, run
         self._signal = signal.SIGSTOP if hangs else signal.SIGKILL
 
     def refuse_a_save(self) -> None:
         """The next checkpoint finds the disk full."""
         self._saves_fail = True
 
-    def _strike(self, verb: str) -> None:
-        if verb == self._verb and self._times:
+    def _strike(self, verb: str, policy: PolicyId) -> None:
+        if verb == self._verb and self._times and self._run in ("", policy.run):
             self._times -= 1
-            asyncio.get_running_loop().call_later(self._delay, self._kill, verb)
+            asyncio.get_running_loop().call_later(self._delay, self._kill, verb, policy)
 
-    def _kill(self, verb: str) -> None:
-        if self.pid is None:  # Not started yet.
-            asyncio.get_running_loop().call_later(0.02, self._kill, verb)
+    def _kill(self, verb: str, policy: PolicyId) -> None:
+        """Waits while the worker is not started, or still works on a request of another policy."""
+        pid = self.pid(policy)
+        if pid is None or (verb not in ("start", "sample", "accumulated") and self._has_others_first(policy)):
+            asyncio.get_running_loop().call_later(0.002, self._kill, verb, policy)
             return
-        self.say(killed="worker", pid=self.pid, at=verb)
-        os.kill(self.pid, self._signal)
+        self.say(killed="worker", pid=pid, at=verb)
+        os.kill(pid, self._signal)
 
-    async def start(self, *, dtype: str = "") -> ModelInfo:
-        self._strike("start")
-        card = await super().start(dtype=dtype)
-        self.say(worker=self.pid)
-        return card
+    def _has_others_first(self, policy: PolicyId) -> bool:
+        waiting = [request.policy for request in self._hosts[policy]._requests.values()]
+        return policy in waiting and waiting[0] != policy
+
+    async def add(self, policy: PolicyId, model: ModelConfig, *, worker: str = "", dtype: str = "") -> ModelInfo:
+        self._strike("start", policy)
+        info = await super().add(policy, model, worker=worker, dtype=dtype)
+        self.say(worker=self.pid(policy))
+        return info
 
     def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled, None]:
-        self._strike("sample")
+        self._strike("sample", policy)
         return super().sample(policy, token_ids, params)
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        self._strike("forward_backward")
-        if batch.id >= self._newest:
-            self._newest = batch.id
-            self._strike("learn newest")
+        self._strike("forward_backward", op.policy_id)
+        if batch.id + 1 >= self._newest[op.run]:
+            self._newest[op.run] = batch.id + 1
+            self._strike("learn newest", op.policy_id)
         outputs = await super().forward_backward(op, batch, loss)
         if self._verb == "accumulated" and self._times:  # The gradient exists, and its `optim_step` was not sent.
             self._times -= 1
-            self._kill("accumulated")
+            self._kill("accumulated", op.policy_id)
         return outputs
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        self._strike("optim_step")
+        self._strike("optim_step", op.policy_id)
         return await super().optim_step(op, optimizer)
 
     async def publish(self, policy: PolicyId, version: int) -> None:
-        self._strike("publish")
+        self._strike("publish", policy)
         await super().publish(policy, version)
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        self._strike("save")
-        if not self._saves_fail or self.pid is None:
+        self._strike("save", policy)
+        if not self._saves_fail or (pid := self.pid(policy)) is None:
             return await super().save(policy, path)
         self._saves_fail = False
-        limits = resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
+        limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
         try:
             return await super().save(policy, path)
         finally:
-            if self.pid is not None:
-                resource.prlimit(self.pid, resource.RLIMIT_FSIZE, limits)
+            if self.pid(policy) == pid:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
             self.say(disk="checkpoint full")
 
 
 class Disk:
-    """The journal's disk: full, or refusing writes, for some seconds."""
+    """The disk of all journals: full, or refusing writes, for some seconds."""
 
-    def __init__(self, journal: Journal, say: Say) -> None:
-        self._journal = journal
+    def __init__(self, say: Say) -> None:
+        self.journals: list[Journal] = []
         self._say = say
 
     def full(self, seconds: float) -> None:
         """Not one page more: SQLite itself reports a full disk."""
-        self._journal.file.db.execute("PRAGMA max_page_count = 1")  # Means: as it is now.
+        for journal in self.journals:
+            journal.file.db.execute("PRAGMA max_page_count = 1")  # Means: as it is now.
         self._later(seconds, self._room)
 
     def refuse(self, seconds: float) -> None:
@@ -208,7 +219,8 @@ class Disk:
         asyncio.get_running_loop().call_later(seconds, end)
 
     def _room(self) -> None:
-        self._journal.file.db.execute(f"PRAGMA max_page_count = {NO_PAGE_LIMIT}")
+        for journal in self.journals:
+            journal.file.db.execute(f"PRAGMA max_page_count = {NO_PAGE_LIMIT}")
         self._say(disk="journal full")
 
     def _accept(self) -> None:

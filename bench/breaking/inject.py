@@ -12,7 +12,7 @@ import signal
 import time
 
 from bench.breaking.patience import kill_under_a_waiting_client
-from bench.breaking.plan import WIRE, Fault
+from bench.breaking.plan import RUNS, WIRE, Fault
 from bench.breaking.scene import Scene
 from bench.breaking.victims import ServerEnded
 
@@ -75,7 +75,7 @@ async def _sprung(scene: Scene, fault: Fault) -> bool:
     tears = fault.kind == "gateway killed, WAL tail torn"
     await server.order("trap", at=fault.at, when=fault.when, skip=fault.skip, tears=tears)
     if fault.at == "remove_batches":
-        await server.order("worker", verb="learn newest", delay=0.0, times=POISON)
+        await server.order("worker", verb="learn newest", times=POISON, run=scene.dice.choice(list(RUNS)))
         if await server.dead(2 * MOMENT_SECONDS):
             scene.tally.faults["worker killed"] += POISON
             return True
@@ -116,11 +116,11 @@ async def _worker(scene: Scene, fault: Fault) -> bool:
             await server.order("worker")
             return False
         facts, killed = hit.last()
-    status = await server.sampling(facts)
+    statuses = await server.sampling(facts)
     seconds = scene.tally.worker_s if fault.kind == "worker killed" else scene.tally.hung_s
     seconds.append(time.monotonic() - killed)
     # Or the next such fault is the second that the same batch meets, or one too many without anything learned.
-    await server.at(status.policy_version + 1)
+    await server.learned(statuses)
     return True
 
 
@@ -154,13 +154,12 @@ class _Hits:
 async def _poison(scene: Scene) -> bool:
     """The same batch takes two workers with it: the gateway sets it aside, counted, and trains on."""
     server, facts = scene.server, len(scene.server.said)
-    await server.order("worker", verb="learn newest", delay=0.0, times=POISON)
+    await server.order("worker", verb="learn newest", times=POISON, run=scene.dice.choice(list(RUNS)))
     hit = _Hits(scene, facts)
     if not await server.until(lambda: hit.number >= POISON, 2 * MOMENT_SECONDS):
         await server.order("worker")
         return False
-    status = await server.sampling(hit.last()[0])
-    await server.at(status.policy_version + 1)
+    await server.learned(await server.sampling(hit.last()[0]))
     scene.tally.faults["worker killed"] += POISON - 1
     return True
 

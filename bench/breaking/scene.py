@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.breaking.client import ClientSettings
-from bench.breaking.plan import Fault
-from bench.breaking.victims import PATIENCE, Client, GivenUp, Server, ServerEnded
+from bench.breaking.plan import RUNS, Fault
+from bench.breaking.victims import PATIENCE, Client, GivenUp, Server, ServerEnded, path_of
 from bench.breaking.wal import tear
 from bench.breaking.wire import Wire
 
@@ -54,6 +54,10 @@ class Scene:
         self._lives = Counter[int]()
         self._respawning: set[asyncio.Task[None]] = set()
 
+    def books(self, run: str) -> Path:
+        """Folder of the books of a run's clients."""
+        return self.folder / "books" / run
+
     def live_clients(self) -> list[Client]:
         return [client for client in self.clients if client.is_running]
 
@@ -83,7 +87,8 @@ class Scene:
 
     def tear_wal(self) -> None:
         """Damages the last commit of the dead server, which it had not reported."""
-        how = tear(self.server.data_dir / "journal.sqlite-wal", self.folder / "wal-before", self.dice)
+        journal = next(fact["journal"] for fact in reversed(self.server.said) if fact.get("killed") == "gateway")
+        how = tear(Path(f"{journal}-wal"), self.folder / "wal-before", self.dice)
         self.tally.torn[how] += 1
 
     async def replace_client(self, client: Client, after: float, *, same_name: bool) -> None:
@@ -95,7 +100,7 @@ class Scene:
         client.settings = replace(
             client.settings,
             client_id=client.settings.client_id if same_name else f"client-{life}",
-            book=str(self.folder / "books" / f"{life}.jsonl"),
+            book=str(Path(client.settings.book).with_name(f"{life}.jsonl")),
             seed=f"{client.settings.seed.split('/')[0]}/{life}",
         )
         respawn = asyncio.create_task(self._respawn(client, after))
@@ -121,24 +126,28 @@ class Scene:
 
 
 def make_clients(
-    folder: Path, number: int, wire: Wire, token: str, *, seed: int, group_size: int, lease: float
+    folder: Path, number: int, wire: Wire, server: Server, *, seed: int, group_size: int, lease: float
 ) -> list[Client]:
-    """The first is patient: its SDK repeats a request more often than by default, and so outlives a restart."""
-    (folder / "books").mkdir()
-    url = f"http://127.0.0.1:{wire.port}"
+    """Clients of the runs in turn.
+
+    The first is patient: its SDK repeats a request more often than by default, and so outlives a restart.
+    """
+    for run in RUNS:
+        (folder / "books" / run).mkdir(parents=True)
+    runs = [list(RUNS)[i % len(RUNS)] for i in range(number)]
     return [
         Client(
             folder,
             ClientSettings(
-                url,
-                token,
+                f"http://127.0.0.1:{wire.port}{path_of(run)}",
+                server.token(run),
                 client_id=f"client-{i}",
-                book=str(folder / "books" / f"{i}-0.jsonl"),
+                book=str(folder / "books" / run / f"{i}-0.jsonl"),
                 seed=f"{seed}.{i}",
                 group_size=group_size,
                 lease_seconds=lease,
                 max_retries=2 if i else 6,
             ),
         )
-        for i in range(number)
+        for i, run in enumerate(runs)
     ]

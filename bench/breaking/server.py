@@ -3,8 +3,8 @@
 Everything is the product's code except for the objects of `hooks`. Orders arrive as lines of JSON on standard input.
 Facts leave the same way on standard output, between the server's own lines. The process ends when the bench does.
 
-Every forest that will be learned is kept in FOLDER, so that an undisturbed worker can learn the same ones later. A
-forest that is built again from the journal must have the same bytes; a difference is reported.
+Every forest that will be learned is kept in FOLDER by run, so that an undisturbed worker can learn the same ones later.
+A forest that is built again from the journal must have the same bytes; a difference is reported.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from agentjet.cli import server_process
 from agentjet.compute import Compute
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError
-from agentjet.gateway import Gateway
-from agentjet.swarm import Batch
+from agentjet.gateway import Gateway, runs
+from agentjet.swarm import Batch, Journal
 from agentjet.timeline.batch import TrainingBatch
 from bench.breaking.hooks import Disk, JumpingClock, MortalCompute, Trap, die
 
@@ -37,17 +37,29 @@ def say(**fact: Any) -> None:
 class Orders:
     """Carries out what the bench orders, in the event loop, between two of the gateway's own turns."""
 
-    def __init__(self, trap: Trap, compute: MortalCompute, disk: Disk, clock: JumpingClock) -> None:
+    def __init__(self, compute: MortalCompute, clock: JumpingClock) -> None:
+        self._traps: list[Trap] = []
+        self._disk = Disk(say)
         self._verbs: dict[str, Callable[..., None]] = {
-            "trap": trap.arm,
+            "trap": self._arm,
             "worker": compute.arm,
             "refuse a save": compute.refuse_a_save,
-            "journal full": disk.full,
-            "writes refused": disk.refuse,
+            "journal full": self._disk.full,
+            "writes refused": self._disk.refuse,
             "clock": clock.jump,
         }
         self._begun = b""
         asyncio.get_running_loop().add_reader(0, self._read)
+
+    def add(self, journal: Journal, folder: Path) -> None:
+        """Adds the journal of a run."""
+        self._traps.append(Trap(journal, folder, say))
+        self._disk.journals.append(journal)
+
+    def _arm(self, **how: Any) -> None:
+        """Whichever run gets there first."""
+        for trap in self._traps:
+            trap.arm(**how)
 
     def _read(self) -> None:
         read = os.read(0, 65536)
@@ -64,18 +76,23 @@ class ForestKeeper:
     """Writes down what is about to be learned, once a batch, and compares when it is made again."""
 
     def __init__(self, gateway: Gateway, folder: Path) -> None:
-        self._build = gateway.swarm.batches.training_batch
+        self._build = gateway.swarm.batches.training_batches
         self._folder = folder
-        gateway.swarm.batches.training_batch = self._keeping  # type: ignore[method-assign]
+        self._run = gateway.run
+        gateway.swarm.batches.training_batches = self._keeping  # type: ignore[method-assign]
 
-    def _keeping(self, batch: Batch) -> TrainingBatch:
+    def _keeping(self, batch: Batch) -> dict[str, TrainingBatch]:
         training = self._build(batch)
-        kept = {"members": list(batch.episode_ids), "job": batch.job.model_dump_json(), "batch": training.to_wire()}
+        kept = {
+            "members": list(batch.episode_ids),
+            "job": batch.job.model_dump_json(),
+            "batches": {policy: of_policy.to_wire() for policy, of_policy in training.items()},
+        }
         path = self._folder / f"{batch.id:06d}.msgpack"
         if path.exists():
             known = msgpack.unpackb(path.read_bytes())
             if known["members"] == kept["members"] and known != kept:
-                say(drifted=batch.id)
+                say(drifted=batch.id, run=self._run)
         whole = path.with_suffix(".part")
         whole.write_bytes(msgpack.packb(kept))
         whole.replace(path)
@@ -87,19 +104,23 @@ def main() -> int:
     folder = Path(sys.argv[2])
     jumping = JumpingClock(folder / "clock")
 
-    def make_gateway(config: ServeConfig, compute: Compute, *, clock: Callable[[], float]) -> Gateway:
+    orders: list[Orders] = []
+
+    def make_gateway(config: ServeConfig, compute: Compute, **named: Any) -> Gateway:
+        """The first one is that of the default run."""
         assert isinstance(compute, MortalCompute)
-        gateway = Gateway(config, compute, clock=clock)
-        journal = gateway._journal
-        compute.say = say
-        ForestKeeper(gateway, folder / "forests")
-        gateway.chaos = Orders(Trap(journal, folder, say), compute, Disk(journal, say), jumping)  # type: ignore[attr-defined]
-        say(gateway=os.getpid())
+        gateway = Gateway(config, compute, **named)
+        if not orders:
+            compute.say = say
+            orders.append(Orders(compute, jumping))
+            say(gateway=os.getpid())
+        ForestKeeper(gateway, folder / "forests" / gateway.run)
+        orders[0].add(gateway._journal, folder)
         return gateway
 
     put_in_place: list[tuple[Any, str, Any]] = [
         (server_process, "EmbeddedCompute", MortalCompute),
-        (server_process, "Gateway", make_gateway),
+        (runs, "Gateway", make_gateway),
         (server_process, "steady_clock", lambda: jumping),
     ]
     for module, name, instead in put_in_place:

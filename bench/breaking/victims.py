@@ -20,7 +20,9 @@ from typing import Any
 import httpx
 
 from agentjet.protocol import StatusResponse
+from agentjet.types import DEFAULT_RUN
 from bench.breaking.client import ClientSettings
+from bench.breaking.plan import RUNS, TEAM
 from bench.readme import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,15 @@ WORKER_TIMEOUT = 4.0
 """Seconds without a sign of work after which the server kills a worker."""
 MOST_LIVE = 8
 """Live episodes that a client may have: more than the bench's own clients need."""
+
+
+Statuses = dict[str, StatusResponse]
+"""By run."""
+
+
+def path_of(run: str) -> str:
+    """Start of the paths of a run."""
+    return "" if run == DEFAULT_RUN else f"/runs/{run}"
 
 
 class GivenUp(Exception):
@@ -63,12 +74,12 @@ class Server:
             "worker_timeout": WORKER_TIMEOUT,
             "max_episodes_per_client": MOST_LIVE,
         }
-        settings = {**settings, "server": server}
-        (folder / "settings.json").write_text(json.dumps(settings))
+        self.settings = {**settings, "server": server}
+        (folder / "settings.json").write_text(json.dumps(self.settings))
         self._numbers = itertools.count(1)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}/swarm/v1", trust_env=False, timeout=30)
+        self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=30)
 
     @property
     def process(self) -> asyncio.subprocess.Process:
@@ -138,46 +149,73 @@ class Server:
             await self.kill()
         await self._http.aclose()
 
-    @property
-    def token(self) -> str:
-        return (self.data_dir / "token").read_text().strip()
+    def folder_of(self, run: str) -> Path:
+        """Folder of the files of a run."""
+        return self.data_dir / "runs" / run
 
-    async def status(self) -> StatusResponse | None:
-        """None while the server does not answer."""
+    def token(self, run: str = DEFAULT_RUN) -> str:
+        folder = self.data_dir if run == DEFAULT_RUN else self.folder_of(run)
+        return (folder / "token").read_text().strip()
+
+    async def start_team(self) -> None:
+        """Has the server start the run with several policies. It opens that run again whenever it starts."""
+        job = {**self.settings["job"], "optimizers": {RUNS[TEAM][-1]: {"lr": 2e-3}}}
+        body = {"policies": {policy: {} for policy in RUNS[TEAM]}, "job": job}
+        (await self._request("PUT", f"/swarm/v1/runs/{TEAM}", json=body)).raise_for_status()
+
+    async def statuses(self) -> Statuses | None:
+        """By run. None while the server does not answer."""
         try:
-            answer = await self._http.get("/status", headers={"Authorization": f"Bearer {self.token}"})
-            return StatusResponse.model_validate_json(answer.content) if answer.is_success else None
+            answers = {run: await self._request("GET", f"{path_of(run)}/swarm/v1/status") for run in RUNS}
         except (httpx.TransportError, OSError):
             return None
+        if not all(answer.is_success for answer in answers.values()):
+            return None
+        return {run: StatusResponse.model_validate_json(answer.content) for run, answer in answers.items()}
 
-    async def export(self) -> Path:
-        """The present policy, as a folder."""
-        answer = await self._http.post("/exports", headers={"Authorization": f"Bearer {self.token}"}, timeout=PATIENCE)
+    async def exports(self) -> dict[str, dict[str, Path]]:
+        """The present policies as folders, by run and policy."""
+        return {run: {policy: await self._export(run, policy) for policy in RUNS[run]} for run in RUNS}
+
+    async def _export(self, run: str, policy: str) -> Path:
+        body = {"policy": policy if run == TEAM else ""}
+        answer = await self._request("POST", f"{path_of(run)}/swarm/v1/exports", json=body, timeout=PATIENCE)
         return Path(answer.raise_for_status().json()["path"])
 
-    async def up(self) -> StatusResponse:
+    async def _request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        admin = (self.data_dir / "admin-token").read_text().strip()
+        return await self._http.request(method, path, headers={"Authorization": f"Bearer {admin}"}, **options)
+
+    async def up(self) -> Statuses:
         """Wait until it answers."""
-        return await self._wait(lambda status: True)
+        return await self._wait(lambda statuses: True)
 
-    async def sampling(self, since: int = 0) -> StatusResponse:
-        """Waits until it samples, with a worker that it reported after the first `since` facts."""
+    async def sampling(self, since: int = 0) -> Statuses:
+        """Waits until all runs sample, with a worker that the server reported after the first `since` facts."""
         await self.until(lambda: not self.is_running or any("worker" in fact for fact in self._life(since)))
-        return await self._wait(lambda status: status.state in ("sampling", "learning"))
+        return await self._wait(
+            lambda statuses: all(status.state in ("sampling", "learning") for status in statuses.values())
+        )
 
-    async def at(self, policy_version: int) -> StatusResponse:
-        """Wait until that version is learned."""
-        return await self._wait(lambda status: status.policy_version >= policy_version)
+    async def learned(self, since: Statuses, batches: int = 1) -> Statuses:
+        """Waits until every run has learned so many batches more."""
+        return await self._wait(
+            lambda statuses: all(
+                status.policy_version >= since[run].policy_version + batches for run, status in statuses.items()
+            )
+        )
 
-    async def _wait(self, enough: Callable[[StatusResponse], bool]) -> StatusResponse:
+    async def _wait(self, enough: Callable[[Statuses], bool]) -> Statuses:
         deadline = time.monotonic() + PATIENCE
         while True:
-            status = await self.status()
-            if status is not None and enough(status):
-                return status
+            statuses = await self.statuses()
+            if statuses is not None and enough(statuses):
+                return statuses
             if not self.is_running:
                 raise ServerEnded(self.process.returncode)
-            if time.monotonic() > deadline or (status is not None and status.state == "failed"):
-                raise GivenUp(f"the server is stuck: {status}\n{self.log_tail()}")
+            has_failed = statuses is not None and any(status.state == "failed" for status in statuses.values())
+            if time.monotonic() > deadline or has_failed:
+                raise GivenUp(f"the server is stuck: {statuses}\n{self.log_tail()}")
             await asyncio.sleep(POLL_SECONDS)
 
     async def until(self, predicate: Callable[[], bool], within: float = PATIENCE) -> bool:

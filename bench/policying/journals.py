@@ -98,7 +98,7 @@ def write_history(path: Path, number: int) -> None:
     job = JobConfig().model_dump_json()
     metrics = json.dumps({f"metric/{i}": i / 3 for i in range(60)})
     db.execute("BEGIN")
-    db.executemany("INSERT INTO settled_episodes VALUES (?, ?, ?, ?, ?)", map(settled_row, settled(number)))
+    db.executemany("INSERT INTO settled_episodes VALUES (?, ?, ?, ?)", map(settled_row, settled(number)))
     members = (
         (f"ep_{n:027x}", n // EPISODES_PER_BATCH, n % EPISODES_PER_BATCH // GROUP_SIZE, n) for n in range(number)
     )

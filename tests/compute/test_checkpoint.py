@@ -47,7 +47,7 @@ class WordsOfAScript(LocalWorker):
     async def sample(
         self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[Sampled]:
-        self._words.policies[policy].version = self.hosted.version
+        self._words.policies[policy].version = self.worker.policies[policy].version
         async for piece in self._words.sample(policy, token_ids, params):
             yield piece
 

@@ -33,5 +33,5 @@ def test_a_short_chaos_run_keeps_every_promise(tmp_path: Path) -> None:
     assert found["trained"] > 0
     assert (found["lost"], found["trained_twice"], found["failures_scored"]) == (0, 0, 0)
     assert found["weights_equal"] is True
-    assert (found["damage_kinds"], found["damage_silent"], found["damage_stuck"]) == (4, 0, 0), said
+    assert (found["damage_kinds"], found["damage_silent"], found["damage_stuck"]) == (6, 0, 0), said
     assert found["stuck_s"]["measured"] == 1, said

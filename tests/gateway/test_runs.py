@@ -91,26 +91,33 @@ async def test_a_worker_that_two_runs_share_is_replaced_for_both(tmp_path: Path)
         assert (trained, run.compute.weights) == ([8, 8], run.compute.policies[PolicyId("other")].weights)
 
 
-async def test_failures_of_another_run_are_not_ours(tmp_path: Path) -> None:
-    """The other run's batch kills two workers: while the default run's batch waits, and during its call."""
+async def test_crashes_of_another_run_are_not_ours(tmp_path: Path) -> None:
+    """Neither a call nor a batch is given up because operations of another run kill the worker."""
+    theirs = WorkerDied("out of memory", during="other/policy")
     async with running(tmp_path / "d") as run:
-        other = await opened(run)
-        run.compute.deadly = {("other", 0)}
         run.compute.may_sample.clear()
         episode = await run.gateway.begin(BeginRequest(task_id="e", mode="eval"))
         call = asyncio.create_task(run.say(episode.id))
-        await run.until(lambda: len(run.compute.asked) == 1)
-        run.compute.stuck = lambda request, piece: run.compute.asked[request].policy == PolicyId() and request < 6
+        for crashes in range(3):
+            await run.until(lambda crashes=crashes: len(run.compute.asked) == crashes + 1)
+            run.compute.die(theirs)
         run.compute.may_sample.set()
-        await other.fill_batch()
-        await run.until(lambda: other.gateway.status().episodes["dropped"] == 4)
-        run.compute.stuck = lambda request, piece: False
-        run.compute.may_sample.set()
-        if not call.done():
-            run.compute.die(WorkerDied("killed by the other run", during="other/policy"))
         assert (await call).response.content == "hi"
-        assert run.gateway.status().workers_started >= 3
-        run.compute.die_after = ["forward_backward policy"]
+        run.compute.may_learn.clear()
+        await run.fill_batch()
+        for crashes in range(3):
+            await run.until(lambda crashes=crashes: len(run.compute.begun) == crashes + 1)
+            run.compute.die(theirs)
+        run.compute.may_learn.set()
+        await run.until(lambda: run.gateway.status().episodes["trained"] == 4)
+
+
+async def test_a_batch_that_kills_workers_is_set_aside_in_its_run(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        other = await opened(run)
+        run.compute.deadly = {("other", 0)}
+        await asyncio.gather(other.fill_batch(), run.batch())
+        await run.until(lambda: other.gateway.status().episodes["dropped"] == 4)
         await run.batch()
         assert run.gateway.status().episodes["dropped"] == 0
 

@@ -207,7 +207,7 @@ def test_the_token_of_a_run_opens_nothing_of_the_default_run(shared: Shared) -> 
 
 
 def test_a_run_in_its_own_rights(shared: Shared) -> None:
-    """Its admin administers this run only; the default run's admin every run. Its client is told that it was ended."""
+    """Its admin administers this run only; the default run's admin every run. Its client learns that it was ended."""
     served = shared.served
     own = bearer(token_of(served, "other", "admin-token"))
     for headers in (own, bearer(ADMIN)):

@@ -230,7 +230,8 @@ class WorkerProcess:
         """Request a completion; returns its id and the queue of its pieces, or of its error."""
         id = next(self._ids)
         self._send({"op": "sample", "id": id, "policy": dataclasses.asdict(policy), **arguments})
-        self._streams[id] = queue = asyncio.Queue()
+        queue: asyncio.Queue[Sampled | Exception] = asyncio.Queue()
+        self._streams[id] = queue
         return id, queue
 
     def close_stream(self, policy: PolicyId, id: int) -> None:
