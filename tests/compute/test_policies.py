@@ -5,7 +5,9 @@
 3. learning or publishing one policy pauses and invalidates that policy only, and a diverged one fails alone;
 4. adapters of a worker share one base model and one cache; another base is refused, and `remove` frees memory;
 5. operations are numbered per policy;
-6. a worker that dies names the policy whose request it handled; its policies recover independently of each other.
+6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception; its
+   policies recover independently of each other;
+7. a worker whose completions wait for a `publish` is not taken for one that hangs.
 """
 
 from __future__ import annotations
@@ -230,12 +232,19 @@ def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Pat
         ({"dtype": "bfloat16"}, r"model\.dtype = 'bfloat16' differs from the 'float32'"),
         ({"context_length": 64}, r"model\.context_length = 64 differs from the 0"),
     ):
-        with pytest.raises(ConfigError, match=rf"policy other/c: {named} of policy default/a; .* policies\.c\.worker"):
-            add(worker, PolicyId("other", "c"), model_of(tiny_folder, **changes))
+        with pytest.raises(ConfigError, match=rf"policy third/c: {named} of another run; .* policies\.c\.worker"):
+            add(worker, PolicyId("third", "c"), model_of(tiny_folder, **changes))
+        with pytest.raises(ConfigError, match=rf"policy default/c: {named} of policy default/a; "):
+            add(worker, PolicyId(A.run, "c"), model_of(tiny_folder, **changes))
     add(worker, PolicyId("other", "c"), model_of(other, rank=0))
     assert list(worker.policies) == [A, B, PolicyId("other", "c")]
     for policy in (A, B):
         worker.handle("remove", policy)
+    refused = model_of(other).model_copy(update={"lora": LoraConfig(rank=4, target_modules="nothing")})
+    with pytest.raises(ConfigError, match="target_modules"):
+        add(worker, A, refused)
+    worker.handle("remove", A)
+    assert worker._shared_base is None, "a failed `add` leaves nothing behind"
     add(worker, A, model_of(other))
 
 
@@ -291,3 +300,42 @@ def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path
 
     asyncio.run(scenario())
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"worker.log", "worker-two.log"}
+
+
+@pytest.mark.e2e
+def test_a_failed_operation_is_of_its_policy_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
+
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config)
+        await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
+        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
+        failing = asyncio.ensure_future(compute._ask("forward_backward", A, number=0, batch={}, loss={}))
+        waiting = asyncio.ensure_future(learn(compute, Op.of(B, 0), batch, JobConfig()))
+        failed, waited, death = await asyncio.gather(failing, waiting, compute.died([B]), return_exceptions=True)
+        assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)
+        for error in (waited, death):
+            assert isinstance(error, WorkerDied) and error.during == "default/a", "B must not count it"
+        await compute.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.e2e
+def test_completions_that_wait_for_a_publish_are_no_hang(tiny_folder: Path, tmp_path: Path) -> None:
+    config = ServeConfig.model_validate(
+        {"server": {"data_dir": tmp_path, "worker_timeout": 0.5}, "sampler": {"cache_tokens": 1024}}
+    )
+
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config)
+        await compute.add(A, model_of(tiny_folder))
+        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
+        await learn(compute, Op.of(A, 0), batch, JobConfig())
+        completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
+        await asyncio.sleep(2)
+        await compute.publish(A, 1)
+        assert (await completion).policy_version == 1
+        await compute.close()
+
+    asyncio.run(scenario())

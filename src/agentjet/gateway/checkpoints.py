@@ -133,7 +133,11 @@ class CheckpointStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             stamp = await save(unnamed)
-            assert stamp.policy_version == policy_version, "worker and journal have the same policy version"
+            if stamp.policy_version != policy_version:  # The journal refused to record the batch that was published.
+                raise CheckpointError(
+                    f"{path} was not written: the worker has policy version {stamp.policy_version}, which the journal "
+                    "has not recorded yet"
+                )
             await record(stamp)
             if path.exists():
                 self.quarantine(policy_version)

@@ -21,7 +21,7 @@ from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound
 from agentjet.gateway import Gateway
 from agentjet.gateway.runs import Runs
 from agentjet.protocol import RunSettings, RunView
-from agentjet.server.auth import Keys
+from agentjet.server.auth import SECRET_FILES, Keys
 from agentjet.server.limits import Limits
 from agentjet.types import DEFAULT_RUN, RUN_NAME
 
@@ -98,7 +98,7 @@ class ServedRuns:
         self.runs = runs
         self.default = AppDeps(runs.default, keys, self, limits)
         self._keys = {DEFAULT_RUN: keys}
-        for view in runs.views():
+        for view in runs.views()[1:]:
             try:
                 self._open_keys(view.name)
             except (ConfigError, OSError) as error:
@@ -149,8 +149,11 @@ class ServedRuns:
             ) from None
 
     def _open_keys(self, name: str) -> None:
-        """Reads the keys of a run and creates missing ones. Raises `ConfigError`, `OSError`."""
-        if name not in self._keys:
-            folder = self.default.gateway.config.server.data_dir / "runs" / name
+        """Reads the keys of a run and creates missing ones. Raises `ConfigError`, `OSError`.
+
+        Keys that are known are read again if a file is missing: the folder may have been removed, and the run with it.
+        """
+        folder = self.default.gateway.config.server.data_dir / "runs" / name
+        if name not in self._keys or not all((folder / file).exists() for file in SECRET_FILES.values()):
             default = self.default.keys
             self._keys[name] = Keys.open(folder, server_admin=default.admin_token, clock=default.clock)
