@@ -81,6 +81,9 @@ class ScriptedPolicy:
         self.gradient = ""
         self.batch_id = -1
         self.next_operation = 0
+        self.published = asyncio.Event()
+        """Clear from an `optim_step` to the next `publish`: nothing is sampled."""
+        self.published.set()
         self.end: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         """Done when it was removed, or its worker ended."""
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
@@ -160,6 +163,8 @@ class ScriptedCompute:
         """Runs and batches that kill every worker that tries them."""
         self.num_steps = 1
         """Optimiser steps per batch."""
+        self.begun: list[int] = []
+        """Batches whose gradient was asked for, by all workers."""
         self.applied: list[int] = []
         """Numbers of the operations that were applied, by all workers."""
 
@@ -236,6 +241,7 @@ class ScriptedCompute:
         tokens = tokens[: params.max_tokens] if end is None else tokens[: min(params.max_tokens, end + 1)]
         for i in range(0, max(1, len(tokens)), self.piece):
             await known.while_alive(self.may_sample.wait())
+            await known.while_alive(known.published.wait())
             if self.stuck(number, i // self.piece):
                 await known.while_alive(asyncio.Event().wait())
             piece = tuple(tokens[i : i + self.piece])
@@ -259,6 +265,7 @@ class ScriptedCompute:
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
         known = self.policies[op.policy_id]
+        self.begun.append(batch.id)
         await known.while_alive(self.may_learn.wait())
         if self.fail_learn:
             raise self.fail_learn.pop(0)
@@ -279,6 +286,7 @@ class ScriptedCompute:
         body = f"optim_step/{optimizer.lr}"
         if (result := known.repeated(op, body)) is not None:
             return result
+        known.published.clear()
         known.weights = hashlib.sha256(f"{known.weights}/{known.gradient}/{body}".encode()).hexdigest()
         known.gradient = ""
         metrics = {"optim/grad_norm": 1.0, "optim/steps": 1.0, "optim/skipped_steps": 0.0, **self.metrics}
@@ -290,6 +298,7 @@ class ScriptedCompute:
 
     async def publish(self, policy: PolicyId, version: int) -> None:
         known = await self._alive(policy)
+        known.published.set()
         if version == known.version:
             return
         assert not known.gradient and version == known.version + 1, f"{version} after {known.version}"
@@ -310,6 +319,7 @@ class ScriptedCompute:
         known = await self._alive(policy)
         state = verified_state(path)
         known.version, known.weights = state["policy_version"], state["weights"]
+        known.published.set()
         known.next_operation = state.get("operation", 2 * known.version)
         return CheckpointStamp(known.version, state["digest"], known.next_operation)
 
@@ -447,6 +457,7 @@ async def running(
     compute = ScriptedCompute(card, script or saying(lambda prompt: "hi"))
     prepare(compute)
     runs = Runs(config, compute, clock=clock, stopwatch=stopwatch)
+    runs.default.engine._sleep = lambda seconds: asyncio.sleep(0)  # Pauses after repeated crashes.
     try:
         await runs.start()
         if wait_ready:

@@ -114,6 +114,21 @@ def test_export_of_a_checkpoint_needs_no_server(tmp_path: Path) -> None:
         run("export", str(tmp_path / "third"), "--adapter", "--checkpoint", str(policy.parent))
 
 
+def test_export_of_one_policy_of_a_checkpoint(tmp_path: Path) -> None:
+    step = tmp_path / "step_000001"
+    for name in ("planner", "coder"):
+        (step / name / "policy").mkdir(parents=True)
+        (step / name / "policy" / "config.json").write_text(f'{{"{name}": 1}}')
+        seal(step / name, {})
+    for options in ([], ["--policy", "planer"]):
+        with pytest.raises(CheckpointError, match=r"has policies coder, planner: --policy '(planer)?' is not one"):
+            run("export", str(tmp_path / "out"), "--checkpoint", str(step), *options)
+    run("export", str(tmp_path / "out"), "--checkpoint", str(step), "--policy", "planner")
+    assert (tmp_path / "out" / "config.json").read_text() == '{"planner": 1}'
+    with pytest.raises(CheckpointError, match="is of a run without named policies: --policy 'coder'"):
+        run("export", str(tmp_path / "two"), "--checkpoint", str(step / "coder"), "--policy", "coder")
+
+
 def test_what_the_disk_refuses_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

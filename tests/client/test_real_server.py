@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -55,6 +56,48 @@ def test_train_evaluate_checkpoint_and_export(tmp_path: Path) -> None:
             assert (await swarm.checkpoints())[-1] == saved
             exported = await swarm.export()
             assert Path(exported.path).is_dir()
+
+    asyncio.run(scenario())
+
+
+def test_policies_and_a_run_beside_the_default_one(tmp_path: Path) -> None:
+    async def played(task: Task, episode: AsyncEpisode) -> dict[str, float | Reward]:
+        for episode.model in ("planner", "coder@critic", "coder"):
+            await agent(task, episode)
+        coder = Reward(float(task.payload % 2), by_role={"critic": 0.25}, metrics={"lines": 3})
+        return {"planner": 1.0, "coder": coder}
+
+    async def scenario() -> None:
+        policies: dict[str, Any] = {"planner": {}, "coder": {}}
+        async with (
+            serving(tmp_path / "data", saying(last_letter)) as served,
+            client(served, ADMIN) as server,
+        ):
+            run = await server.start_run("two", policies=policies)
+            assert (run.policies, run.is_open) == (("planner", "coder"), True)
+            async with server.of_run("two") as swarm:
+                async with asyncio.timeout(30):
+                    reports = await asyncio.gather(
+                        swarm.train(played, TASKS, steps=2, concurrency=4, progress=False),
+                        server.train(agent, TASKS, steps=2, concurrency=4, progress=False),
+                    )
+                assert reports[0].rewards_of("planner") == (1.0, 1.0)
+                means = zip(reports[0].rewards, reports[0].rewards_of("coder"), strict=True)
+                assert all(whole == (1.0 + coder) / 2 for whole, coder in means)
+                assert reports[1].rewards_of("planner") != (1.0, 1.0)
+                view = next(view for view in (await swarm.episodes()).episodes if view.status == "finished")
+                assert view.by_role.keys() == {"planner", "coder", "coder/critic"} and view.metrics == {"lines": 3.0}
+                async with swarm.episode("t", mode="eval") as episode:
+                    with pytest.raises(InvalidRequest, match="no reward for policy 'coder'") as raised:
+                        await episode.finish(Reward(1.0, by_role={"planner": 1.0}))
+                    await swarm.finish(episode.id, {"planner": 1.0, "coder": 0.0})
+                    with pytest.raises(Conflict):
+                        await episode.heartbeat()
+                assert raised.value.param == "coder"
+                evaluated = await swarm.evaluate(played, TASKS, progress=False, at_version="newest")
+                assert evaluated.of_policy("coder").mean_reward == 0.5
+            assert [view.name for view in await server.runs()] == ["default", "two"]
+            assert not (await server.end_run("two")).is_open
 
     asyncio.run(scenario())
 

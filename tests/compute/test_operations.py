@@ -206,6 +206,9 @@ def test_a_setting_that_needs_a_missing_capability_is_refused() -> None:
     config = ServeConfig.model_validate({"model": {"lora": {"rank": 8}}})
     with pytest.raises(ConfigError, match=r"model\.lora\.rank = 8: this backend trains no adapters"):
         check_capabilities(capabilities, config, config.job)
+    config = ServeConfig.model_validate({"policies": {"planner": {}, "coder": {"lora": {"rank": 4}}}})
+    with pytest.raises(ConfigError, match=r"policies\.coder\.lora\.rank = 4: this backend trains no adapters"):
+        check_capabilities(capabilities, config, config.job)
     config = ServeConfig()
     with pytest.raises(ConfigError, match=r"job\.sampling\.override lacks top_p, top_k"):
         check_capabilities(capabilities, config, config.job)

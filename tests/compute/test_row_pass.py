@@ -9,28 +9,31 @@
 
 from __future__ import annotations
 
-import asyncio
+import io
 import json
 import logging
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from agentjet.compute.embedded import EmbeddedCompute, checkpoint
+from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
 from agentjet.compute.embedded.sampler import RowSampler
-from agentjet.compute.protocol import learn
-from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, ServeConfig
+from agentjet.compute.embedded.worker import Worker
+from agentjet.compute.embedded.worker_process import read_frame
+from agentjet.compute.protocol import LossSpec
+from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import ConfigError, OutOfCache
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest, call_row
-from agentjet.types import Op, PolicyId, SamplingParams
+from agentjet.types import PolicyId, SamplingParams
 from tests.compute.architectures import BRANCHING, ROWS, make_architecture
 from tests.compute.baseline import (
     Baseline,
@@ -284,34 +287,32 @@ def test_requests_end_are_cancelled_and_are_refused(folders: dict[str, Path]) ->
     assert new.finish_reason == "stop" and sampler.is_idle
 
 
-@pytest.mark.e2e
-def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path], tmp_path: Path) -> None:
-    settings = ServeConfig.model_validate(
-        {
-            "model": {"name": str(folders["mamba"]), "device": "cpu", "dtype": "float32", "threads": 1},
-            "server": {"data_dir": tmp_path},
-        }
-    )
+def test_a_worker_samples_and_learns_such_a_model(folders: dict[str, Path]) -> None:
+    model = ModelConfig(name=str(folders["mamba"]), device="cpu", dtype="float32", threads=1)
+    output = io.BytesIO()
+    worker, policy = Worker(output), PolicyId()
+    sampler = SamplerConfig().model_dump(mode="json")
+    info = worker.handle("add", policy, model=model.model_dump(mode="json"), dtype="", sampler=sampler)
+    assert not info["shares_prefixes"] and info["context_length"] == 8192
 
-    async def scenario() -> None:
-        compute = EmbeddedCompute(settings)
-        card = await compute.add(PolicyId(), settings.model)
-        assert not card.shares_prefixes and card.context_length == 8192
-        prompt = tokens(1, 9).tolist()
+    def sample() -> tuple[list[float], set[int]]:
+        start = output.tell()
+        params = asdict(SamplingParams(max_tokens=5, seed=3))
+        worker.handle("sample", policy, id=1, tokens=tokens(1, 9).tobytes(), params=params)
+        while worker._pieces:
+            worker._sample_step()
+        output.seek(start)
+        frames = iter(lambda: read_frame(output), None)
+        pieces = [piece for frame in frames for piece in frame["tokens"]]
+        return [logp for _, _, _, logprobs, *_ in pieces for logp in logprobs], {version for _, version, *_ in pieces}
 
-        async def sample() -> tuple[list[float], set[int]]:
-            pieces = [piece async for piece in compute.sample(PolicyId(), prompt, SamplingParams(max_tokens=5, seed=3))]
-            return [logp for piece in pieces for logp in piece.logprobs], {piece.policy_version for piece in pieces}
-
-        before = await sample()
-        forest = build_forest(sampled_rows(make_policy(folders["mamba"]), groups=1))
-        job = JobConfig(optimizer=OptimizerConfig(lr=1e-2))
-        metrics, _ = await learn(compute, Op.of(PolicyId(), 0), TrainingBatch(0, forest), job)
-        await compute.publish(PolicyId(), 1)
-        assert metrics["forest/tokens_computed"] >= forest.num_nodes
-        after = await sample()
-        assert (before[1], after[1]) == ({0}, {1}) and before[0] != after[0]
-        await compute.close()
-
-    asyncio.run(scenario())
-    assert "one row per timeline" in (tmp_path / "logs" / "worker.log").read_text()
+    before = sample()
+    forest = build_forest(sampled_rows(make_policy(folders["mamba"]), groups=1))
+    batch, loss = TrainingBatch(0, forest).to_wire(), LossSpec.of(JobConfig()).to_wire()
+    outputs = worker.handle("forward_backward", policy, number=0, batch=batch, loss=loss)
+    assert outputs["metrics"]["forest/tokens_computed"] >= forest.num_nodes
+    optimizer = OptimizerConfig(lr=1e-2).model_dump(mode="json")
+    worker.handle("optim_step", policy, number=1, optimizer=optimizer)
+    worker.handle("publish", policy, version=1)
+    after = sample()
+    assert (before[1], after[1]) == ({0}, {1}) and before[0] != after[0]

@@ -129,7 +129,7 @@ def test_ctrl_c_ends_the_demo_and_its_server(model: Path, tmp_path: Path) -> Non
     assert not is_running(server) and not is_running(worker)
     assert "interrupted" in log.read_text()
     assert (tmp_path / "server" / "serve.log").stat().st_mode & 0o777 == 0o600
-    assert list((tmp_path / "server" / "checkpoints").glob("step_*"))
+    assert list((tmp_path / "server" / "runs" / "default" / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.thorough
@@ -149,7 +149,8 @@ def test_a_demo_that_is_killed_leaves_no_server(model: Path, tmp_path: Path) -> 
     while is_running(server) or is_running(worker):
         assert time.monotonic() < deadline, server_log(tmp_path)
         time.sleep(0.05)
-    assert list((tmp_path / "server" / "checkpoints").glob("step_*"))  # what it had learned is kept
+    kept = tmp_path / "server" / "runs" / "default" / "checkpoints"
+    assert list(kept.glob("step_*")), "what it had learned is kept"
 
 
 def server_log(out: Path) -> str:

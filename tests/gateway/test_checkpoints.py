@@ -5,7 +5,8 @@
 3. A checkpoint that the journal did not record never counts, unless the journal begins at it or AgentJet 0.1 wrote it.
 4. Only checkpoints that this server wrote or loaded are returned as written, displace older ones, or release calls.
 5. An interrupted write leaves no checkpoint that counts, unless the journal had recorded it.
-6. An incomplete journal is refused, and no checkpoint is renamed.
+6. A stop while the journal refuses a published batch writes no checkpoint, and the batch is learned later.
+7. An incomplete journal is refused, and no checkpoint is renamed.
 """
 
 from __future__ import annotations
@@ -287,3 +288,24 @@ async def test_a_checkpoint_that_cannot_be_renamed_stops_the_start(
     with pytest.raises(CheckpointError, match=r"could not be renamed .*: move it to another folder"):
         async with running(tmp_path / "d", prepare=prepare):
             pass
+
+
+async def test_a_stop_while_the_journal_refuses_a_published_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[Later] = []
+
+    def refuse(*_: object) -> None:
+        refused.append(Later("full", code="journal_unavailable", status=503, retry_after=0.01))
+        raise refused[-1]
+
+    async with running(tmp_path / "d") as run:
+        await run.batch()
+        with monkeypatch.context() as patch:
+            patch.setattr(run.gateway.swarm.batches, "learned", refuse)
+            await run.fill_batch()
+            await run.until(lambda: bool(refused))
+            await run.gateway.stop_engine()
+        assert (run.gateway.engine.state, versions(run)) == ("offline", [])
+        await run.gateway.start_engine()
+        await run.until(lambda: run.gateway.swarm.policy_version == 2)

@@ -5,10 +5,14 @@
 3. A checkpoint has a folder for each policy. One damaged policy makes it unusable for all.
 4. A call uses the policy of its role. A side call is a role below the policy of its request.
 5. An export is of one policy; the divergence of one policy is reported with its name.
+6. A disk that refuses a write between two policies delays the batch, and stops neither calls nor maintenance for good.
+7. A save of one worker survives the death of another.
+8. A first start that failed fixes nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.errors import CheckpointError, Conflict, InvalidRequest
+from agentjet.errors import CheckpointError, ConfigError, Conflict, InvalidRequest, Later
 from agentjet.gateway import CallRequest
 from agentjet.protocol import BeginRequest
 from agentjet.types import Conversation, Message, PolicyId
@@ -161,3 +165,58 @@ async def test_the_divergence_of_one_policy_is_reported(tmp_path: Path) -> None:
         with pytest.raises(Conflict, match="the policy coder has diverged"):
             await run.gateway.versions.save()
     assert json.loads((tmp_path / "d" / RUN / "metrics.jsonl").read_text())["planner/weights/finite"] == 1
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_a_full_disk_between_two_policies_delays_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    async with running(tmp_path / "d", policies=TEAM, job={"max_staleness": max_staleness}) as run:
+        evaluated = await run.gateway.begin(BeginRequest(task_id="e", client_id="v", mode="eval"))
+        batches = run.gateway.swarm.batches
+        record = batches.record_operation
+        refused: list[Later] = []
+
+        def refuse_once(policy: str, *rest: Any) -> None:
+            if policy == "coder" and not refused:
+                refused.append(Later("full", code="journal_unavailable", status=503, retry_after=0.1))
+                raise refused[0]
+            record(policy, *rest)
+
+        monkeypatch.setattr(batches, "record_operation", refuse_once)
+        await run.fill_batch()
+        await run.until(lambda: bool(refused))
+        call = asyncio.create_task(run.say(evaluated.id, role="planner"))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            assert (await run.gateway.versions.save()).policy_version == 1
+            assert (await call).versions[0] == 1
+
+
+async def test_a_save_survives_the_death_of_another_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        await run.batch()
+        save, entered = run.compute.save, asyncio.Event()
+
+        async def save_slowly(policy: PolicyId, path: Path) -> Any:
+            if not entered.is_set():
+                entered.set()
+                await asyncio.Event().wait()
+            return await save(policy, path)
+
+        monkeypatch.setattr(run.compute, "save", save_slowly)
+        saving = asyncio.create_task(run.gateway.versions.save())
+        await entered.wait()
+        run.compute.die(worker="second")
+        async with asyncio.timeout(5):
+            assert (await saving).policy_version == 1
+
+
+async def test_a_first_start_that_failed_fixes_nothing(tmp_path: Path) -> None:
+    async with running(
+        tmp_path / "d", policies=TEAM, prepare=lambda compute: compute.may_start.clear(), wait_ready=False
+    ) as run:
+        await run.gateway.begin(BeginRequest(task_id="e", client_id="v", mode="eval"))
+        run.compute.fail_start = [ConfigError("there is no such model")]
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        await run.batch()

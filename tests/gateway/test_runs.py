@@ -5,20 +5,23 @@
 3. Open runs survive a restart. An ended run stays ended, and continues at its version when it is opened again.
 4. A run that cannot be opened is shown, and the server starts.
 5. Requests about a run are idempotent and have their effect one after the other. Wrong ones are refused by name.
-6. The run of a data dir of edition 1 is moved, also if the move was killed at any point.
+6. A run whose folder was removed can be ended and created again. A run that the full disk refused can be opened later.
+7. The run of a data dir of edition 1 is moved, also if the move was killed at any point.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from agentjet.errors import ConfigError, Conflict, InvalidRequest, NotFound, RequestError, WorkerDied
+from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
 from agentjet.gateway.runs import FIRST_EDITION, move_first_edition
 from agentjet.protocol import BeginRequest, RunSettings
+from agentjet.swarm.store import Store
 from agentjet.types import PolicyId
 from tests.fakes import RUN, Running, running
 
@@ -88,26 +91,33 @@ async def test_a_worker_that_two_runs_share_is_replaced_for_both(tmp_path: Path)
         assert (trained, run.compute.weights) == ([8, 8], run.compute.policies[PolicyId("other")].weights)
 
 
-async def test_failures_of_another_run_are_not_ours(tmp_path: Path) -> None:
-    """The other run's batch kills two workers: while the default run's batch waits, and during its call."""
+async def test_crashes_of_another_run_are_not_ours(tmp_path: Path) -> None:
+    """Neither a call nor a batch is given up because operations of another run kill the worker."""
+    theirs = WorkerDied("out of memory", during="other/policy")
     async with running(tmp_path / "d") as run:
-        other = await opened(run)
-        run.compute.deadly = {("other", 0)}
         run.compute.may_sample.clear()
         episode = await run.gateway.begin(BeginRequest(task_id="e", mode="eval"))
         call = asyncio.create_task(run.say(episode.id))
-        await run.until(lambda: len(run.compute.asked) == 1)
-        run.compute.stuck = lambda request, piece: run.compute.asked[request].policy == PolicyId() and request < 6
+        for crashes in range(3):
+            await run.until(lambda crashes=crashes: len(run.compute.asked) == crashes + 1)
+            run.compute.die(theirs)
         run.compute.may_sample.set()
-        await other.fill_batch()
-        await run.until(lambda: other.gateway.status().episodes["dropped"] == 4)
-        run.compute.stuck = lambda request, piece: False
-        run.compute.may_sample.set()
-        if not call.done():
-            run.compute.die(WorkerDied("killed by the other run", during="other/policy"))
         assert (await call).response.content == "hi"
-        assert run.gateway.status().workers_started >= 3
-        run.compute.die_after = ["forward_backward policy"]
+        run.compute.may_learn.clear()
+        await run.fill_batch()
+        for crashes in range(3):
+            await run.until(lambda crashes=crashes: len(run.compute.begun) == crashes + 1)
+            run.compute.die(theirs)
+        run.compute.may_learn.set()
+        await run.until(lambda: run.gateway.status().episodes["trained"] == 4)
+
+
+async def test_a_batch_that_kills_workers_is_set_aside_in_its_run(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        other = await opened(run)
+        run.compute.deadly = {("other", 0)}
+        await asyncio.gather(other.fill_batch(), run.batch())
+        await run.until(lambda: other.gateway.status().episodes["dropped"] == 4)
         await run.batch()
         assert run.gateway.status().episodes["dropped"] == 0
 
@@ -218,3 +228,27 @@ async def test_the_record_of_a_run_has_its_first_settings(tmp_path: Path) -> Non
         recorded = json.loads((tmp_path / "d" / "runs" / "a" / "run.json").read_text())
         assert recorded["policies"] == {"solo": {"lora": {"rank": 4}}} and recorded["open"] is True
         assert recorded["job"]["batch_size"] == 7
+
+
+async def test_a_run_without_its_folder_can_be_ended(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await opened(run)
+        shutil.rmtree(tmp_path / "d" / "runs" / "other")
+        assert [view.name for view in run.runs.views()] == ["default", "other"]
+        await run.runs.end("other")
+        again = await opened(run)
+        await again.batch()
+        assert again.gateway.swarm.policy_version == 1
+
+
+async def test_a_run_that_the_disk_refused_can_be_opened_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise Later("the disk is full", code="journal_unavailable", status=503, retry_after=1.0)
+
+    async with running(tmp_path / "d") as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "start_job", refuse)
+            with pytest.raises(Conflict, match="the disk is full"):
+                await run.runs.put("other", RunSettings())
+        assert run.runs.views()[1].reason == "the disk is full"
+        await (await opened(run)).batch()

@@ -68,6 +68,8 @@ def meant(case: schemathesis.Case, target: Target, draw: st.DataObject) -> None:
         case.path_parameters["episode_id"] = target.episode["episode_id"]
     if deep and "key" in case.path_parameters:
         case.path_parameters["key"] = target.episode["api_key"]
+    if deep and case.path.startswith("/swarm/v1/runs/"):
+        case.path_parameters["name"] = draw.draw(st.sampled_from(["fuzzed", "other", "default"]))
     if isinstance(case.body, dict):
         if isinstance(case.body.get("wait"), int | float):
             case.body["wait"] = 0

@@ -101,7 +101,8 @@ def test_a_name_chooses_the_policy(tmp_path: Path) -> None:
             calls = (await served.run.gateway.episode_tree(episode["episode_id"])).calls
             assert Counter(call.role for call in calls) == {"planner": 4, "coder/critic": 4, "coder/judge": 8}
             stream = await served.openai(episode).chat.completions.create(model="coder", messages=HELLO, stream=True)
-            assert {chunk.model async for chunk in stream} == {"coder"}
+            chunks = [chunk async for chunk in stream]
+            assert {chunk.model for chunk in chunks} == {"coder"} and chunks[-1].system_fingerprint == "coder-0"
 
     asyncio.run(scenario())
 

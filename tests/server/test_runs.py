@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,7 +208,7 @@ def test_the_token_of_a_run_opens_nothing_of_the_default_run(shared: Shared) -> 
 
 
 def test_a_run_in_its_own_rights(shared: Shared) -> None:
-    """Its admin administers this run only; the default run's admin every run. Its client is told that it was ended."""
+    """Its admin administers this run only; the default run's admin every run. Its client learns that it was ended."""
     served = shared.served
     own = bearer(token_of(served, "other", "admin-token"))
     for headers in (own, bearer(ADMIN)):
@@ -377,3 +378,16 @@ async def test_a_run_whose_keys_cannot_be_read_stops_no_other(tmp_path: Path, ca
         assert (refused.status_code, refused.json()["code"]) == (409, "run_unusable")
         assert str(tmp_path / "d" / "runs" / "spoiled" / "token") in refused.json()["detail"]
         assert (await served.http.get("/swarm/v1/status")).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_a_removed_run_leaves_no_valid_token(tmp_path: Path) -> None:
+    async with serving(tmp_path / "d") as served:
+        await create(served, "other")
+        old = token_of(served, "other")
+        await served.http.delete("/swarm/v1/runs/other", headers=bearer(ADMIN))
+        shutil.rmtree(tmp_path / "d" / "runs" / "other")
+        await create(served, "other")
+        new = token_of(served, "other")
+        answers = [await served.http.get("/runs/other/swarm/v1/status", headers=bearer(t)) for t in (old, new)]
+        assert [answer.status_code for answer in answers] == [401, 200]

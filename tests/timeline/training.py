@@ -13,6 +13,7 @@ from agentjet.swarm.journal import Journal
 from agentjet.swarm.state import Batch, Episode
 from agentjet.timeline import Forest
 from agentjet.timeline.forks import orphans
+from agentjet.types import SOLE_POLICY
 from tests.timeline.agents import Record, meaning
 
 
@@ -36,8 +37,8 @@ def build_batch(record: Record, episode_ids: Collection[str]) -> tuple[Forest, d
         id: Episode(id, i, "c", "t", "", "g", 1, "train", 0, 0.0, status="finished", reward=float(i))
         for i, id in enumerate(episode_ids)
     }
-    training, metrics = build(cast(Journal, RecordedJournal(record)), batch, episodes)
-    return training.forest, metrics
+    training, metrics = build(cast(Journal, RecordedJournal(record)), batch, episodes, ())
+    return training[SOLE_POLICY].forest, metrics
 
 
 def train(record: Record, episode_ids: Collection[str]) -> tuple[Forest, dict[str, float]]:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from agentjet.client import Swarm
 
 Url = Annotated[
-    str | None, typer.Option("--url", help="The server's address; default: AGENTJET_URL, then port 8400 here.")
+    str | None,
+    typer.Option("--url", help="Address of the server, or ADDRESS/runs/NAME; default: AGENTJET_URL, then port 8400."),
 ]
 Token = Annotated[str | None, typer.Option("--token", help="The server's token; default: AGENTJET_TOKEN.")]
 TokenFile = Annotated[

@@ -114,16 +114,9 @@ def _epochs(tasks: Sequence[Task], seed: int) -> Iterator[tuple[int, Task]]:
 Agent = Callable[[Task, Any], Returned | Awaitable[Returned]]
 """`agent(task, episode) -> reward`. A plain function runs in a thread and gets an `Episode`. An `async def` function
 gets an `AsyncEpisode`."""
-StartRollout = Callable[[RolloutSpec], Awaitable["StartedRollout"]]
+StartRollout = Callable[[RolloutSpec], Awaitable[tuple[AsyncEpisode, Agent]]]
+"""Begins an episode, and chooses the agent that runs it."""
 Report = Callable[[RolloutSpec, EpisodeResult, bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StartedRollout:
-    """A begun episode, and the agent that runs it."""
-
-    episode: AsyncEpisode
-    agent: Agent
 
 
 class AgentFailing(AgentJetError):
@@ -252,13 +245,12 @@ class Runner:
 
     async def attempt(self, spec: RolloutSpec) -> EpisodeResult:
         """One episode from begin to end. Raises errors of the server and the network, not those of the agent."""
-        started = await self._begin(spec)
-        episode = started.episode
+        episode, agent = await self._begin(spec)
         heartbeats = asyncio.create_task(keep_alive(episode))
         error = where = ""
         has_returned = False
         try:
-            returned = await self._call_while_live(spec.task, started, heartbeats)
+            returned = await self._call_while_live(agent, spec.task, episode, heartbeats)
             has_returned = True
             if episode.status == "live":
                 await self._finish(spec, episode, episode.checked(returned))
@@ -270,7 +262,7 @@ class Runner:
         except Exception as failure:  # the boundary: an agent's exception is a fact about its episode
             if has_returned and isinstance(failure, Unreachable):  # The reward may have arrived: do not abort.
                 raise
-            error, where = abort_reason(failure), error_location(started.agent, failure)
+            error, where = abort_reason(failure), error_location(agent, failure)
             if episode.status == "live":
                 with contextlib.suppress(RequestError):  # the episode ended: there is nothing left to abort
                     await episode.abort(error)
@@ -281,11 +273,13 @@ class Runner:
             return not_needed(spec.task, episode)
         return _result(spec.task, episode, error, where)
 
-    async def _call_while_live(self, task: Task, started: StartedRollout, heartbeats: asyncio.Task[bool]) -> object:
+    async def _call_while_live(
+        self, agent: Agent, task: Task, episode: AsyncEpisode, heartbeats: asyncio.Task[bool]
+    ) -> object:
         """The agent's return value. An agent that is still running when the server ends its episode is cancelled, to
         free its worker.
         """
-        working = asyncio.create_task(_call(started.agent, task, started.episode))
+        working = asyncio.create_task(_call(agent, task, episode))
         try:
             await asyncio.wait({working, heartbeats}, return_when=asyncio.FIRST_COMPLETED)
             has_ended = not working.done() and heartbeats.result()
@@ -295,21 +289,21 @@ class Runner:
                 working.cancel()
                 await asyncio.wait([working])
 
-    async def _begin(self, spec: RolloutSpec) -> StartedRollout:
+    async def _begin(self, spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
         if spec.spare:
             await spec.opened.wait()
         self._num_beginning += 1
         self._none_beginning.clear()
         try:
-            started = await self._start(spec)
+            episode, agent = await self._start(spec)
         finally:
             self._num_beginning -= 1
             if not self._num_beginning:
                 self._none_beginning.set()
         spec.opened.set()
         self.num_begun += 1
-        self.live.add(started.episode)
-        return started
+        self.live.add(episode)
+        return episode, agent
 
     async def _abort_on_exit(self, spec: RolloutSpec, episode: AsyncEpisode) -> None:
         """Abort a live episode when the run ends.

@@ -42,7 +42,7 @@ from agentjet.client.inputs import (
     require_tasks,
 )
 from agentjet.client.report import EvalReport, TrainReport
-from agentjet.client.rollout import Agent, RolloutSpec, StartedRollout
+from agentjet.client.rollout import Agent, RolloutSpec
 from agentjet.client.training import Training
 from agentjet.errors import AgentJetError
 from agentjet.protocol import (
@@ -253,13 +253,13 @@ class AsyncSwarm:
         version = AgentVersion.of(agent, code_version)
 
         async def run(pinned: int | None) -> EvalReport:
-            async def start(spec: RolloutSpec) -> StartedRollout:
+            async def start(spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
                 task, code = spec.task, version.code_version
                 request = self.episode_request(task.id, task.task_set, mode="eval", code_version=code)
                 if endpoint is not None:
-                    return StartedRollout(endpoint.begin(request), version.agent)
+                    return endpoint.begin(request), version.agent
                 request = request.model_copy(update={"at_version": pinned, "temperature": temperature})
-                return StartedRollout(await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent)
+                return await begin_episode(self._connection, request, wait=EVAL_WAIT), version.agent
 
             return await run_evaluation(start, tasks, repeats=repeats, concurrency=concurrency, progress=progress)
 

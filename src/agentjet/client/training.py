@@ -27,7 +27,7 @@ from agentjet.client.evaluation import HeldOutEvaluations
 from agentjet.client.live_reload import LiveReload
 from agentjet.client.progress import Progress, progress_for
 from agentjet.client.report import EpisodeResult, Step, TrainReport
-from agentjet.client.rollout import RolloutQueue, RolloutSpec, Runner, StartedRollout, first_to_end, not_needed
+from agentjet.client.rollout import Agent, RolloutQueue, RolloutSpec, Runner, first_to_end, not_needed
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest
 from agentjet.protocol import REPORTED_BATCHES, BeginRequest, StatusResponse, batches_without_variance, report_lines
 from agentjet.types import Task
@@ -124,7 +124,7 @@ class _TrainingLoop:
         if held_out is not None and not held_out.stalled:
             await held_out.finish(self.live.current.version, self._target, self._shown.notify)
 
-    async def _start(self, spec: RolloutSpec) -> StartedRollout:
+    async def _start(self, spec: RolloutSpec) -> tuple[AsyncEpisode, Agent]:
         def on_abort(episode: AsyncEpisode) -> None:
             self._note(spec, not_needed(spec.task, episode), True)
 
@@ -133,8 +133,7 @@ class _TrainingLoop:
             body = body.model_copy(update={"join_only": spec.spare, "unless_full": len(self._queue.task_sets) > 1})
             return begin_episode(self._connection, body, wait=math.inf, on_abort=on_abort, cleanup=self.runner.cleanup)
 
-        episode, agent = await self.live.begin(spec, request, on_abort, self.runner.cleanup)
-        return StartedRollout(episode, agent)
+        return await self.live.begin(spec, request, on_abort, self.runner.cleanup)
 
     def _note(self, spec: RolloutSpec, result: EpisodeResult, last: bool) -> None:
         self.results.append(result)

@@ -65,6 +65,7 @@ class CallPath:
     def __init__(self, run: OpenRun, engine: Engine, *, clock: Callable[[], float] = time.time) -> None:
         self._run = run
         self._swarm = run.swarm
+        self._compute = run.compute
         self._engine = engine
         self._call_timeout = run.config.server.call_timeout
         """Maximum of the seconds that a call is held in all. Sampling does not count."""
@@ -238,7 +239,7 @@ class CallPath:
         )
         with _request_errors(call.request):
             async with aclosing(
-                self._run.compute.sample(self._run.policy_id(call.role), call.prompt.tokens, params)
+                self._compute.sample(self._run.policy_id(call.role), call.prompt.tokens, params)
             ) as pieces:
                 async for piece in pieces:
                     parser.push(piece)
@@ -258,7 +259,7 @@ class CallPath:
         if num_likeliest is None:
             return ()
         with _request_errors(call.request):
-            scores = await self._run.compute.score(self._run.policy_id(call.role), tokens, num_likeliest)
+            scores = await self._compute.score(self._run.policy_id(call.role), tokens, num_likeliest)
         texts = [call.renderer.token_bytes(token) for token in tokens]
         shown = [ScoredToken(texts[0].decode(errors="replace"), texts[0], None)]
         for utf8, token, score in zip(texts[1:], tokens[1:], scores, strict=True):

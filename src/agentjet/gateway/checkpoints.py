@@ -133,7 +133,11 @@ class CheckpointStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             stamp = await save(unnamed)
-            assert stamp.policy_version == policy_version, "worker and journal have the same policy version"
+            if stamp.policy_version != policy_version:  # The journal refused to record the batch that was published.
+                raise CheckpointError(
+                    f"{path} was not written: the worker has policy version {stamp.policy_version}, which the journal "
+                    "has not recorded yet"
+                )
             await record(stamp)
             if path.exists():
                 self.quarantine(policy_version)
@@ -332,6 +336,7 @@ class PolicyVersions:
     def __init__(self, run: OpenRun, engine: Engine) -> None:
         self._run = run
         self._swarm = run.swarm
+        self._compute = run.compute
         self._engine = engine
 
     async def record_evaluation(
@@ -436,7 +441,7 @@ class PolicyVersions:
             path = folder / f"step_{version:06d}{'-adapter' if adapter else ''}"
             if not path.exists():
                 folder.mkdir(parents=True, exist_ok=True)
-                await self._run.compute.export(self._run.policy_id(chosen), path, adapter=adapter)
+                await self._compute.export(self._run.policy_id(chosen), path, adapter=adapter)
                 await asyncio.to_thread(remove_old_exports, folder, self._run.config.server.keep_exports)
             return CheckpointInfo(policy_version=version, path=str(path.resolve()), created=path.stat().st_mtime)
 

@@ -99,21 +99,21 @@ class Gateway:
         models = {policy: config.model_of(policy) for policy in config.policy_names}
         self._journal = Journal.open(self.folder / "journal.sqlite", models=models)
         metrics = MetricsFile(self.folder / "metrics.jsonl", clock=clock)
+        self.store = CheckpointStore(self.folder)
         try:
             metrics.check_journal(self._journal.read_state().policy_version)
-        except ConfigError:
+            self.swarm = SwarmState(
+                self._journal,
+                config.job,
+                policies=self.policies,
+                clock=clock,
+                stopwatch=stopwatch,
+                policy_version=self.store.newest(),  # Episodes may begin before the worker has loaded it.
+            )
+            self._commits = GroupCommit(self.swarm)
+        except BaseException:
             self._journal.close()
             raise
-        self.store = CheckpointStore(self.folder)
-        self.swarm = SwarmState(
-            self._journal,
-            config.job,
-            policies=self.policies,
-            clock=clock,
-            stopwatch=stopwatch,
-            policy_version=self.store.newest(),  # Episodes may begin before the worker has loaded it.
-        )
-        self._commits = GroupCommit(self.swarm)
         self.changed = Broadcast()
         self._waiters = AdmissionWaiters()
         self.swarm.store.on_event = self._on_event

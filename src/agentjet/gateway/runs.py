@@ -129,11 +129,13 @@ class Runs:
         Raises `InvalidRequest` for an invalid name, `NotFound`, and `Conflict` as `put` does.
         """
         async with self._changing(name):
-            if (record := self._record(name)) is None:
+            record, gateway = self._record(name), self._gateways.get(name)
+            if record is None and gateway is None:
                 raise self._not_found(name)
-            self._write(name, record, is_open=False)
+            if record is not None:  # The folder of an open run may have been removed.
+                self._write(name, record, is_open=False)
             self._failed.pop(name, None)
-            if (gateway := self._gateways.get(name)) is not None:
+            if gateway is not None:
                 try:
                     await gateway.drain()
                 finally:
@@ -203,9 +205,9 @@ class Runs:
         """Opens and starts a run. Raises `ConfigError`."""
         try:
             gateway = self._gateway(name, self._config_of(record.policies, record.job))
-        except ConfigError as error:
+        except (ConfigError, Later, OSError) as error:
             self._failed[name] = str(error)
-            raise
+            raise ConfigError(str(error)) from None
         self._failed.pop(name, None)
         await gateway.start()
 
@@ -217,7 +219,8 @@ class Runs:
         return gateway
 
     def _names(self) -> list[str]:
-        return sorted(path.parent.name for path in self._folder.glob(f"*/{RECORD}"))
+        on_disk = {path.parent.name for path in self._folder.glob(f"*/{RECORD}")}
+        return sorted((on_disk | self._gateways.keys()) - {DEFAULT_RUN})
 
     def _record(self, name: str) -> RunRecord | None:
         return RunRecord.read(self._folder / name / RECORD)

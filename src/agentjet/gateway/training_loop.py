@@ -90,6 +90,10 @@ class TrainingLoop:
         self._maintenance: deque[tuple[MaintenanceTask, asyncio.Future[Any]]] = deque()
         self._learning: int | None = None
         """Id of the batch that the worker is learning."""
+        self._is_partial = False
+        """True from the first operation of a batch until its weights are published. A policy whose weights changed
+        samples nothing in that time, so nothing may wait for the end of a call.
+        """
         self._crashes: Counter[int] = Counter()
         """Failures by batch id."""
 
@@ -103,16 +107,18 @@ class TrainingLoop:
             if self.stopping:
                 return
             # With `max_staleness`, completions continue during a step: the worker learns between two of their tokens.
-            if (self._maintenance or not swarm.job.max_staleness) and not await self._calls_ended():
+            waits = not self._is_partial and (self._maintenance or not swarm.job.max_staleness)
+            if waits and not await self._calls_ended():
                 return
             try:
-                await self._run_maintenance()
+                if not self._is_partial:
+                    await self._run_maintenance()
                 if not self.stopping and (swarm.pending or swarm.batches.ready()):
                     await self._step()
                     self.timer.start_sampling()
             except Later as later:  # The journal refuses writes. The batch stays pending; learning it again is safe.
                 await asyncio.sleep(later.retry_after)
-            if not self.stopping:
+            if not (self.stopping or self._is_partial):
                 self._sample()
 
     async def _calls_ended(self) -> bool:
@@ -127,6 +133,7 @@ class TrainingLoop:
         `operations` has the number of each loaded policy's next operation.
         """
         self._next_operations = {policy.policy: Op.of(policy, operations[policy.policy]) for policy in self._policies}
+        self._is_partial = False
         for batch in batches:
             if self.stopping:
                 return
@@ -175,6 +182,7 @@ class TrainingLoop:
                     metrics |= {f"{prefix}{metric}": value for metric, value in learned.items()}
                 for policy in self._policies:
                     await self._compute.publish(policy, batch.id + 1)
+                self._is_partial = False
                 if not replay:
                     num_tokens = sum(own.forest.num_targets for own in training.values())
                     await self._record(batch, {**metrics, **self.timer.metrics(num_tokens)})
@@ -187,6 +195,7 @@ class TrainingLoop:
     async def _journal(self, batch: Batch, op: Op, kind: OperationKind) -> None:
         self._swarm.batches.record_operation(op.policy, op.number, kind, batch)
         await self._run.commits.durable()
+        self._is_partial = True
 
     async def _record(self, batch: Batch, metrics: dict[str, float]) -> None:
         merged = self._swarm.batches.learned(batch, metrics)
@@ -233,7 +242,7 @@ class TrainingLoop:
                 continue
             try:
                 result = await task()
-            except WorkerDied:
+            except (WorkerDied, asyncio.CancelledError):  # Cancelled: another worker of the run died.
                 self._maintenance.appendleft((task, done))
                 raise
             except Exception as error:  # The boundary: the submitter gets it.

@@ -68,7 +68,7 @@ class HostCheck:
             f"The host {', '.join(given)[:200]!r} is not allowed: to allow it, add it to server.allowed_hosts.",
             code="host_not_allowed",
         )
-        await error_handlers.error_response(scope["path"], error)(scope, receive, send)
+        await error_handlers.error_response(route_path(scope), error)(scope, receive, send)
 
     def _is_allowed(self, given: list[str]) -> bool:
         host = _host(given[0]) if len(given) == 1 else ""

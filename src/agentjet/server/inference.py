@@ -163,7 +163,8 @@ async def list_models(deps: Deps, episode_id: EpisodeId) -> ModelList:
 @routes.get("/v1/models/{name:path}", dependencies=keyed, responses=errors_of(OPENAI_ERRORS))
 async def get_model(name: str, deps: Deps, episode_id: EpisodeId) -> ServedModel:
     """Return the model if the run accepts the name. Needs an episode key."""
-    return _model(_name_of(_role_of(name, deps, ""), deps), deps)
+    role = _role_of(name, deps, "")
+    return _model(deps.gateway.model_name or policy_of(role, deps.gateway.policies), deps)
 
 
 @routes.head("/", include_in_schema=False)
@@ -190,7 +191,8 @@ async def respond(
     """Returns the response to a call in any dialect, whole or streamed. Raises `RequestError` or `ClientGone`."""
     gateway = deps.gateway
     role = _role_of(body.model, deps, role)
-    head = AnswerHead(uuid.uuid4().hex, _name_of(role, deps), int(time.time()))
+    policy = policy_of(role, gateway.policies)
+    head = AnswerHead(uuid.uuid4().hex, gateway.model_name or policy, int(time.time()), policy)
     content = await request.body()
     past: CallLookup = partial(gateway.lookup_call, episode_id, role)
     past = past if len(content) < LARGE else from_thread(past)
@@ -281,7 +283,7 @@ def _model(name: str, deps: AppDeps) -> ServedModel:
     return ServedModel(id=name, created=int(deps.gateway.began))
 
 
-# --- the model's name in requests and answers
+# --- the model's name in requests
 
 
 def _role_of(model: str, deps: AppDeps, header: str) -> str:
@@ -289,11 +291,6 @@ def _role_of(model: str, deps: AppDeps, header: str) -> str:
     if gateway.policies:
         return role_of_policy(model, gateway.policies, header)
     return role_of(model, gateway.model_name, header, gateway.config.server.model_aliases)
-
-
-def _name_of(role: str, deps: AppDeps) -> str:
-    """Returns the model's name in answers to a role."""
-    return policy_of(role, deps.gateway.policies) if deps.gateway.policies else deps.gateway.model_name
 
 
 def role_of(model: str, served: str, header: str, aliases: str) -> str:

@@ -277,4 +277,4 @@ async def put_run(name: str, body: RunSettings, deps: Deps) -> RunView:
 @router.delete("/runs/{name}", dependencies=server_admin, responses=problems_of(404, 409, 503))
 async def end_run(name: str, deps: Deps) -> RunView:
     """Save a checkpoint of a run, free its policies and close its journal. Its files remain."""
-    return await deps.runs.end(name)
+    return await deps.runs.runs.end(name)

@@ -4,7 +4,7 @@ The paths of a run begin with `/runs/NAME`; those of the default run also go wit
 
 * a token or a key opens its own run only; the admin token of the default run opens every run;
 * the answer to a caller without rights in a run does not depend on the run: it is the same for an open run, for one
-  that was ended, and for a name that no run has. Both check the same number of tokens.
+  that was ended, and for a name that no run has, and it takes the same time but for a few microseconds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from starlette.types import Scope
 from agentjet.errors import ConfigError, Conflict, Forbidden, NotFound
 from agentjet.gateway import Gateway
 from agentjet.gateway.runs import Runs
-from agentjet.protocol import RunSettings, RunView, check_run_name
-from agentjet.server.auth import Keys
+from agentjet.protocol import RunSettings, RunView
+from agentjet.server.auth import SECRET_FILES, Keys
 from agentjet.server.limits import Limits
 from agentjet.types import DEFAULT_RUN, RUN_NAME
 
@@ -57,7 +57,8 @@ def deps_of(request: HTTPConnection) -> AppDeps:
 
 def route_path(scope: Scope) -> str:
     """Returns the decoded path of a request without `/runs/NAME`."""
-    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+    found = RUN_PATH.match(scope["path"])
+    return str(scope["path"][found.end() if found else 0 :])
 
 
 def bearer_of(request: HTTPConnection) -> str:
@@ -85,8 +86,7 @@ def run_in_path(scope: Scope) -> tuple[str, str] | None:
     found = RUN_PATH.match(scope["path"])
     if found is None:
         return None
-    _, first, name, *_ = (scope["raw_path"] + b"/").split(b"/")
-    is_plain = first == b"runs" and name.decode("latin-1") == found[1] and RUN_NAME.fullmatch(found[1])
+    is_plain = RUN_NAME.fullmatch(found[1]) and (scope["raw_path"] + b"/").startswith(f"{found[0]}/".encode())
     return found[0], found[1] if is_plain else found[0]
 
 
@@ -98,7 +98,7 @@ class ServedRuns:
         self.runs = runs
         self.default = AppDeps(runs.default, keys, self, limits)
         self._keys = {DEFAULT_RUN: keys}
-        for view in runs.views():
+        for view in runs.views()[1:]:
             try:
                 self._open_keys(view.name)
             except (ConfigError, OSError) as error:
@@ -136,11 +136,6 @@ class ServedRuns:
             raise Conflict(f"The run {name!r} cannot be entered: {error}.", code="run_unusable") from None
         return made
 
-    async def end(self, name: str) -> RunView:
-        """Ends a run: see `Runs.end`. Its tokens remain."""
-        check_run_name(name)
-        return await self.runs.end(name)
-
     def _opened(self, name: str, token: str) -> Gateway:
         """Raises `NotFound` if the run is not open; only the server's admin gets the names of other runs."""
         try:
@@ -154,8 +149,11 @@ class ServedRuns:
             ) from None
 
     def _open_keys(self, name: str) -> None:
-        """Reads the keys of a run and creates missing ones. Raises `ConfigError`, `OSError`."""
-        if name not in self._keys:
-            folder = self.default.gateway.config.server.data_dir / "runs" / name
+        """Reads the keys of a run and creates missing ones. Raises `ConfigError`, `OSError`.
+
+        Keys that are known are read again if a file is missing: the folder may have been removed, and the run with it.
+        """
+        folder = self.default.gateway.config.server.data_dir / "runs" / name
+        if name not in self._keys or not all((folder / file).exists() for file in SECRET_FILES.values()):
             default = self.default.keys
             self._keys[name] = Keys.open(folder, server_admin=default.admin_token, clock=default.clock)

@@ -134,7 +134,8 @@ class Journal:
             if not has_begun and BRANCHED_FROM not in journal.origin:
                 # A setting may be mistyped at the first start, so it counts only once an episode has begun.
                 journal._db.execute("DELETE FROM meta WHERE key = 'origin'")
-            elif {*policies} != {*journal.policies}:
+            # An origin is recorded before the first call. Without one, no policy was ever up.
+            elif journal.origin and {*policies} != {*journal.policies}:
                 raise ConfigError(
                     f"The run in {str(path.parent)!r} was created with {_named(journal.policies)}; the settings "
                     f"have {_named(policies)}. The policies of a run cannot change: restore [policies], or use "

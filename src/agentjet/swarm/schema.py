@@ -225,7 +225,20 @@ CREATE TABLE notes (
 ALTER TABLE calls ADD COLUMN untrained TEXT NOT NULL DEFAULT '';
 """
 
-JOINS_OF_8 = """
+EPISODES_OF_8 = """
+SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id, e.mode, e.policy_version, e.begun,
+    CASE WHEN f.episode_id IS NOT NULL THEN 'finished' ELSE COALESCE(a.status, 'live') END, COALESCE(f.ended, a.ended),
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.reward, p.reward) END,
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.by_role, p.by_role, '{}') ELSE '{}' END,
+    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.metrics, p.metrics, '{}') ELSE '{}' END,
+    COALESCE(a.reason, ''),
+    COALESCE(f.num_calls, a.num_calls, (SELECT COUNT(*) FROM calls c WHERE c.episode_id = e.id)),
+    COALESCE(f.num_tokens, a.num_tokens,
+        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id AND c.untrained = ''), 0),
+    s.batch_id,
+    CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
+    e.code_version, e.at_version, e.temperature, e.instance_id,
+    COALESCE(n.noted, '{}'), COALESCE(n.refused, '{}')
 FROM episodes e
 LEFT JOIN finishes f ON f.episode_id = e.id
 LEFT JOIN aborts a ON a.episode_id = e.id
@@ -234,23 +247,6 @@ LEFT JOIN groups g ON g.id = e.group_id
 LEFT JOIN batch_members m ON m.episode_id = e.id
 LEFT JOIN steps s ON s.batch_id = m.batch_id
 LEFT JOIN notes n ON n.episode_id = e.id
-"""
-
-EPISODES_OF_8 = f"""
-SELECT e.id, e.seq, e.client_id, e.task_id, e.task_set, e.group_name, e.group_id, e.mode, e.policy_version, e.begun,
-    CASE WHEN f.episode_id IS NOT NULL THEN 'finished' ELSE COALESCE(a.status, 'live') END, COALESCE(f.ended, a.ended),
-    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.reward, p.reward) END,
-    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.by_role, p.by_role, '{{}}') ELSE '{{}}' END,
-    CASE WHEN a.episode_id IS NULL THEN COALESCE(f.metrics, p.metrics, '{{}}') ELSE '{{}}' END,
-    COALESCE(a.reason, ''),
-    COALESCE(f.num_calls, a.num_calls, (SELECT COUNT(*) FROM calls c WHERE c.episode_id = e.id)),
-    COALESCE(f.num_tokens, a.num_tokens,
-        (SELECT SUM(length(c.completion)) / 4 FROM calls c WHERE c.episode_id = e.id AND c.untrained = ''), 0),
-    s.batch_id,
-    CASE WHEN f.episode_id IS NOT NULL AND g.state = 'dropped' THEN g.reason ELSE '' END,
-    e.code_version, e.at_version, e.temperature, e.instance_id,
-    COALESCE(n.noted, '{{}}'), COALESCE(n.refused, '{{}}')
-{JOINS_OF_8}
 """
 
 OPERATIONS_OF_9 = f"""
@@ -266,8 +262,6 @@ DROP INDEX settled_by_team;
 ALTER TABLE settled_episodes DROP COLUMN team;
 UPDATE settled_episodes SET body = json_remove(body, '$.team')
 """
-
-IN_DOUBT = "in doubt: it was prepared, and neither finished nor aborted before the server was updated"
 
 _FIELDS_OF_8 = [f.name for f in fields(Episode) if f.name != "oldest_version"]
 
@@ -309,10 +303,11 @@ def _episode_of_9(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _end_prepared(db: sqlite3.Connection, state: State) -> None:
     """End the prepared episodes unscored, because no `finish` will come for them."""
+    reason = "in doubt: it was prepared, and neither finished nor aborted before the server was updated"
     now = db.execute("SELECT MAX(time) FROM events").fetchone()[0]
     for episode in [e for e in state.episodes.values() if e.status == "live" and e.reward is not None]:
         unscored: dict[str, Any] = {"reward": None, "by_role": {}, "metrics": {}, "dropped": ""}
-        values = {"id": episode.id, "status": "expired", "ended": now, "reason": IN_DOUBT, **unscored}
+        values = {"id": episode.id, "status": "expired", "ended": now, "reason": reason, **unscored}
         settled = state.apply(("episode", values))
         assert settled is not None
         db.execute("INSERT INTO settled_episodes VALUES (?, ?, ?, ?)", settled_row(settled))

@@ -1,4 +1,4 @@
-"""A batch as the learner gets it: the forest, and the facts about its episodes and calls. NumPy only.
+"""A batch as the learner of a policy gets it: the forest, and the facts about its episodes and calls. NumPy only.
 
 Facts are rewards, groups, roles and turns. The recipe of the run turns them into columns of the forest next to the
 weights. Shapes: E episodes, R roles, C calls, M targets.
@@ -25,9 +25,9 @@ class Facts:
     groups: IntArray
     """The group [E] of each episode. Episodes of a group are compared with each other."""
     rewards: NDArray[np.float64]
-    """The reward [E] of each episode."""
+    """The reward [E] of the policy in each episode."""
     roles: tuple[str, ...]
-    """The names of the R roles."""
+    """The names of the policy's R roles."""
     role_rewards: NDArray[np.float64]
     """The reward [E, R] that an episode names for a role; NaN if it names none."""
     spoke: NDArray[np.bool_]
@@ -57,7 +57,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """The forest of a batch, with the facts from which a recipe computes its columns.
+    """The forest of a batch for one policy, with the facts from which a recipe computes its columns.
 
     `id` is the policy version before the batch. Without `facts` the forest already has all columns.
     """

@@ -1,7 +1,7 @@
 """Several adapters over one base model: in the same weights, and in one forward pass.
 
-Each adapter has modules of its own around the shared weights, so it is loaded, trained and saved as if it were alone.
-For sampling, `AdapterMixture` runs tokens of several adapters through the base model once. It stacks the matrices of
+Each adapter has separate modules around the shared weights. It is loaded, trained and saved as if it were alone. For
+sampling, `AdapterMixture` runs tokens of several adapters through the base model once. It stacks the matrices of
 the adapters. Every layer computes the low-rank products of all adapters, and masks those of other policies:
 
     out = W x + B (mask * (A x)),    A [R, in] and B [out, R] stacked,    R the sum of the ranks

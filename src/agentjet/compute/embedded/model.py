@@ -95,8 +95,8 @@ class BaseModel:
     def adapted(self, lora: LoraConfig) -> Policy:
         """Returns a new policy: an adapter over the weights of this model. Raises `ConfigError`.
 
-        The policy has modules of its own, and shares the weights below them. So adapters do not depend on each other.
-        Each starts with the same random weights.
+        The policy has separate modules and shares the weights below them. So adapters do not depend on each other. Each
+        starts with the same random weights.
         """
         modules = copied_modules(self.policy.model)
         with torch.random.fork_rng(devices=[]):

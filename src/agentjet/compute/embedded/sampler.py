@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,8 @@ from agentjet.compute.embedded.adapters import AdapterMixture
 from agentjet.compute.embedded.attention import flat_forward
 from agentjet.compute.embedded.cache import CacheRow, KeyValueCache, StepPlan
 from agentjet.compute.embedded.policy import PROBE_TOKENS, Policy, probe_tokens, tolerance
-from agentjet.compute.embedded.token_sampling import Grammars, Guide, sample_tokens
-from agentjet.errors import ComputeError, GrammarError, OutOfCache
+from agentjet.compute.embedded.token_sampling import Grammars, Guide, dead_end, finish_reason, sample_tokens
+from agentjet.errors import ComputeError, OutOfCache
 from agentjet.types import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -303,21 +302,6 @@ def _logits(base: Policy, hidden: Tensor, policies: Sequence[Policy]) -> Tensor:
     if not any(policy.adapts_head for policy in policies):
         return base.head(hidden)
     return torch.cat([policy.head(row[None]) for policy, row in zip(policies, hidden, strict=True)])
-
-
-def finish_reason(policy: Policy, params: SamplingParams, token: int, num_sampled: int) -> FinishReason | None:
-    """Returns the finish reason of a completion after its `num_sampled`-th token; None if it continues."""
-    if token in policy.end_tokens:
-        return "stop"
-    return "length" if num_sampled == params.max_tokens else None
-
-
-def dead_end(guide: Guide | None, token: int, logprob: float, reason: FinishReason | None) -> ComputeError | None:
-    """Advance the guide past `token`; returns the reason if the completion cannot continue, else None."""
-    if not math.isfinite(logprob):
-        return ComputeError("the policy has diverged: its logits are not finite")
-    refused = guide.advance(token) if guide and reason is None else ""
-    return GrammarError(refused) if refused else None
 
 
 def _spans(rows: list[CacheRow]) -> list[tuple[CacheRow, int]]:

@@ -9,6 +9,7 @@ Shapes: C completions, R rows of logits, V vocabulary. Completions of one row sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -22,12 +23,12 @@ from torch import Tensor
 from agentjet.compute.embedded.attention import flat_forward
 from agentjet.compute.embedded.forest_attention import forest_plan
 from agentjet.compute.embedded.policy import Policy
-from agentjet.errors import GrammarError
+from agentjet.errors import ComputeError, GrammarError
 from agentjet.rendering.grammar import TextCache
 from agentjet.rendering.vocabulary import Vocabulary
 from agentjet.timeline.forest import Row, build_forest
 from agentjet.timeline.support import EVERYTHING, encode_set
-from agentjet.types import ModelInfo, SamplingParams, TokenScore
+from agentjet.types import FinishReason, ModelInfo, SamplingParams, TokenScore
 
 MAX_GRAMMARS, MAX_GRAMMAR_CHARACTERS = 64, 2**20
 """Limits of the compiled grammars in memory. A compiled grammar takes about 200 bytes per character."""
@@ -84,6 +85,21 @@ class Grammars:
             n_vocab=self._vocabulary,
             eos_token=list(self._info.end_tokens),
         )
+
+
+def finish_reason(policy: Policy, params: SamplingParams, token: int, num_sampled: int) -> FinishReason | None:
+    """Returns the finish reason of a completion after its `num_sampled`-th token; None if it continues."""
+    if token in policy.end_tokens:
+        return "stop"
+    return "length" if num_sampled == params.max_tokens else None
+
+
+def dead_end(guide: Guide | None, token: int, logprob: float, reason: FinishReason | None) -> ComputeError | None:
+    """Advance the guide past `token`; returns the reason if the completion cannot continue, else None."""
+    if not math.isfinite(logprob):
+        return ComputeError("the policy has diverged: its logits are not finite")
+    refused = guide.advance(token) if guide and reason is None else ""
+    return GrammarError(refused) if refused else None
 
 
 class _Tokens:

@@ -136,7 +136,7 @@ class Worker:
             self._fail(id, error)
         except Exception as error:
             traceback.print_exc()
-            self._fail(id, ComputeError(f"{op} failed: {type(error).__name__}: {error}"))
+            self._fail(id, ComputeError(f"{op} failed: {type(error).__name__}: {error}"), ends=op in OPERATIONS)
             if op in OPERATIONS:
                 raise
         else:
@@ -165,8 +165,9 @@ class Worker:
             model = BaseModel(config)
             self._shared_base = _SharedBase(model, make_sampler(model.policy, sampler))
         elif reason := self._shared_base.model.difference(config):
+            own = next((f"policy {other}" for other in users if other.run == policy.run), "another run")
             raise ConfigError(
-                f"policy {policy}: {reason} of policy {users[0]}; the adapters of one worker share one base model: "
+                f"policy {policy}: {reason} of {own}; the adapters of one worker share one base model: "
                 f"set policies.{policy.policy}.worker to another name, or use the same base"
             )
         return self._shared_base
@@ -174,15 +175,20 @@ class Worker:
     def _remove(self, policy: PolicyId) -> None:
         """Free a policy. The base model of adapters is freed with the last of them."""
         hosted = self.policies.pop(policy, None)
-        if hosted is None:
+        if hosted is None:  # An `add` that failed may have loaded the base model of adapters.
+            self._free_base()
             return
         for id in [id for id, piece in self._pieces.items() if piece.hosted is hosted]:
             self._cancel(policy, id)
             self._fail(id, WorkerDied(f"the policy {policy} was removed from the worker"))
         hosted.sampler.remove(hosted.policy)
-        if not any(other.policy.has_adapters for other in self.policies.values()):
-            self._shared_base = None
         del hosted
+        self._free_base()
+
+    def _free_base(self) -> None:
+        """Free the base model of adapters if there is no adapter, and return freed memory to the system."""
+        if not any(hosted.policy.has_adapters for hosted in self.policies.values()):
+            self._shared_base = None
         gc.collect()
         trim_malloc()
 
@@ -245,8 +251,9 @@ class Worker:
             raise WorkerDied(f"the worker has no policy {policy}")
         return self.policies[policy]
 
-    def _fail(self, id: int, error: AgentJetError) -> None:
-        self._send({"id": id, "error": type(error).__name__, "message": str(error)})
+    def _fail(self, id: int, error: AgentJetError, *, ends: bool = False) -> None:
+        """`ends`: the process ends because of this request, and not because of those that wait behind it."""
+        self._send({"id": id, "error": type(error).__name__, "message": str(error), "ends": ends})
 
     def _send(self, frame: Frame) -> None:
         self._output.write(encode_frame(frame))

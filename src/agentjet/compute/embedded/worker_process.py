@@ -55,6 +55,9 @@ THREAD_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 WORKER_VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """cuBLAS is deterministic only with a workspace of fixed size. Without effect on a CPU."""
 
+RESUMING = ("publish", "load", "add", "remove")
+"""Requests after which no completion of the policy pauses."""
+
 _LENGTH = struct.Struct("<Q")
 
 Frame = dict[str, Any]
@@ -154,6 +157,7 @@ def worker_environment() -> dict[str, str]:
 class _Request:
     """A request without an answer. It stays until its answer comes, also if the caller was cancelled."""
 
+    op: str
     policy: PolicyId
     reply: asyncio.Future[Any]
 
@@ -176,6 +180,10 @@ class WorkerProcess:
         self._requests: dict[int, _Request] = {}
         self._streams: dict[int, asyncio.Queue[Sampled | Exception]] = {}
         """Queues of the unfinished completions, by request id."""
+        self._unpublished: set[PolicyId] = set()
+        """Policies that were asked for an `optim_step` and not published since: their completions pause."""
+        self._ended_by = ""
+        """The policy whose failed operation ends the process, or ''."""
         self._end: WorkerDied | None = None
         self._hung = False
         self._closing = False
@@ -223,14 +231,17 @@ class WorkerProcess:
             self._write(await asyncio.to_thread(lambda: encode_frame({**frame, "batch": batch.to_wire()})))
         else:
             self._send(frame)
-        self._requests[id] = _Request(policy, reply)
+        self._requests[id] = _Request(op, policy, reply)
+        if op == "optim_step":
+            self._unpublished.add(policy)
         return await reply
 
     def open_stream(self, policy: PolicyId, **arguments: Any) -> tuple[int, asyncio.Queue[Sampled | Exception]]:
         """Request a completion; returns its id and the queue of its pieces, or of its error."""
         id = next(self._ids)
         self._send({"op": "sample", "id": id, "policy": dataclasses.asdict(policy), **arguments})
-        self._streams[id] = queue = asyncio.Queue()
+        queue: asyncio.Queue[Sampled | Exception] = asyncio.Queue()
+        self._streams[id] = queue
         return id, queue
 
     def close_stream(self, policy: PolicyId, id: int) -> None:
@@ -284,7 +295,7 @@ class WorkerProcess:
             self.died.set_result(self._end)
 
     def _reason(self, code: int) -> WorkerDied:
-        during = next((str(request.policy) for request in self._requests.values()), "")
+        during = self._ended_by or next((str(request.policy) for request in self._requests.values()), "")
         if self._hung:
             return WorkerHung(
                 f"the worker process did no work for {self._timeout:g} s "
@@ -300,7 +311,8 @@ class WorkerProcess:
         while process.returncode is None:
             checked = now()
             await asyncio.sleep(self._watchdog.interval)
-            has_work = bool(self._requests or self._streams)
+            # Paused completions may hold the places of others, so no completion counts meanwhile.
+            has_work = bool(self._requests or (self._streams and not self._unpublished))
             if self._watchdog.hangs(now() - checked, lambda: activity_of(process.pid), has_work=has_work):
                 self._hung = True
                 with contextlib.suppress(ProcessLookupError):
@@ -319,7 +331,13 @@ class WorkerProcess:
         error = _ERRORS.get(frame["error"], ComputeError)(frame["message"]) if "error" in frame else None
         if error is not None and (stream := self._streams.pop(id, None)) is not None:
             stream.put_nowait(error)
-        elif (request := self._requests.pop(id, None)) is not None and not request.reply.done():
+        elif (request := self._requests.pop(id, None)) is not None:
+            if frame.get("ends"):
+                self._ended_by = str(request.policy)
+            if error is None and request.op in RESUMING:
+                self._unpublished.discard(request.policy)
+            if request.reply.done():  # The caller was cancelled.
+                return
             if error is not None:
                 request.reply.set_exception(error)
             else:

@@ -385,7 +385,7 @@ async def to_answer(chunks: Chunks, body: ChatBody, head: AnswerHead) -> ChatCom
         model=head.model,
         choices=[_choice(body, last) for last in choices],
         usage=usage_of(choices),
-        system_fingerprint=fingerprint_of(call_of(choices[0])),
+        system_fingerprint=fingerprint_of(call_of(choices[0]), head),
     )
 
 
@@ -416,7 +416,7 @@ async def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGe
             choice["logprobs"] = _logprobs(chunk.tokens).model_dump()
         if chunk.call is not None:
             choices.append(chunk)
-            common["system_fingerprint"] = fingerprint_of(chunk.call)
+            common["system_fingerprint"] = fingerprint_of(chunk.call, head)
             choice["finish_reason"] = _finish_reason(chunk.call)
             if tool_calls := _tool_calls(chunk.call.response):
                 delta["tool_calls"] = [{**call.model_dump(), "index": i} for i, call in enumerate(tool_calls)]

@@ -130,9 +130,9 @@ def usage_of(choices: Iterable[CallChunk], num_per_prompt: int = MAX_CHOICES) ->
     return UsageBody(prompt_tokens=prompts, completion_tokens=completions, total_tokens=prompts + completions)
 
 
-def fingerprint_of(call: Call) -> str:
-    """Returns `policy-N`: the policy version that sampled the last token."""
-    return f"policy-{call.versions[-1]}" if call.versions else "policy"
+def fingerprint_of(call: Call, head: AnswerHead) -> str:
+    """Returns `POLICY-N`: the policy, and its version that sampled the last token."""
+    return f"{head.policy}-{call.versions[-1]}" if call.versions else head.policy
 
 
 # --- requests
@@ -255,7 +255,7 @@ async def to_answer(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> T
         model=head.model,
         choices=[_choice(body, last) for last in choices],
         usage=usage_of(choices, body.n or 1),
-        system_fingerprint=fingerprint_of(call_of(choices[0])),
+        system_fingerprint=fingerprint_of(call_of(choices[0]), head),
     )
 
 
@@ -291,7 +291,7 @@ async def to_events(chunks: Chunks, body: CompletionBody, head: AnswerHead) -> A
     async for chunk in chunks:
         if chunk.call is not None:
             choices.append(chunk)
-            fingerprint = fingerprint_of(chunk.call)
+            fingerprint = fingerprint_of(chunk.call, head)
         logprobs = None
         if body.logprobs is not None:
             logprobs = offsets.setdefault(chunk.index, _Offsets()).logprobs(chunk.tokens)

@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema, from_json, to_json
 from agentjet.errors import Forbidden, InvalidRequest, NotFound, RequestError, Unauthorized
 from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
 from agentjet.protocol import Int64, Temperature
-from agentjet.types import Call, Constraint, Conversation, Message
+from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message
 
 # --- request bodies
 
@@ -337,6 +337,7 @@ class AnswerHead:
     id: str
     model: str
     created: int
+    policy: str = SOLE_POLICY
 
 
 @dataclass(frozen=True, slots=True)

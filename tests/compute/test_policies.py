@@ -1,0 +1,341 @@
+"""Several policies in one worker. Pinned here:
+
+1. a policy that is trained beside others has the weights of one that is trained alone, bit by bit;
+2. a mixed batch gives the log-probabilities of each policy alone, within rounding, and shares no prefix between them;
+3. learning or publishing one policy pauses and invalidates that policy only, and a diverged one fails alone;
+4. adapters of a worker share one base model and one cache; another base is refused, and `remove` frees memory;
+5. operations are numbered per policy;
+6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception; its
+   policies recover independently of each other;
+7. a worker whose completions wait for a `publish` is not taken for one that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import os
+import signal
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentjet.compute.embedded import EmbeddedCompute
+from agentjet.compute.embedded.model import BaseModel
+from agentjet.compute.embedded.policy import Policy
+from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
+from agentjet.compute.embedded.worker import Worker, make_sampler
+from agentjet.compute.protocol import LossSpec, learn
+from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
+from agentjet.errors import ComputeError, ConfigError, OperationConflict, WorkerDied
+from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.forest import build_forest
+from agentjet.types import Op, PolicyId, SamplingParams
+from tests.compute.architectures import make_architecture
+from tests.compute.conftest import make_policy, sampled_rows, tokens
+from tests.compute.test_locks import digest
+from tests.tiny import make_model
+
+A, B = PolicyId("default", "a"), PolicyId("other", "b")
+OTHERS = (B, PolicyId("other", "c"), PolicyId("third"))
+
+
+def model_of(folder: Path, rank: int = 4, **changes: Any) -> ModelConfig:
+    settings = {"name": str(folder), "device": "cpu", "dtype": "float32", "threads": 1, "lora": {"rank": rank}}
+    return ModelConfig.model_validate({**settings, **changes})
+
+
+def add(worker: Worker, policy: PolicyId, model: ModelConfig) -> None:
+    sampler = SamplerConfig(cache_tokens=4096).model_dump(mode="json")
+    worker.handle("add", policy, model=model.model_dump(mode="json"), dtype="", sampler=sampler)
+
+
+def sample(worker: Worker, policy: PolicyId, id: int, max_tokens: int = 6) -> None:
+    params = {"max_tokens": max_tokens, "seed": id, "temperature": 2.0}
+    worker.handle("sample", policy, id=id, tokens=tokens(1, 30).tobytes(), params=params)
+
+
+def train(worker: Worker, policy: PolicyId, version: int, batch: dict[str, Any], job: JobConfig) -> None:
+    loss = LossSpec.of(job).to_wire()
+    worker.handle("forward_backward", policy, number=2 * version, batch=batch, loss=loss)
+    optimizer = job.optimizer.model_dump(mode="json")
+    worker.handle("optim_step", policy, number=2 * version + 1, optimizer=optimizer)
+    worker.handle("publish", policy, version=version + 1)
+
+
+def with_random_adapter(policy: Policy, seed: int) -> Policy:
+    """An adapter that changes the logits: a new one does not."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in policy.trainable().items():
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    policy.end_tokens = frozenset()
+    return policy
+
+
+def completions(
+    sampler: PrefixSampler | RowSampler, requests: dict[int, tuple[Policy, np.ndarray]]
+) -> dict[int, tuple[list[int], list[float]]]:
+    found: dict[int, tuple[list[int], list[float]]] = {id: ([], []) for id in requests}
+    for id, (policy, prompt) in requests.items():
+        sampler.submit(id, prompt, SamplingParams(max_tokens=6, seed=id), policy)
+    while not sampler.is_idle:
+        for new in sampler.step():
+            found[new.id][0].append(new.token)
+            found[new.id][1].append(new.logprob)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_beside_other_policies_is_bit_equal_to_training_alone(tiny_folder: Path, dtype: str) -> None:
+    job = JobConfig(optimizer=OptimizerConfig(lr=1e-2))
+    batches = [
+        TrainingBatch(version, build_forest(sampled_rows(make_policy(tiny_folder), seed=version))).to_wire()
+        for version in range(3)
+    ]
+
+    def trained(others: tuple[PolicyId, ...], *, last: bool) -> str:
+        worker = Worker(io.BytesIO())
+        policies = (*others, A) if last else (A, *others)
+        for policy in policies:
+            add(worker, policy, model_of(tiny_folder, dtype=dtype))
+        for version, batch in enumerate(batches):
+            for number, policy in enumerate(policies):
+                sample(worker, policy, 10 * version + number)
+                worker._sample_step()
+                train(worker, policy, version, batch if policy is A else batches[0], job)
+                worker._sample_step()
+        hosted = worker.policies[A]
+        return digest([*hosted.learner.masters(), *hosted.policy.trainable().values()])
+
+    alone = trained((), last=False)
+    assert trained(OTHERS, last=False) == alone
+    assert trained(OTHERS, last=True) == alone, "random weights of later adapters differ"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral", "qwen3_moe", "lfm2"])
+def test_a_mixed_batch_samples_as_each_policy_alone(tmp_path: Path, kind: str) -> None:
+    base = BaseModel(model_of(make_architecture(tmp_path / kind, kind)))
+    policies = [with_random_adapter(base.adapted(LoraConfig(rank=rank)), rank) for rank in (2, 4, 3)]
+    policies.append(with_random_adapter(base.adapted(LoraConfig(rank=2, target_modules="lm_head")), 5))
+    settings = SamplerConfig(cache_tokens=8192)
+    prompts = [tokens(1, 30), tokens(2, 9)]
+    requests = {i: (policies[i % 4], prompts[i // 4 % 2]) for i in range(16)}
+    mixed = make_sampler(base.policy, settings)
+    found = completions(mixed, requests)
+    if kind == "llama":
+        assert [bool(policy.mixable_layers) for policy in policies] == [True, True, True, False]
+    computed = 0
+    for policy in policies:
+        alone = make_sampler(base.policy, settings)
+        own = {id: request for id, request in requests.items() if request[0] is policy}
+        for id, (chosen, logprobs) in completions(alone, own).items():
+            assert found[id][0] == chosen
+            assert found[id][1] == pytest.approx(logprobs, abs=2e-4)
+        computed += alone.num_computed
+    assert mixed.num_computed == computed, "a prefix was shared between policies"
+    assert len({tuple(found[i][1]) for i in range(4)}) == 4, "the adapters do not differ"
+
+
+def test_a_diverged_adapter_fails_alone(tiny_folder: Path) -> None:
+    base = BaseModel(model_of(tiny_folder))
+    good, bad = (with_random_adapter(base.adapted(LoraConfig(rank=4)), seed) for seed in (1, 2))
+    expected = completions(PrefixSampler(base.policy, 8, 4096), {1: (good, tokens(1, 9))})
+    next(iter(bad.trainable().values())).data.fill_(torch.inf)
+    list(bad.trainable().values())[-1].data.fill_(torch.nan)
+    sampler = PrefixSampler(base.policy, 8, 4096)
+    found = completions(sampler, {1: (good, tokens(1, 9)), 2: (bad, tokens(1, 9))})
+    assert found[1][0] == expected[1][0] and found[1][1] == pytest.approx(expected[1][1], abs=1e-4)
+    assert len(found[2][0]) == 1 and not np.isfinite(found[2][1]).any()
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_a_step_of_one_policy_pauses_and_invalidates_that_policy_only(tmp_path: Path, kind: str) -> None:
+    worker = Worker(io.BytesIO())
+    folder = make_architecture(tmp_path / kind, kind)
+    for policy in (A, B):
+        add(worker, policy, model_of(folder))
+        worker.policies[policy].policy.end_tokens = frozenset()
+    for id, policy in enumerate((A, B)):
+        sample(worker, policy, id, max_tokens=20)
+    sampler = worker.policies[A].sampler
+    assert sampler is worker.policies[B].sampler
+    assert {new.id for new in sampler.step()} == {0, 1}
+    before = sampler.num_computed
+    worker.handle("optim_step", A, number=0, optimizer=OptimizerConfig().model_dump(mode="json"))
+    assert {new.id for new in sampler.step()} == {1} and not sampler.is_idle
+    sample(worker, A, 2)
+    assert {new.id for new in sampler.step()} == {1}, "a waiting completion is paused, too"
+    worker.handle("publish", A, version=1)
+    assert {new.id for new in sampler.step()} >= {0, 1}
+    assert sampler.num_computed - before == 3 + (31 if kind == "llama" else 31 + 30), "keys of the other were dropped"
+    worker._cancel(B, 1)
+    worker.handle("optim_step", A, number=1, optimizer=OptimizerConfig().model_dump(mode="json"))
+    assert sampler.is_idle and sampler.step() == []
+
+
+def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder: Path) -> None:
+    base = BaseModel(model_of(tiny_folder))
+    one, other = (with_random_adapter(base.adapted(LoraConfig(rank=2)), seed) for seed in (1, 2))
+    sampler = PrefixSampler(base.policy, 8, 256)
+    sampler.submit(1, tokens(1, 150), SamplingParams(max_tokens=20), one)
+    sampler.step()
+    sampler.pause(one)
+    sampler.submit(2, tokens(1, 150), SamplingParams(max_tokens=20), other)
+    assert sampler.step() == [] and sampler.is_idle
+    sampler.invalidate(one)
+    while not sampler.is_idle:
+        last = sampler.step()[-1]
+    assert last.id == 2 and last.finish_reason == "length"
+
+
+def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_folder: Path) -> None:
+    worker = Worker(io.BytesIO())
+    full = PolicyId("full")
+    add(worker, full, model_of(tiny_folder, rank=0))
+    for policy in (A, B):
+        add(worker, policy, model_of(tiny_folder))
+    one, other, own = (worker.policies[policy].policy for policy in (A, B, full))
+    weights = [{p.data_ptr() for p in policy.model.parameters()} for policy in (one, other, own)]
+    assert len(weights[0] & weights[1]) == len(weights[2]) and not weights[0] & weights[2]
+    assert worker.policies[A].sampler is worker.policies[B].sampler is not worker.policies[full].sampler
+    kept = [weakref.ref(worker.policies[A].policy.model), weakref.ref(worker.policies[A].sampler._cache)]
+    del one, other, own
+    sample(worker, A, 1)
+    sample(worker, B, 2)
+    worker._sample_step()
+    worker.handle("remove", A)
+    worker.handle("remove", A)
+    assert kept[0]() is None and kept[1]() is not None
+    assert list(worker._pieces) == [2]
+    worker._sample_step()
+    with pytest.raises(WorkerDied, match="no policy default/a"):
+        sample(worker, A, 3)
+    worker.handle("remove", B)
+    gc.collect()
+    assert kept[1]() is None and list(worker.policies) == [full]
+
+
+def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    worker = Worker(io.BytesIO())
+    add(worker, A, model_of(tiny_folder))
+    add(worker, B, model_of(tiny_folder, dtype="auto"))
+    other = make_model(tmp_path / "second", seed=1)
+    for changes, named in (
+        ({"name": str(other)}, r"model\.name = '.*second' differs from the '.*tiny'"),
+        ({"dtype": "bfloat16"}, r"model\.dtype = 'bfloat16' differs from the 'float32'"),
+        ({"context_length": 64}, r"model\.context_length = 64 differs from the 0"),
+    ):
+        with pytest.raises(ConfigError, match=rf"policy third/c: {named} of another run; .* policies\.c\.worker"):
+            add(worker, PolicyId("third", "c"), model_of(tiny_folder, **changes))
+        with pytest.raises(ConfigError, match=rf"policy default/c: {named} of policy default/a; "):
+            add(worker, PolicyId(A.run, "c"), model_of(tiny_folder, **changes))
+    add(worker, PolicyId("other", "c"), model_of(other, rank=0))
+    assert list(worker.policies) == [A, B, PolicyId("other", "c")]
+    for policy in (A, B):
+        worker.handle("remove", policy)
+    refused = model_of(other).model_copy(update={"lora": LoraConfig(rank=4, target_modules="nothing")})
+    with pytest.raises(ConfigError, match="target_modules"):
+        add(worker, A, refused)
+    worker.handle("remove", A)
+    assert worker._shared_base is None, "a failed `add` leaves nothing behind"
+    add(worker, A, model_of(other))
+
+
+def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
+    worker = Worker(io.BytesIO())
+    for policy in (A, B):
+        add(worker, policy, model_of(tiny_folder))
+    batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder)))).to_wire()
+    train(worker, A, 0, batch, job := JobConfig())
+    with pytest.raises(OperationConflict, match="operation 2 of policy other/b is out of order: the next one is 0"):
+        train(worker, B, 1, batch, job)
+    train(worker, B, 0, batch, job)
+    first = worker.handle("forward_backward", A, number=2, batch=batch, loss=LossSpec.of(job).to_wire())
+    assert worker.handle("forward_backward", A, number=2, batch=batch, loss=LossSpec.of(job).to_wire()) == first
+    with pytest.raises(OperationConflict, match="operation 0 of policy other/b was applied with another body"):
+        worker.handle("forward_backward", B, number=0, batch={}, loss={})
+
+
+@pytest.mark.e2e
+def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path, tmp_path: Path) -> None:
+    config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
+    model, far = model_of(tiny_folder), PolicyId("other", "far")
+
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config)
+        await asyncio.gather(*(compute.add(policy, model) for policy in (A, B)), compute.add(far, model, worker="two"))
+        first, second = compute.pid(A), compute.pid(far)
+        assert first is not None and compute.pid(B) == first != second
+        forest = build_forest(sampled_rows(make_policy(tiny_folder)))
+        with pytest.raises(ConfigError, match=r"model\.name"):
+            await compute.add(PolicyId("third"), model_of(tmp_path, rank=0), worker="two")
+        assert compute.pid(PolicyId("third")) is None and compute.pid(far) == second
+        os.kill(first, signal.SIGSTOP)
+        learning = asyncio.ensure_future(learn(compute, Op.of(B, 0), TrainingBatch(0, forest), JobConfig()))
+        completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
+        await asyncio.sleep(0.05)
+        os.kill(first, signal.SIGKILL)
+        death = await compute.died([A, far])
+        for outcome in (death, *await asyncio.gather(learning, completion, return_exceptions=True)):
+            assert isinstance(outcome, WorkerDied) and outcome.during == "other/b" and "code -9" in str(outcome)
+        await compute.add(A, model)
+        assert compute.pid(A) not in (None, first) and compute.pid(B) is None
+        assert [piece async for piece in compute.sample(A, [7, 8], SamplingParams(max_tokens=2))]
+        with pytest.raises(WorkerDied, match="exit code -9"):
+            await compute.publish(B, 1)
+        await compute.remove(B)
+        with pytest.raises(ComputeError, match="no worker has the policy other/b"):
+            await compute.publish(B, 1)
+        await compute.add(B, model)
+        assert compute.pid(B) == compute.pid(A) and compute.pid(far) == second
+        await compute.remove(far)
+        await compute.close()
+
+    asyncio.run(scenario())
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"worker.log", "worker-two.log"}
+
+
+@pytest.mark.e2e
+def test_a_failed_operation_is_of_its_policy_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
+
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config)
+        await asyncio.gather(*(compute.add(policy, model_of(tiny_folder)) for policy in (A, B)))
+        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
+        failing = asyncio.ensure_future(compute._ask("forward_backward", A, number=0, batch={}, loss={}))
+        waiting = asyncio.ensure_future(learn(compute, Op.of(B, 0), batch, JobConfig()))
+        failed, waited, death = await asyncio.gather(failing, waiting, compute.died([B]), return_exceptions=True)
+        assert isinstance(failed, ComputeError) and not isinstance(failed, WorkerDied)
+        for error in (waited, death):
+            assert isinstance(error, WorkerDied) and error.during == "default/a", "B must not count it"
+        await compute.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.e2e
+def test_completions_that_wait_for_a_publish_are_no_hang(tiny_folder: Path, tmp_path: Path) -> None:
+    config = ServeConfig.model_validate(
+        {"server": {"data_dir": tmp_path, "worker_timeout": 0.5}, "sampler": {"cache_tokens": 1024}}
+    )
+
+    async def scenario() -> None:
+        compute = EmbeddedCompute(config)
+        await compute.add(A, model_of(tiny_folder))
+        batch = TrainingBatch(0, build_forest(sampled_rows(make_policy(tiny_folder))))
+        await learn(compute, Op.of(A, 0), batch, JobConfig())
+        completion = asyncio.ensure_future(anext(compute.sample(A, [7, 8], SamplingParams(max_tokens=9))))
+        await asyncio.sleep(2)
+        await compute.publish(A, 1)
+        assert (await completion).policy_version == 1
+        await compute.close()
+
+    asyncio.run(scenario())
