@@ -1,6 +1,6 @@
 """A run with named policies, each with its own weights, optimiser and operations.
 
-1. A batch is learned by each policy in the order of the settings. Its metrics have the policy's name in front.
+1. A batch is learned by each policy, in several workers at the same time. Its metrics have the policy's name in front.
 2. A worker that dies between two policies is replaced, and all policies reach the weights of an undisturbed run.
 3. A checkpoint has a folder for each policy. One damaged policy makes it unusable for all.
 4. A call uses the policy of its role. A side call is a role below the policy of its request.
@@ -59,6 +59,21 @@ async def test_a_batch_is_learned_by_each_policy(tmp_path: Path) -> None:
         assert "policy/loss" not in step
         found = weights(run)
     assert len({*found, *await undisturbed(tmp_path, 1)}) == 3, "only the planner has the same optimiser"
+
+
+async def test_workers_learn_at_the_same_time(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", policies={**TEAM, "critic": {}}) as run:
+        run.compute.may_learn.clear()
+        batch = asyncio.create_task(run.batch())
+        async with asyncio.timeout(10):
+            while len(run.compute.begun) < 2:
+                await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(run.compute.begun) == 2, "planner and critic have the same worker"
+        run.compute.may_learn.set()
+        await batch
+        assert len(run.compute.begun) == 3 and run.gateway.swarm.policy_version == 1
 
 
 @pytest.mark.parametrize("moment", ["optim_step planner", "forward_backward coder", "optim_step coder"])
@@ -171,7 +186,8 @@ async def test_the_divergence_of_one_policy_is_reported(tmp_path: Path) -> None:
 async def test_a_full_disk_between_two_policies_delays_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
-    async with running(tmp_path / "d", policies=TEAM, job={"max_staleness": max_staleness}) as run:
+    one_worker = {"planner": {}, "coder": {}}
+    async with running(tmp_path / "d", policies=one_worker, job={"max_staleness": max_staleness}) as run:
         evaluated = await run.gateway.begin(BeginRequest(task_id="e", client_id="v", mode="eval"))
         batches = run.gateway.swarm.batches
         record = batches.record_operation
