@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -44,23 +44,26 @@ Curve = dict[int, dict[str, float]]
 """Figures by number of episodes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Options:
     """The options of the command."""
 
     folder: Path
     quick: bool
-    before: Path | None
-    size: str
-    steps: int
-    rounds: int
+    before: Path | None = None
+    size: str = "large"
+    steps: int = 6
+    rounds: int = 6
+    workload: adapters.Workload = field(default_factory=adapters.Workload)
 
 
 def measure_adapters(options: Options) -> dict[str, float]:
     if not options.quick:
-        return adapters.compare(options.folder, adapters.Workload())
+        return adapters.compare(options.folder, options.workload)
     tiny = str(make_model(options.folder / "tiny"))
-    return adapters.compare(options.folder, adapters.Workload(tiny, 2, group_size=2, max_tokens=8, batches=1))
+    return adapters.compare(
+        options.folder, replace(options.workload, model=tiny, rank=2, group_size=2, max_tokens=8, batches=1)
+    )
 
 
 def measure_isolation(options: Options) -> dict[str, float]:
@@ -113,16 +116,20 @@ def main() -> None:
     parser.add_argument(
         "--before", type=Path, help="a checkout of version 0.1, which takes turns; or a file with its output"
     )
-    parser.add_argument("--size", choices=team.SIZES, default="large", help="of the team's models and answers")
-    parser.add_argument("--steps", type=int, default=6, help="batches of a team's training")
-    parser.add_argument("--rounds", type=int, default=6, help="trainings of a team")
+    parser.add_argument("--size", choices=team.SIZES, default=Options.size, help="of the team's models and answers")
+    parser.add_argument("--steps", type=int, default=Options.steps, help="batches of a team's training")
+    parser.add_argument("--rounds", type=int, default=Options.rounds, help="trainings of a team")
+    parser.add_argument("--groups", type=int, default=1, help="groups of four in a batch of the adapters")
+    parser.add_argument("--calls", type=int, default=1, help="calls of an episode of the adapters")
+    parser.add_argument("--tool-seconds", type=float, default=0.0, help="seconds between two of these calls")
     given = parser.parse_args()
     tune_gc()  # As the server runs.
     curve: Curve = {}
     figures: dict[str, float] = {}
     before = None if given.before is None else given.before.resolve()
     with tempfile.TemporaryDirectory() as folder, raise_on_signals():
-        options = Options(Path(folder), given.quick, before, given.size, given.steps, given.rounds)
+        workload = adapters.Workload(batch_size=given.groups, calls=given.calls, tool_seconds=given.tool_seconds)
+        options = Options(Path(folder), given.quick, before, given.size, given.steps, given.rounds, workload)
         for name, measure in PARTS.items():
             if name in given.only:
                 figures |= measure(options)

@@ -4,7 +4,8 @@ Both sides train four runs with the same settings, tasks and numbers of batches,
 the four runs at the same time: their adapters share the base model, and their rows share the sampler's batches. On the
 other side each run has a server alone, with the whole machine. Starts and one batch of each run are not counted.
 
-One client process plays all episodes: plain asynchronous agents with one call each, over HTTP.
+One client process plays all episodes: plain asynchronous agents over HTTP. With several calls, a tool that takes
+`tool_seconds` comes between two of them.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class Workload:
 
     model: str = MODEL
     rank: int = 8
-    batch_size: int = 2
+    dtype: str = "bfloat16"
+    batch_size: int = 1
     group_size: int = 4
-    max_tokens: int = 128
-    batches: int = 4
-    dtype: str = "float32"
+    max_tokens: int = 64
+    batches: int = 8
+    calls: int = 1
+    tool_seconds: float = 0.0
 
     @property
     def episodes(self) -> int:
@@ -91,12 +94,18 @@ async def trained(server: ChildServer, names: Sequence[str], workload: Workload)
         swarms = [await stack.enter_async_context(swarm.of_run(name)) for name in names]
 
         async def agent(task: Task, episode: AsyncEpisode) -> float:
-            answer = await http.post(
-                f"{episode.base_url}/chat/completions",
-                json={"model": episode.model, "messages": [{"role": "user", "content": task.id}]},
-                headers={"Authorization": f"Bearer {episode.api_key}"},
-            )
-            text = answer.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+            messages = [{"role": "user", "content": task.id}]
+            for call in range(workload.calls):
+                if call:
+                    await asyncio.sleep(workload.tool_seconds)
+                    messages.append({"role": "user", "content": "Go on."})
+                answer = await http.post(
+                    f"{episode.base_url}/chat/completions",
+                    json={"model": episode.model, "messages": messages},
+                    headers={"Authorization": f"Bearer {episode.api_key}"},
+                )
+                messages.append(answer.raise_for_status().json()["choices"][0]["message"])
+            text = messages[-1]["content"] or ""
             return text.count("e") / max(1, len(text))
 
         async def train(batches: int, seed: int) -> None:

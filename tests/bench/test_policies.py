@@ -21,7 +21,7 @@ from bench.policying.team import recorded
 
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
-    return Options(tmp_path, True, None, "small", 1, 1)
+    return Options(tmp_path, quick=True)
 
 
 def test_the_parts_report_their_figures(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 import agentjet.server.limits as limits_module
 from agentjet.gateway.concurrency import LARGE, from_thread, offload
 from agentjet.server.dialects.chat import ChatBody
-from agentjet.server.dialects.messages_requests import MessagesBody
+from agentjet.server.dialects.messages import MessagesBody
 from agentjet.server.limits import Limits
 from tests.server.serving import TOKEN, VIEWER, Served, serving
 

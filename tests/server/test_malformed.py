@@ -15,10 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import anthropic.types
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
+from pydantic import BaseModel
 
 from tests.server.target import Target, serving_target
 from tests.tiny import make_model_info
@@ -109,6 +114,15 @@ VALID: dict[str, dict[str, Any]] = {
 COUNT = ("max_tokens", "stop_sequences", "temperature", "top_k", "metadata")
 VALID["/v1/messages/count_tokens"] = {k: v for k, v in VALID["/v1/messages"].items() if k not in COUNT}
 
+ANSWERS: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/messages": anthropic.types.Message,
+    "/v1/messages/count_tokens": anthropic.types.MessageTokensCount,
+    "/v1/completions": Completion,
+    "/v1/responses": Response,
+}
+"""The types of the providers' SDKs."""
+
 CASES = max(150, 4 * settings.default.max_examples)
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
@@ -146,9 +160,11 @@ def refusal(path: str, answer: httpx.Response) -> str:
 
 
 def test_every_route_has_a_valid_request(target: Target) -> None:
+    """Its answer is valid for the provider's SDK."""
     for path in routes(target):
         answer = ask(target, path, json.dumps(VALID[path]).encode())
         assert answer.status_code == 200, (path, answer.text)
+        ANSWERS[path].model_validate(answer.json())
 
 
 def test_schemas_that_nest_too_deep(target: Target) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from agentjet.server.dialects.messages_answers import SIGNATURE
+from agentjet.server.dialects.messages import SIGNATURE
 from agentjet.types import Call, ModelInfo
 from tests.fakes import saying
 from tests.server.asking import HELLO, SCHEMA, TOOLS, ask

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,7 @@ class ChatTemplate:
         """
         self._refuse_unknown(conversation, slots)
         guard, slot_mark = _unused_characters(conversation)
-        guarded = _Guard(self._literals, guard)
+        guarded = partial(self._literals.guarded, guard=guard)
         messages: list[dict[str, Any]] = []
         for i, message in enumerate(conversation.messages):
             open_slot = f"{slot_mark}{i}{slot_mark}"
@@ -220,7 +221,7 @@ class ChatTemplate:
             raise InvalidRequest("the model's chat template changes the text of a slot", code="template_error")
         return Rendered([text.replace(guard, "") for text in texts] if guard in output else texts, marks)
 
-    def _plain(self, message: Message, guarded: _Guard) -> dict[str, Any]:
+    def _plain(self, message: Message, guarded: Callable[[Any], Any]) -> dict[str, Any]:
         """Returns a message as templates expect it: without empty fields, and with JSON arguments as values."""
         role = "system" if message.role == "developer" and not self._supports_developer else message.role
         if self._splits_reasoning and role == "assistant" and not message.reasoning and "</think>" in message.content:
@@ -273,7 +274,7 @@ class _Literals:
         self.pattern = "|".join(map(re.escape, ordered)) or r"(?!)"
         # The look-ahead finds overlapping literals. Grouping by the first character makes the scan of plain text fast.
         firsts = {literal[0]: [other[1:] for other in ordered if other[0] == literal[0]] for literal in ordered}
-        self.first_of_literal = re.compile(
+        self._first_of_literal = re.compile(
             "|".join(f"{re.escape(c)}(?={'|'.join(map(re.escape, rests))})" for c, rests in firsts.items()) or r"(?!)"
         )
         self._ordered = ordered
@@ -283,10 +284,10 @@ class _Literals:
         self._heads_by_end = {c: tuple(head for head in heads if head[-1] == c) for c in {head[-1] for head in heads}}
         self._tails_by_start = {c: tuple(tail for tail in tails if tail[0] == c) for c in {tail[0] for tail in tails}}
 
-    def may_begin_at_end_of(self, text: str) -> bool:
+    def _may_begin_at_end_of(self, text: str) -> bool:
         return text.endswith(self._heads_by_end.get(text[-1:], ()))
 
-    def may_end_at_start_of(self, text: str) -> bool:
+    def _may_end_at_start_of(self, text: str) -> bool:
         """True also if `text` is inside a literal. Words such as "object" in a JSON schema must stay unchanged."""
         if text.isalnum():
             return False
@@ -294,31 +295,17 @@ class _Literals:
             return True
         return 0 < len(text) < self._longest and any(text in literal for literal in self._ordered)
 
-
-class _Guard:
-    """Copies values and guards every string in them."""
-
-    def __init__(self, literals: _Literals, guard: str) -> None:
-        self._literals = literals
-        self._mark = guard
-        self._marked: Callable[[re.Match[str]], str] = lambda found: found[0] + guard
-
-    def __call__(self, value: Any) -> Any:
+    def guarded(self, value: Any, guard: str) -> Any:
+        """Returns a copy of a value with the guard in every string of it."""
         if isinstance(value, str):
-            return self._guard(value)
+            marked = self._first_of_literal.sub(lambda found: found[0] + guard, value)
+            before = guard if self._may_end_at_start_of(value) else ""
+            return before + marked + (guard if self._may_begin_at_end_of(value) else "")
         if isinstance(value, Mapping):
-            return {self(key): self(item) for key, item in value.items()}
+            return {self.guarded(key, guard): self.guarded(item, guard) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self(item) for item in value]
+            return [self.guarded(item, guard) for item in value]
         return value
-
-    def _guard(self, text: str) -> str:
-        marked = self._literals.first_of_literal.sub(self._marked, text)
-        if self._literals.may_end_at_start_of(text):
-            marked = self._mark + marked
-        if self._literals.may_begin_at_end_of(text):
-            marked += self._mark
-        return marked
 
 
 def _json_object(call: ToolCall) -> Any:

@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 from llguidance import LLMatcher
 
 from agentjet.errors import InvalidRequest
+from agentjet.rendering.parser import TOOL_FORMATS, ToolFormat
 from agentjet.types import ANY_ANSWER, Constraint
 
 Made = TypeVar("Made")
@@ -68,33 +69,13 @@ MAX_GRAMMAR = 4 * MAX_SCHEMA
 
 
 @dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """The syntax of tool calls in a tool format (see `parser`)."""
-
-    opening: str
-    """Text before a call, or before the list of calls. Empty if a call is the whole completion."""
-    closing: str
-    arguments: str
-    """Key of the arguments in the JSON of a call."""
-    listed: bool
-    """True if all calls form one JSON list."""
-
-
-FORMATS = {
-    "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments", listed=False),
-    "mistral": ToolFormat("[TOOL_CALLS]", "", "arguments", listed=True),
-    "llama3": ToolFormat("", "", "parameters", listed=False),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class OutputStyle:
-    """Properties of a model that its grammars depend on. `control` returns the id of a control token, else None."""
+    """Properties of a model that its grammars depend on. `control` has the ids of the control tokens by literal."""
 
     tool_format: str
     reasons: bool
     in_reasoning: bool
-    control: Callable[[str], int | None]
+    control: Mapping[str, int]
 
 
 def write_grammar(constraint: Constraint, tools: Sequence[Mapping[str, Any]], style: OutputStyle) -> str:
@@ -104,7 +85,7 @@ def write_grammar(constraint: Constraint, tools: Sequence[Mapping[str, Any]], st
     """
     if constraint == ANY_ANSWER:
         return ""
-    functions = [_Function.of(i, tool["function"], constraint) for i, tool in enumerate(tools)]
+    functions = [_Function(i, tool["function"], constraint) for i, tool in enumerate(tools)]
     grammar = _Grammar(style)
     if functions and constraint.calls == "required":
         chosen = [function for function in functions if constraint.function in ("", function.name)]
@@ -120,29 +101,23 @@ def write_grammar(constraint: Constraint, tools: Sequence[Mapping[str, Any]], st
     return grammar.written(body)
 
 
-@dataclass(frozen=True, slots=True)
 class _Function:
-    """A function of the conversation, with the schema of its arguments."""
+    """A function of the conversation, with the schema of its arguments.
 
-    index: int
-    name: str
-    schema: str
+    A strict function has its whole schema. Another function has its schema without unsupported keywords if a call is
+    required, else any JSON object.
+    """
 
-    @classmethod
-    def of(cls, index: int, function: Mapping[str, Any], constraint: Constraint) -> _Function:
-        """Chooses the schema of the arguments.
-
-        A strict function has its whole schema. Another function has its schema without unsupported keywords if a call
-        is required, else any JSON object.
-        """
-        name, strict = function["name"], function["name"] in constraint.strict
+    def __init__(self, index: int, function: Mapping[str, Any], constraint: Constraint) -> None:
+        self.index, self.name = index, function["name"]
+        strict = self.name in constraint.strict
         schema: dict[str, Any] = {"type": "object"}
         if strict or constraint.calls == "required":
             schema |= function.get("parameters") or {"additionalProperties": False}
         where = f"tools.{index}.function.parameters"
         if schema["type"] != "object":
-            raise InvalidRequest(f"{where} of {name!r} must describe an object.", param=where)
-        return cls(index, name, _checked(schema, where, f"{where} of {name!r}", lenient=not strict))
+            raise InvalidRequest(f"{where} of {self.name!r} must describe an object.", param=where)
+        self.schema = _checked(schema, where, f"{where} of {self.name!r}", lenient=not strict)
 
 
 class _Grammar:
@@ -154,7 +129,7 @@ class _Grammar:
 
     @property
     def _format(self) -> ToolFormat:
-        return FORMATS[self._style.tool_format]
+        return TOOL_FORMATS[self._style.tool_format]
 
     def written(self, body: str) -> str:
         """Returns the grammar text: optional reasoning, then `body`."""
@@ -211,12 +186,12 @@ class _Grammar:
         return "call"
 
     def _literal(self, literal: str) -> str:
-        id = self._style.control(literal)
+        id = self._style.control.get(literal)
         return _quoted(literal) if id is None else f"<[{id}]>"
 
     def _up_to(self, literal: str, name: str) -> str:
         """Returns an expression for any text up to and including the first `literal`."""
-        id = self._style.control(literal)
+        id = self._style.control.get(literal)
         if id is not None:
             return f"TEXT? <[{id}]>"
         escaped = re.escape(literal).replace("/", "\\/")

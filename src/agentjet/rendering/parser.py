@@ -9,13 +9,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from agentjet.types import Message, ToolCall
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _JSON = json.JSONDecoder()
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""Literals that the parser searches for. Some vocabularies have them as special tokens, which are normally hidden."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """The syntax of tool calls."""
+
+    opening: str
+    """Text before a call, or before the list of calls. Empty if a call is the whole completion."""
+    closing: str
+    arguments: str
+    """Key of the arguments in the JSON of a call."""
+    listed: bool
+    """True if all calls form one JSON list."""
+
+
+TOOL_FORMATS = {
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments", listed=False),
+    "mistral": ToolFormat("[TOOL_CALLS]", "", "arguments", listed=True),
+    "llama3": ToolFormat("", "", "parameters", listed=False),
+}
 
 Found = tuple[str, str]
 """Name and arguments (JSON text) of a tool call."""
@@ -30,7 +51,7 @@ def parse_completion(text: str, *, reasons: bool, in_reasoning: bool, tool_forma
     reasoning = ""
     if reasons:
         reasoning, text = _split_reasoning(text, in_reasoning)
-    content, found = _PARSERS[tool_format](text) if tool_format else (text, [])
+    content, found = _split_calls(text, TOOL_FORMATS[tool_format]) if tool_format else (text, [])
     calls = tuple(ToolCall(f"{id_prefix}_{i}", name, arguments) for i, (name, arguments) in enumerate(found))
     return Message("assistant", content, reasoning, calls)
 
@@ -46,64 +67,43 @@ def _split_reasoning(text: str, in_reasoning: bool) -> tuple[str, str]:
     return reasoning.strip("\n"), rest.lstrip("\n")
 
 
-def _parse_hermes(text: str) -> tuple[str, list[Found]]:
-    found: list[Found] = []
+def _split_calls(text: str, tool_format: ToolFormat) -> tuple[str, list[Found]]:
+    """Returns the text without its tool calls, and the calls."""
+    if not tool_format.opening:
+        found = _calls(text.strip().removeprefix("<|python_tag|>"), tool_format.arguments)
+        return ("", found) if found else (text, [])
+    found = []
 
     def take(block: re.Match[str]) -> str:
-        calls = _calls(block[1].strip(), "arguments")
+        calls = _calls(block[1].strip(), tool_format.arguments)
         found.extend(calls)
         return "" if calls else block[0]
 
-    content = _HERMES.sub(take, text)
+    end = rf"(?:{re.escape(tool_format.closing)}|\Z)" if tool_format.closing else r"\Z"
+    content = re.sub(rf"{re.escape(tool_format.opening)}(.*?){end}", take, text, flags=re.DOTALL)
     return (content.strip(), found) if found else (text, [])
-
-
-def _parse_mistral(text: str) -> tuple[str, list[Found]]:
-    content, _, block = text.partition("[TOOL_CALLS]")
-    calls = _calls(block.strip(), "arguments")
-    return (content.strip(), calls) if calls else (text, [])
-
-
-def _parse_llama3(text: str) -> tuple[str, list[Found]]:
-    calls = _calls(text.strip().removeprefix("<|python_tag|>"), "parameters")
-    return ("", calls) if calls else (text, [])
 
 
 def _calls(block: str, key: str) -> list[Found]:
     """Returns the calls of a JSON object or of a list of objects; none if one of them is malformed."""
     try:
         value = json.loads(block)
-        calls = [_call(item, key, "") for item in value] if isinstance(value, list) else [_call(value, key, block)]
+        return [_call(item, key, "") for item in value] if isinstance(value, list) else [_call(value, key, block)]
     except (ValueError, RecursionError):
         return []
-    return [call for call in calls if call] if all(calls) else []
 
 
-def _call(value: Any, key: str, source: str) -> Found | None:
+def _call(value: Any, key: str, source: str) -> Found:
+    """Raises `ValueError` for a malformed call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return None
+        raise ValueError("a call is an object with a name")
     arguments = value.get(key, {})
     if isinstance(arguments, dict):
         arguments = _as_written(source, key, arguments)
-    elif not isinstance(arguments, str) or not _is_object(arguments):  # some models write them as a JSON string
-        return None
-    return (value["name"], arguments) if _is_text(value["name"] + arguments) else None
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
-
-
-def _is_text(text: str) -> bool:
-    """False if `text` has an unpaired surrogate, which JSON escapes can contain and a response cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    elif not isinstance(arguments, str) or not isinstance(json.loads(arguments), dict):  # some write a JSON string
+        raise ValueError("arguments are an object")
+    (value["name"] + arguments).encode()  # Raises for an unpaired surrogate, which JSON escapes can write.
+    return value["name"], arguments
 
 
 def _as_written(source: str, key: str, arguments: dict[str, Any]) -> str:
@@ -116,14 +116,3 @@ def _as_written(source: str, key: str, arguments: dict[str, Any]) -> str:
         if value == arguments:
             return source[at.end() : end]
     return json.dumps(arguments, ensure_ascii=False)
-
-
-_PARSERS: dict[str, Callable[[str], tuple[str, list[Found]]]] = {
-    "hermes": _parse_hermes,
-    "mistral": _parse_mistral,
-    "llama3": _parse_llama3,
-}
-
-TOOL_FORMATS = tuple(_PARSERS)
-MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-"""Literals that the parsers search for. Some vocabularies have them as special tokens, which are normally hidden."""

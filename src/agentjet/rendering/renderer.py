@@ -72,7 +72,9 @@ class Renderer:
         )
         """The same before the name of the first tool call; None if it is unknown."""
         _, opened, rest = self.generation_tail.rpartition(self._literal("<think>"))
-        self._in_reasoning = self.reasons and bool(opened) and self._literal("</think>") not in rest
+        in_reasoning = self.reasons and bool(opened) and self._literal("</think>") not in rest
+        ids = {literal: token.id for literal, token in self._control.items()}
+        self._style = OutputStyle(model_info.tool_format, self.reasons, in_reasoning, ids)
 
     def render(self, conversation: Conversation, *, sampled: Mapping[int, bytes] | None = None) -> bytes:
         """Returns the conversation with the generation prompt as encoded text (see `types.ESCAPE`).
@@ -231,7 +233,7 @@ class Renderer:
         return parse_completion(
             text,
             reasons=self.reasons,
-            in_reasoning=self._in_reasoning,
+            in_reasoning=self._style.in_reasoning,
             tool_format=self._model_info.tool_format if conversation.tools else "",
             id_prefix=id_prefix,
         )
@@ -241,11 +243,7 @@ class Renderer:
 
         Raises `InvalidRequest` with the parameter if a schema is not supported.
         """
-        style = OutputStyle(self._model_info.tool_format, self.reasons, self._in_reasoning, self._control_id)
-        return write_grammar(constraint, conversation.tools, style)
-
-    def _control_id(self, literal: str) -> int | None:
-        return self._control[literal].id if literal in self._control else None
+        return write_grammar(constraint, conversation.tools, self._style)
 
     def _encode(self, rendered: Rendered, bodies: Mapping[int, _Body]) -> bytes:
         texts, marks = self._stripped(rendered), rendered.marks
@@ -316,11 +314,9 @@ class Renderer:
             ) from error
 
     def _body(self, encoded: bytes) -> _Body:
-        for token_id in self._model_info.end_tokens:
-            end = escape(token_id)
-            if encoded.endswith(end):
-                return _Body(encoded[: -len(end)], end)
-        return _Body(encoded, b"")
+        ends = (escape(token_id) for token_id in self._model_info.end_tokens)
+        end = next((end for end in ends if encoded.endswith(end)), b"")
+        return _Body(encoded.removesuffix(end), end)
 
     def _literal(self, literal: str) -> bytes:
         """Returns a literal as encoded text: as a control token if the vocabulary has it."""

@@ -79,9 +79,7 @@ class Vocabulary:
             if token.content.strip()
         }
         pipeline = _Pipeline(full)
-        self._prefix = pipeline.prefix
-        self._marks_spaces = pipeline.marks_spaces
-        self._plain = pipeline.plain
+        self._prefix, self._normalise, self._plain = pipeline.prefix, pipeline.normalise, pipeline.plain
         self._bytes = _token_bytes(self._plain)
         spaces = {id_: token for id_, token in added.items() if id_ not in self.control}
         self._plain.add_tokens([t for id_, t in spaces.items() if self._plain.token_to_id(t.content) == id_])
@@ -90,7 +88,6 @@ class Vocabulary:
             self._bytes.pop(id_, None)
         self.opening = b"".join(map(escape, _opening(full)))
         """Encoded text that the tokenizer puts before a text: a begin-of-text token or nothing."""
-        self._normalise = pipeline.normalise
         self._refuse_lossy(path)
 
     @cached_property
@@ -131,8 +128,6 @@ class Vocabulary:
         """
         if not text.isascii():
             text = self._normalise(text)
-            if self._marks_spaces:
-                text = text.replace(_SPACE, " ")  # The tokenizer treats its mark as a space.
         raw = text.encode()
         if len(raw.translate(None, self._missing)) == len(raw):
             return raw
@@ -216,10 +211,10 @@ class Vocabulary:
     def _refuse_lossy(self, path: Path) -> None:
         for probe in _PROBES:
             encoded = self.encode_text(probe)
-            whole = self._normalise(probe)
-            if self._marks_spaces:
-                whole = whole.replace(_SPACE, " ")
-            if encoded != whole.encode() or b"".join(map(self.piece, self.tokenize(encoded))) != encoded:
+            if (
+                encoded != self._normalise(probe).encode()
+                or b"".join(map(self.piece, self.tokenize(encoded))) != encoded
+            ):
                 raise ConfigError(
                     f"the tokenizer {path} does not keep text byte for byte (tried {probe[:20]!r}); "
                     "byte-level BPE and BPE with byte fallback are supported"
@@ -257,11 +252,11 @@ class _Pipeline:
         or none ("").
         """
         rest = [step for step in steps if step["type"] not in _UNICODE_FORMS and not _is_prefix(step)]
-        self.marks_spaces = any(step["type"] == "Replace" and step["content"] == _SPACE for step in rest)
+        self._marks_spaces = any(step["type"] == "Replace" and step["content"] == _SPACE for step in rest)
         splits = _steps(full.pre_tokenizer)
         for step in splits:
             if step["type"] == "Metaspace":
-                self.marks_spaces = True
+                self._marks_spaces = True
                 self.prefix = {"always": "each", "first": "first"}.get(step["prepend_scheme"], self.prefix)
                 step["prepend_scheme"] = "never"
         parts = Tokenizer.from_str(
@@ -285,7 +280,7 @@ class _Pipeline:
         """Returns text in the tokenizer's Unicode normal form."""
         for form in self._forms:
             text = str(form.normalize_str(text))
-        return text
+        return text.replace(_SPACE, " ") if self._marks_spaces else text  # The tokenizer treats its mark as a space.
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from fastapi import APIRouter, Depends, Header, Request
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response, StreamingResponse
 
@@ -40,17 +41,15 @@ from agentjet.server.dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, RESP
 from agentjet.server.dialects.chat import ChatBody
 from agentjet.server.dialects.completions import CompletionBody
 from agentjet.server.dialects.dialect import (
-    OPENAI_ERRORS,
     AnswerHead,
-    AnswerT,
     CallLookup,
     Dialect,
-    ErrorShape,
     RequestT,
+    collect,
 )
-from agentjet.server.dialects.messages_answers import TokenCount
-from agentjet.server.dialects.messages_requests import MessagesBody, PromptBody, to_conversation
-from agentjet.server.dialects.responses_bodies import ResponsesBody
+from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, ErrorShape
+from agentjet.server.dialects.messages import MessagesBody, PromptBody, TokenCount, to_conversation
+from agentjet.server.dialects.responses import ResponsesBody
 from agentjet.server.error_handlers import count_refusal
 from agentjet.server.runs import AppDeps
 from agentjet.types import policy_of
@@ -75,7 +74,6 @@ AgentRole = Annotated[str, Header(alias="X-AgentJet-Role", max_length=MAX_ROLE)]
 class RouteOptions(TypedDict):
     """The documentation of a route in `/openapi.json`."""
 
-    response_model: type[BaseModel]
     responses: dict[int | str, dict[str, Any]]
 
 
@@ -84,10 +82,10 @@ def errors_of(shape: ErrorShape) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": shape.model} for status in (400, 401, 403, 404, 409, 413, 429, 500, 503)}
 
 
-def route_of(dialect: Dialect[Any, Any]) -> RouteOptions:
+def route_of(dialect: Dialect[Any]) -> RouteOptions:
     """Returns the documentation of a dialect's route."""
     good = {"description": "The answer, or its server-sent events.", "content": {"text/event-stream": {}}}
-    return {"response_model": dialect.answer, "responses": {200: good, **errors_of(dialect.errors)}}
+    return {"responses": {200: good, **errors_of(dialect.errors)}}
 
 
 class ServedModel(BaseModel):
@@ -186,7 +184,7 @@ router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(key_in_pa
 
 
 async def respond(
-    dialect: Dialect[RequestT, AnswerT], body: RequestT, request: Request, deps: AppDeps, episode_id: str, role: str
+    dialect: Dialect[RequestT], body: RequestT, request: Request, deps: AppDeps, episode_id: str, role: str
 ) -> Response:
     """Returns the response to a call in any dialect, whole or streamed. Raises `RequestError` or `ClientGone`."""
     gateway = deps.gateway
@@ -201,10 +199,11 @@ async def respond(
     choices = call.choices * (1 + len(call.others))
     if not call.stream:
         async with aclosing(chunks):
-            answer = await until_disconnect(request, dialect.to_answer(_answer_chunks(chunks, choices), body, head))
+            ended = await until_disconnect(request, collect(_answer_chunks(chunks, choices)))
+            answer = dialect.to_answer(ended, body, head)
             if not await _mark_delivered(request, chunks):
                 raise ClientGone
-            return Response(answer.model_dump_json(), media_type="application/json")
+            return Response(to_json(answer), media_type="application/json")
     # Waits for the first chunk, because errors of the request can only set the status before the stream starts.
     first = await until_disconnect(request, anext(chunks))
     events = dialect.to_events(_answer_chunks(chunks, choices, first), body, head)
@@ -216,7 +215,7 @@ async def respond(
 
 
 def _to_call(
-    dialect: Dialect[RequestT, AnswerT],
+    dialect: Dialect[RequestT],
     body: RequestT,
     past: CallLookup,
     content: bytes,

@@ -3,8 +3,8 @@
 The paths of a run begin with `/runs/NAME`; those of the default run also go without it. Invariants:
 
 * a token or a key opens its own run only; the admin token of the default run opens every run;
-* the answer to a caller without rights in a run does not depend on the run: it is the same for an open run, for one
-  that was ended, and for a name that no run has, and it takes the same time but for a few microseconds.
+* the answer to a caller without rights in a run does not depend on the run. It is the same for an open run, for one
+  that was ended, and for a name that no run has. Its time differs by a few microseconds.
 """
 
 from __future__ import annotations

@@ -6,55 +6,35 @@ empty string. The text parts of a content list are joined. `developer` is `syste
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from agentjet.errors import InvalidRequest
-from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
-from agentjet.server.dialects.completions import (
-    DONE,
-    SAMPLING_KEYS,
-    SamplingBody,
-    UsageBody,
-    fingerprint_of,
-    sampling_request,
-    usage_of,
-)
+from agentjet.gateway.requests import CallChunk, CallRequest
+from agentjet.server.dialects.completions import DONE, SamplingBody, fingerprint_of, sampling_request, usage_of
 from agentjet.server.dialects.dialect import (
-    ANY_OBJECT,
-    CACHE_HINT,
-    REASONING_HINT,
     AnswerHead,
-    Body,
     Chunks,
-    Count,
-    JsonObject,
-    KeyRules,
-    RequestKeys,
-    Text,
     TextPart,
-    TokenLogprobBody,
     call_of,
     check_choice,
-    collect,
     function_tool,
-    honoured,
-    logprob_bodies,
     named_function,
-    noted,
-    refuse_top_logprobs,
-    refused,
-    sse,
+    schema_of,
+    shown_logprobs,
     text_of,
 )
-from agentjet.types import Call, Constraint, Conversation, Message, ToolCall
+from agentjet.server.dialects.error_shapes import sse
+from agentjet.server.dialects.keys import CHAT_KEYS, Body, Count, JsonObject, Text, with_keys
+from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- requests
 
 
+@with_keys(CHAT_KEYS, "messages[].content[].")
 class ContentPart(TextPart):
     """A part of a message's content, with the keys of all types of part."""
 
@@ -63,42 +43,31 @@ class ContentPart(TextPart):
     video_url: Any = None
     file: Any = None
     refusal: str | None = None
-    cache_control: Any = None
     citations: Any = None
 
 
-class FunctionCall(Body):
+class HistoryFunction(Body):
     """The function of a tool call; `arguments` is JSON text."""
 
     name: str
     arguments: str
-
-
-class ToolCallBody(Body):
-    """A tool call of an assistant message."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class HistoryFunction(FunctionCall):
-    """The function of a tool call in a history."""
-
     parsed_arguments: Any = None
     """The parsed `arguments`, which `stream` and `parse` of OpenAI's SDK add. Ignored: it repeats `arguments`."""
 
 
-class HistoryToolCall(ToolCallBody):
-    """A tool call in a history."""
+class HistoryToolCall(Body):
+    """A tool call of an assistant message."""
 
+    id: str
+    type: Literal["function"] = "function"
     function: HistoryFunction
     index: int | None = None
     """Kept by agents that join the chunks of a stream. Ignored: it repeats the order of the list."""
 
 
+@with_keys(CHAT_KEYS, "messages[].")
 class MessageBody(Body):
-    """A message. Keys that SDKs copy from an answer with null are known, and must be empty."""
+    """A message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -108,21 +77,8 @@ class MessageBody(Body):
     tool_calls: list[HistoryToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: Any = None
-    function_call: Any = None
     parsed: Any = None
     """The parsed `content`, which `stream` and `parse` of OpenAI's SDK add. Ignored: it repeats `content`."""
-    provider_specific_fields: Any = None
-    """Notes of LiteLLM about the answer. The policy never read them."""
-    reasoning: Any = None
-    reasoning_details: Any = None
-    reasoning_text: Any = None
-    reasoning_opaque: Any = None
-    reasoning_items: Any = None
-    thinking_blocks: Any = None
-    cache_control: Any = None
 
 
 class FunctionBody(Body):
@@ -134,12 +90,12 @@ class FunctionBody(Body):
     strict: bool | None = None
 
 
+@with_keys(CHAT_KEYS, "tools[].")
 class ToolBody(Body):
     """A tool definition."""
 
     type: Literal["function"]
     function: FunctionBody
-    cache_control: Any = None
 
 
 class NamedSchema(Body):
@@ -158,6 +114,7 @@ class ResponseFormat(Body):
     json_schema: NamedSchema | None = None
 
 
+@with_keys(CHAT_KEYS)
 class ChatBody(SamplingBody):
     """A chat completion request. Keys of OpenAI's API that cannot be honoured are refused, never ignored."""
 
@@ -165,121 +122,34 @@ class ChatBody(SamplingBody):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    """Only 0, which means the sampled tokens: the sampler does not report other tokens."""
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-
-    # Known, and not honoured: see `KEYS`.
-    metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    service_tier: Any = None
-    store: Any = None
-    prediction: Any = None
-    moderation: Any = None
-    reasoning_effort: Any = None
-    reasoning: Any = None
-    thinking: Any = None
-    enable_thinking: Any = None
-    thinking_budget: Any = None
-    include_reasoning: Any = None
-    verbosity: Any = None
-    cache_control: Any = None
-    usage: Any = None
-    web_search_options: Any = None
     chat_template_kwargs: JsonObject | None = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-
-
-REASONING_TEXT_HINT = "`reasoning_content` has the text"
-KEYS: RequestKeys = {
-    **SAMPLING_KEYS,
-    "messages": honoured("text, also in parts; tool calls and their results; `reasoning_content`"),
-    "max_tokens": honoured(),
-    "max_completion_tokens": honoured("the same as `max_tokens`"),
-    "logprobs": honoured("every sampled token, control tokens included"),
-    "top_logprobs": refused("the sampler reports the sampled token only", 0),
-    "tools": honoured("of type `function`, also `strict`"),
-    "tool_choice": honoured(),
-    "parallel_tool_calls": honoured(),
-    "response_format": honoured("[constraints.md](constraints.md)"),
-    "chat_template_kwargs": noted("refused if this model's template would write another prompt with it", {}),
-    "metadata": noted(),
-    "safety_identifier": noted(),
-    "prompt_cache_key": noted(CACHE_HINT),
-    "prompt_cache_options": noted(CACHE_HINT),
-    "prompt_cache_retention": noted(CACHE_HINT),
-    "cache_control": noted(CACHE_HINT),
-    "service_tier": noted("there is one tier"),
-    "store": noted("answers cannot be fetched again", False),
-    "prediction": noted("a hint for speed"),
-    "moderation": noted(),
-    "usage": noted("answers always have it"),
-    "reasoning_effort": noted(REASONING_HINT),
-    "reasoning": noted(REASONING_HINT),
-    "thinking": noted(REASONING_HINT),
-    "enable_thinking": noted(REASONING_HINT),
-    "thinking_budget": noted(REASONING_HINT),
-    "include_reasoning": noted("answers have `reasoning_content`", True),
-    "verbosity": noted("state the wanted length in the prompt"),
-    "web_search_options": noted("no provider runs the search; the policy is not offered it"),
-    "modalities": refused("the policy writes text only", ["text"]),
-    "audio": refused("the policy writes text only"),
-    "function_call": refused("use `tool_choice`", "auto"),
-    "functions": refused("use `tools`", []),
-    "messages[].refusal": refused("the policy refuses in plain text"),
-    "messages[].annotations": refused("", []),
-    "messages[].audio": refused("the policy reads text only"),
-    "messages[].function_call": refused("use `tool_calls`"),
-    "messages[].parsed": honoured("repeats `content`"),
-    "messages[].provider_specific_fields": noted("the policy never read it", {}),
-    "messages[].reasoning": noted(REASONING_TEXT_HINT, ""),
-    "messages[].reasoning_details": noted(REASONING_TEXT_HINT, []),
-    "messages[].reasoning_text": noted(REASONING_TEXT_HINT, ""),
-    "messages[].reasoning_opaque": noted(REASONING_TEXT_HINT, ""),
-    "messages[].reasoning_items": noted(REASONING_TEXT_HINT, []),
-    "messages[].thinking_blocks": noted(REASONING_TEXT_HINT, []),
-    "messages[].cache_control": noted(CACHE_HINT),
-    "messages[].content[].cache_control": noted(CACHE_HINT),
-    "tools[].cache_control": noted(CACHE_HINT),
-}
-_RULES, _MESSAGE_RULES = KeyRules(KEYS), KeyRules(KEYS, "messages[].")
 
 
 def to_request(body: ChatBody) -> CallRequest:
     """Returns the canonical request. Raises `InvalidRequest` for the first thing that cannot be honoured."""
-    refuse_top_logprobs(body.top_logprobs)
-    notes = _RULES.check(body)
+    notes = body.noted_keys()
+    for i, tool in enumerate(body.tools or ()):
+        notes += tool.noted_keys(f"tools.{i}.")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidRequest(
             f"max_tokens = {body.max_tokens} and max_completion_tokens = {body.max_completion_tokens} differ.",
             param="max_completion_tokens",
         )
-    if any(tool.cache_control is not None for tool in body.tools or ()):
-        notes.append("tools[].cache_control")
     functions = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or ()]
     conversation = Conversation(
-        tuple(_message(message, i, notes) for i, message in enumerate(body.messages)),
+        tuple(_message(message, f"messages.{i}", notes) for i, message in enumerate(body.messages)),
         tuple(function_tool(function.name, function.description, function.parameters) for function in functions),
     )
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    request = sampling_request(body, conversation, max_tokens, notes, _constraint(body, functions))
-    return replace(request, template_kwargs=body.chat_template_kwargs or {})
+    request = sampling_request(body, conversation, body.max_completion_tokens or body.max_tokens, notes)
+    return replace(request, constraint=_constraint(body, functions), template_kwargs=body.chat_template_kwargs or {})
 
 
-def _message(body: MessageBody, index: int, notes: list[str]) -> Message:
-    where = f"messages.{index}"
-    notes += _MESSAGE_RULES.check(body, f"{where}.")
-    if isinstance(body.content, list) and any(part.cache_control is not None for part in body.content):
-        notes.append("messages[].content[].cache_control")
+def _message(body: MessageBody, where: str, notes: list[str]) -> Message:
+    notes += body.noted_keys(f"{where}.")
     if body.role != "assistant" and (body.tool_calls or body.reasoning_content):
         key = "tool_calls" if body.tool_calls else "reasoning_content"
         raise InvalidRequest(
@@ -309,12 +179,14 @@ def _message(body: MessageBody, index: int, notes: list[str]) -> Message:
 
 def _constraint(body: ChatBody, functions: list[FunctionBody]) -> Constraint:
     """Returns the constraint of `response_format`, `tool_choice`, `parallel_tool_calls` and strict tools."""
-    choice, required = body.tool_choice, ""
+    choice, required, where = body.tool_choice, "", "response_format.json_schema"
     if isinstance(choice, dict):
         form = "{'type': 'function', 'function': {'name': ...}}"
         required = named_function(choice, choice.get("function"), form)
+    shape = body.response_format or ResponseFormat(type="text")
+    schema = shape.json_schema.schema_ if shape.json_schema else None
     constraint = Constraint(
-        schema=_schema(body.response_format),
+        schema=schema_of(shape.type, schema, f"{where}.schema", where),
         calls="required" if choice == "required" or required else "auto",
         function=required,
         strict=frozenset(function.name for function in functions if function.strict),
@@ -323,70 +195,20 @@ def _constraint(body: ChatBody, functions: list[FunctionBody]) -> Constraint:
     return check_choice(constraint, [function.name for function in functions])
 
 
-def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.type == "json_object":
-        return ANY_OBJECT
-    if response_format.json_schema is None or response_format.json_schema.schema_ is None:
-        where = "response_format.json_schema"
-        raise InvalidRequest(f"response_format of type 'json_schema' needs {where}.schema.", param=where)
-    return response_format.json_schema.schema_
-
-
 # --- answers
 
 
-class LogprobsBody(BaseModel):
-    """Log-probabilities of every sampled token of a choice, control tokens included."""
-
-    content: list[TokenLogprobBody]
-    refusal: None = None
-
-
-class AnswerMessage(BaseModel):
-    """The assistant's message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
-    refusal: None = None
-
-
-class ChoiceBody(BaseModel):
-    """One completion."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: LogprobsBody | None = None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(BaseModel):
-    """The answer to a chat completion request that does not stream."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChoiceBody]
-    usage: UsageBody
-    system_fingerprint: str
-    """`policy-N`: the policy version that sampled the last token."""
-
-
-async def to_answer(chunks: Chunks, body: ChatBody, head: AnswerHead) -> ChatCompletion:
-    """Returns the whole answer, after every choice has ended."""
-    choices = await collect(chunks)
-    return ChatCompletion(
-        id=f"chatcmpl-{head.id}",
-        created=head.created,
-        model=head.model,
-        choices=[_choice(body, last) for last in choices],
-        usage=usage_of(choices),
-        system_fingerprint=fingerprint_of(call_of(choices[0]), head),
-    )
+def to_answer(choices: Sequence[CallChunk], body: ChatBody, head: AnswerHead) -> dict[str, Any]:
+    """Returns the whole answer."""
+    return {
+        "id": f"chatcmpl-{head.id}",
+        "object": "chat.completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": [_choice(body, last) for last in choices],
+        "usage": usage_of(choices),
+        "system_fingerprint": fingerprint_of(call_of(choices[0]), head),
+    }
 
 
 async def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGenerator[str]:
@@ -412,46 +234,40 @@ async def to_events(chunks: Chunks, body: ChatBody, head: AnswerHead) -> AsyncGe
             delta["reasoning_content"] = chunk.reasoning
         if chunk.text:
             delta["content"] = chunk.text
-        if body.logprobs and chunk.tokens:
-            choice["logprobs"] = _logprobs(chunk.tokens).model_dump()
+        if chunk.tokens:
+            choice["logprobs"] = _logprobs(body, chunk)
         if chunk.call is not None:
             choices.append(chunk)
             common["system_fingerprint"] = fingerprint_of(chunk.call, head)
-            choice["finish_reason"] = _finish_reason(chunk.call)
+            choice["finish_reason"] = chunk.call.finish_reason
             if tool_calls := _tool_calls(chunk.call.response):
-                delta["tool_calls"] = [{**call.model_dump(), "index": i} for i, call in enumerate(tool_calls)]
+                delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(tool_calls)]
         yield sse({**common, "choices": [choice]})
     if with_usage:
-        yield sse({**common, "choices": [], "usage": usage_of(choices).model_dump()})
+        yield sse({**common, "choices": [], "usage": usage_of(choices)})
     yield DONE
 
 
-def _choice(body: ChatBody, last: CallChunk) -> ChoiceBody:
+def _choice(body: ChatBody, last: CallChunk) -> dict[str, Any]:
     call = call_of(last)
     message = call.response
-    return ChoiceBody(
-        index=last.index,
-        message=AnswerMessage(
-            content=message.content or (None if message.tool_calls else ""),
-            reasoning_content=message.reasoning or None,
-            tool_calls=_tool_calls(message) or None,
-        ),
-        logprobs=_logprobs(last.tokens) if body.logprobs else None,
-        finish_reason=_finish_reason(call),
-    )
+    shown = {
+        "role": "assistant",
+        "content": message.content or (None if message.tool_calls else ""),
+        "reasoning_content": message.reasoning or None,
+        "tool_calls": _tool_calls(message) or None,
+        "refusal": None,
+    }
+    logprobs = _logprobs(body, last)
+    return {"index": last.index, "message": shown, "logprobs": logprobs, "finish_reason": call.finish_reason}
 
 
-def _tool_calls(message: Message) -> list[ToolCallBody]:
+def _tool_calls(message: Message) -> list[dict[str, Any]]:
     return [
-        ToolCallBody(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls
     ]
 
 
-def _logprobs(tokens: Iterable[TokenLogprob]) -> LogprobsBody:
-    return LogprobsBody(content=logprob_bodies(tokens))
-
-
-def _finish_reason(call: Call) -> Literal["stop", "length", "tool_calls"]:
-    assert call.finish_reason != "cancelled", "a cancelled call is never answered"
-    return call.finish_reason
+def _logprobs(body: ChatBody, chunk: CallChunk) -> dict[str, Any] | None:
+    return {"content": shown_logprobs(chunk.tokens), "refusal": None} if body.logprobs else None
