@@ -228,7 +228,7 @@ async def test_checkpoints_of_other_policies_keep_their_names(tmp_path: Path, th
     async with running(tmp_path / "theirs", policies=theirs, job={"checkpoint_every": 1}) as run:
         await run.batch()
     shutil.copytree(tmp_path / "theirs" / RUN / "checkpoints", tmp_path / "d" / "checkpoints")
-    with pytest.raises(ConfigError, match=r"step_000001 is of a run with .* and the settings have the policies planner"):
+    with pytest.raises(ConfigError, match=r"step_000001 is of a run with .* settings have the policies planner"):
         async with running(tmp_path / "d", policies=TEAM):
             pass
     async with running(tmp_path / "d", policies=theirs) as run:
