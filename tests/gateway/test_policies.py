@@ -7,7 +7,8 @@
 5. An export is of one policy; the divergence of one policy is reported with its name.
 6. A disk that refuses a write between two policies delays the batch, and stops neither calls nor maintenance for good.
 7. A save of one worker survives the death of another.
-8. A first start that failed fixes nothing.
+8. Checkpoints of other policies are refused, and keep their names.
+9. A first start that failed fixes nothing.
 """
 
 from __future__ import annotations
@@ -236,3 +237,15 @@ async def test_a_first_start_that_failed_fixes_nothing(tmp_path: Path) -> None:
         run.compute.fail_start = [ConfigError("there is no such model")]
     async with running(tmp_path / "d", policies=TEAM) as run:
         await run.batch()
+
+
+@pytest.mark.parametrize("theirs", [{}, {"writer": {}}])
+async def test_checkpoints_of_other_policies_keep_their_names(tmp_path: Path, theirs: dict[str, Any]) -> None:
+    async with running(tmp_path / "theirs", policies=theirs, job={"checkpoint_every": 1}) as run:
+        await run.batch()
+    shutil.copytree(tmp_path / "theirs" / RUN / "checkpoints", tmp_path / "d" / "checkpoints")
+    with pytest.raises(ConfigError, match=r"step_000001 is of a run with .* settings have the policies planner"):
+        async with running(tmp_path / "d", policies=TEAM):
+            pass
+    async with running(tmp_path / "d", policies=theirs) as run:
+        assert run.gateway.swarm.policy_version == 1
