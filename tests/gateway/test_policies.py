@@ -1,13 +1,14 @@
 """A run with named policies, each with its own weights, optimiser and operations.
 
-1. A batch is learned by each policy in the order of the settings. Its metrics have the policy's name in front.
+1. A batch is learned by each policy, in several workers at the same time. Its metrics have the policy's name in front.
 2. A worker that dies between two policies is replaced, and all policies reach the weights of an undisturbed run.
 3. A checkpoint has a folder for each policy. One damaged policy makes it unusable for all.
 4. A call uses the policy of its role. A side call is a role below the policy of its request.
 5. An export is of one policy; the divergence of one policy is reported with its name.
 6. A disk that refuses a write between two policies delays the batch, and stops neither calls nor maintenance for good.
 7. A save of one worker survives the death of another.
-8. A first start that failed fixes nothing.
+8. Checkpoints of other policies are refused, and keep their names.
+9. A first start that failed fixes nothing.
 """
 
 from __future__ import annotations
@@ -59,6 +60,21 @@ async def test_a_batch_is_learned_by_each_policy(tmp_path: Path) -> None:
         assert "policy/loss" not in step
         found = weights(run)
     assert len({*found, *await undisturbed(tmp_path, 1)}) == 3, "only the planner has the same optimiser"
+
+
+async def test_workers_learn_at_the_same_time(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", policies={**TEAM, "critic": {}}) as run:
+        run.compute.may_learn.clear()
+        batch = asyncio.create_task(run.batch())
+        async with asyncio.timeout(10):
+            while len(run.compute.begun) < 2:
+                await asyncio.sleep(0)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(run.compute.begun) == 2, "planner and critic have the same worker"
+        run.compute.may_learn.set()
+        await batch
+        assert len(run.compute.begun) == 3 and run.gateway.swarm.policy_version == 1
 
 
 @pytest.mark.parametrize("moment", ["optim_step planner", "forward_backward coder", "optim_step coder"])
@@ -171,7 +187,8 @@ async def test_the_divergence_of_one_policy_is_reported(tmp_path: Path) -> None:
 async def test_a_full_disk_between_two_policies_delays_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
 ) -> None:
-    async with running(tmp_path / "d", policies=TEAM, job={"max_staleness": max_staleness}) as run:
+    one_worker = {"planner": {}, "coder": {}}
+    async with running(tmp_path / "d", policies=one_worker, job={"max_staleness": max_staleness}) as run:
         evaluated = await run.gateway.begin(BeginRequest(task_id="e", client_id="v", mode="eval"))
         batches = run.gateway.swarm.batches
         record = batches.record_operation
@@ -220,3 +237,15 @@ async def test_a_first_start_that_failed_fixes_nothing(tmp_path: Path) -> None:
         run.compute.fail_start = [ConfigError("there is no such model")]
     async with running(tmp_path / "d", policies=TEAM) as run:
         await run.batch()
+
+
+@pytest.mark.parametrize("theirs", [{}, {"writer": {}}])
+async def test_checkpoints_of_other_policies_keep_their_names(tmp_path: Path, theirs: dict[str, Any]) -> None:
+    async with running(tmp_path / "theirs", policies=theirs, job={"checkpoint_every": 1}) as run:
+        await run.batch()
+    shutil.copytree(tmp_path / "theirs" / RUN / "checkpoints", tmp_path / "d" / "checkpoints")
+    with pytest.raises(ConfigError, match=r"step_000001 is of a run with .* settings have the policies planner"):
+        async with running(tmp_path / "d", policies=TEAM):
+            pass
+    async with running(tmp_path / "d", policies=theirs) as run:
+        assert run.gateway.swarm.policy_version == 1

@@ -252,3 +252,11 @@ async def test_a_run_that_the_disk_refused_can_be_opened_later(tmp_path: Path, m
                 await run.runs.put("other", RunSettings())
         assert run.runs.views()[1].reason == "the disk is full"
         await (await opened(run)).batch()
+
+
+async def test_a_failed_run_starts_again_with_a_better_job(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        with pytest.raises(ConfigError, match="leaves no room for a prompt"):
+            await opened(run, job={"max_tokens": 10**6})
+        other = await opened(run, job={"max_tokens": 16})
+        assert (other.gateway.engine.state, other.gateway.swarm.job.max_tokens) == ("sampling", 16)

@@ -31,7 +31,7 @@ from agentjet.gateway.training_loop import OpenRun, TrainingLoop
 from agentjet.protocol import CheckpointInfo
 from agentjet.rendering import Renderer
 from agentjet.swarm import Batch
-from agentjet.types import CheckpointStamp, EngineState, ModelInfo
+from agentjet.types import SOLE_POLICY, CheckpointStamp, EngineState, ModelInfo
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -335,9 +335,20 @@ class Engine:
     async def _load(self, info: CheckpointInfo) -> dict[str, CheckpointStamp]:
         """Loads all policies. Returns their stamps.
 
-        Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's.
+        Raises `CheckpointError` unless the checkpoint is intact, has its name's version and is the journal's. Raises
+        `ConfigError` for one of other policies.
         """
         folders, stamps = policy_folders(Path(info.path)), {}
+        foreign = folders.keys() - self._run.config.policy_names
+        if any((folders[name] / "state.json").exists() for name in foreign):
+            ours, theirs = (
+                f"the policies {', '.join(names)}" if SOLE_POLICY not in names else "no named policies"
+                for names in (self._run.config.policy_names, folders)
+            )
+            raise ConfigError(
+                f"checkpoint {info.path} is of a run with {theirs}, and the settings have {ours}: change [policies], "
+                "or move the checkpoint away"
+            )
         for policy in self._run.policies:
             if (folder := folders.get(policy.policy)) is None:
                 raise CheckpointError(f"checkpoint {info.path} is damaged: it has no policy {policy.policy!r}")

@@ -28,7 +28,7 @@ from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
 from agentjet.gateway.observability import Tracing
 from agentjet.protocol import JobBody, RunSettings, RunView, check_run_name
-from agentjet.types import DEFAULT_RUN, EngineState
+from agentjet.types import DEFAULT_RUN, RUN_NAME, EngineState
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,8 @@ class Runs:
                 log.error("run %s cannot be opened: %s", name, error)
 
     async def put(self, name: str, settings: RunSettings) -> RunView:
-        """Creates or opens a run, and changes its job settings if `settings` has some. Idempotent.
+        """Creates or opens a run, and changes its job settings if `settings` has some. Starts it if it has failed.
+        Idempotent.
 
         Raises `InvalidRequest` for an invalid name or setting. Raises `Conflict`: `default_run`; `run_policies_changed`
         if the run has other policies; `run_unusable` if its files cannot be opened.
@@ -121,6 +122,8 @@ class Runs:
             gateway = self._gateways[name]
             if settings.job is not None and gateway.swarm.job != job:
                 await gateway.replace_job(JobBody(revision=gateway.job().revision, job=job.model_dump(mode="json")))
+            if gateway.engine.state == "failed":
+                await gateway.start_engine()
             return self._view(name)
 
     async def end(self, name: str) -> RunView:
@@ -220,7 +223,8 @@ class Runs:
 
     def _names(self) -> list[str]:
         on_disk = {path.parent.name for path in self._folder.glob(f"*/{RECORD}")}
-        return sorted((on_disk | self._gateways.keys()) - {DEFAULT_RUN})
+        named = {name for name in on_disk if RUN_NAME.fullmatch(name)}
+        return sorted((named | self._gateways.keys()) - {DEFAULT_RUN})
 
     def _record(self, name: str) -> RunRecord | None:
         return RunRecord.read(self._folder / name / RECORD)

@@ -1,7 +1,7 @@
 """`TrainingLoop`: learns batch after batch on policies that are up, and runs maintenance tasks between batches.
 
-A batch is learned by operations on each policy of the run, in the order of the settings: `forward_backward` and
-`optim_step`, once per optimiser step. Then the new weights of all policies are published to the samplers.
+A batch is learned by operations on each policy of the run: `forward_backward` and `optim_step`, once per optimiser
+step. Workers compute at the same time. Then the new weights of all policies are published to the samplers.
 
 Invariants:
 * calls sample from `swarm.policy_version`: the gate opens only once the worker has learned all batches of the journal;
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from agentjet.gateway.observability import MetricsFile, StepTimer, Tracing, dive
 from agentjet.gateway.views import zero_variance
 from agentjet.protocol import REPORTED_BATCHES, CheckpointInfo, report_lines
 from agentjet.swarm import Batch, SwarmState
+from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, Op, OperationKind, PolicyId, metrics_prefix, policy_of
 
 log = logging.getLogger(__name__)
@@ -168,18 +169,7 @@ class TrainingLoop:
             ):
                 training = await asyncio.to_thread(self._swarm.batches.training_batches, batch)
                 self.timer.start_learning()
-                metrics: dict[str, float] = {}
-                following: dict[str, Op] = {}
-                for name, own in training.items():
-                    learned, following[name] = await learn(
-                        self._compute,
-                        self._next_operations[name],
-                        own,
-                        batch.job,
-                        before=partial(self._journal, batch),
-                    )
-                    prefix = metrics_prefix(name, self._swarm.store.policies)
-                    metrics |= {f"{prefix}{metric}": value for metric, value in learned.items()}
+                metrics, following = await self._apply(batch, training)
                 for policy in self._policies:
                     await self._compute.publish(policy, batch.id + 1)
                 self._is_partial = False
@@ -191,6 +181,37 @@ class TrainingLoop:
             self._learning = None
             raise
         self._learning = None
+
+    async def _apply(
+        self, batch: Batch, training: Mapping[str, TrainingBatch]
+    ) -> tuple[dict[str, float], dict[str, Op]]:
+        """Applies the operations of a batch. Returns the metrics, and each policy's next operation.
+
+        Workers compute at the same time. Policies of one worker follow each other, so that it holds one gradient.
+        """
+        learned: dict[str, tuple[dict[str, float], Op]] = {}
+        by_worker: defaultdict[str, list[str]] = defaultdict(list)
+        for name in training:
+            by_worker[self._run.config.worker_of(name)].append(name)
+
+        async def apply(names: list[str]) -> None:
+            journal = partial(self._journal, batch)
+            for name in names:
+                first = self._next_operations[name]
+                learned[name] = await learn(self._compute, first, training[name], batch.job, before=journal)
+
+        works = [asyncio.create_task(apply(names)) for names in by_worker.values()]
+        try:
+            await asyncio.gather(*works)
+        finally:
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+        metrics: dict[str, float] = {}
+        for name in training:
+            prefix = metrics_prefix(name, self._swarm.store.policies)
+            metrics |= {f"{prefix}{metric}": value for metric, value in learned[name][0].items()}
+        return metrics, {name: op for name, (_, op) in learned.items()}
 
     async def _journal(self, batch: Batch, op: Op, kind: OperationKind) -> None:
         self._swarm.batches.record_operation(op.policy, op.number, kind, batch)
