@@ -109,16 +109,12 @@ async def trained(server: ChildServer, names: Sequence[str], workload: Workload)
             return text.count("e") / max(1, len(text))
 
         async def train(batches: int, seed: int) -> None:
-            reports = await asyncio.gather(
+            await asyncio.gather(
                 *(
                     one.train(agent, tasks, steps=batches, concurrency=workload.concurrency, seed=seed, progress=False)
                     for one in swarms
                 )
             )
-            if os.environ.get("BENCH_DEBUG"):
-                steps = [step.metrics for report in reports for step in report.steps]
-                for name in ("time/sample", "time/learn", "time/wait", "perf/tokens_per_second"):
-                    print(name, [round(step.get(name, -1), 2) for step in steps])
 
         await train(1, seed=0)
         began = time.perf_counter()
