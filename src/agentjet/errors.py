@@ -151,7 +151,8 @@ class GrammarError(ComputeError):
 class WorkerDied(ComputeError):
     """The worker process ended unexpectedly.
 
-    `during` is the policy whose operation the worker applied, as `RUN/POLICY`; empty if it applied none.
+    `during` is the policy whose operation the worker applied, or a policy of the only run that it sampled for, as
+    `RUN/POLICY`; else empty.
     """
 
     def __init__(self, message: str, *, during: str = "") -> None:

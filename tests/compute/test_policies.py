@@ -5,8 +5,8 @@
 3. learning or publishing one policy pauses and invalidates that policy only, and a diverged one fails alone;
 4. adapters of a worker share one base model and one cache; another base is refused, and `remove` frees memory;
 5. operations are numbered per policy;
-6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception; its
-   policies recover independently of each other;
+6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception, or the
+   only run that it sampled for; its policies recover independently of each other;
 7. a worker whose completions wait for a `publish` is not taken for one that hangs.
 """
 
@@ -30,6 +30,7 @@ from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.compute.embedded.worker import Worker, make_sampler
+from agentjet.compute.embedded.worker_process import WorkerProcess
 from agentjet.compute.protocol import LossSpec, learn
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, OperationConflict, WorkerDied
@@ -317,6 +318,33 @@ def test_a_failed_operation_is_of_its_policy_alone(tiny_folder: Path, tmp_path: 
         for error in (waited, death):
             assert isinstance(error, WorkerDied) and error.during == "default/a", "B must not count it"
         await compute.close()
+
+    asyncio.run(scenario())
+
+
+class Silent(WorkerProcess):
+    """A process that takes every frame and answers none."""
+
+    def _write(self, encoded: bytes) -> None:
+        pass
+
+
+def test_a_crash_while_sampling_is_of_the_only_run_that_samples(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        process = Silent(tmp_path / "worker.log", 1.0)
+        assert process._reason(-9).during == ""
+        for policy in OTHERS[:2]:
+            process.open_stream(policy)
+        assert process._reason(-9).during == "other/b"
+        process._unpublished.add(B)
+        assert process._reason(-9).during == "other/c", "the completions of B pause"
+        id, _ = process.open_stream(A)
+        assert process._reason(-9).during == "", "it may be the fault of either run"
+        process.close_stream(A, id)
+        scoring = asyncio.ensure_future(process.ask("score", A))
+        await asyncio.sleep(0)
+        assert process._reason(-9).during == "default/a"
+        scoring.cancel()
 
     asyncio.run(scenario())
 
