@@ -16,7 +16,7 @@ import numpy as np
 from agentjet.compute.embedded.checkpoint import seal, verified_state
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import OutOfCache, WorkerDied
+from agentjet.errors import OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline.batch import TrainingBatch
@@ -205,7 +205,7 @@ class ScriptedCompute:
         known = self.policies.get(policy)
         if known is None or known.end.done():
             return
-        known.stop(WorkerDied(f"policy {policy} was removed"))
+        known.stop(PolicyRemoved(f"policy {policy} was removed"))
         members = self.workers[known.worker]
         members.remove(policy)
         if not members:

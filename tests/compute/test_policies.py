@@ -33,7 +33,7 @@ from agentjet.compute.embedded.worker import Worker, make_sampler
 from agentjet.compute.embedded.worker_process import WorkerProcess
 from agentjet.compute.protocol import LossSpec, learn
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
-from agentjet.errors import ComputeError, ConfigError, OperationConflict, WorkerDied
+from agentjet.errors import ComputeError, ConfigError, OperationConflict, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
@@ -216,7 +216,7 @@ def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_fol
     assert kept[0]() is None and kept[1]() is not None
     assert list(worker._pieces) == [2]
     worker._sample_step()
-    with pytest.raises(WorkerDied, match="no policy default/a"):
+    with pytest.raises(PolicyRemoved, match="no policy default/a"):
         sample(worker, A, 3)
     worker.handle("remove", B)
     gc.collect()
@@ -264,6 +264,11 @@ def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
         worker.handle("forward_backward", B, number=0, batch={}, loss={})
 
 
+async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
+    async for _ in compute.sample(policy, [7, 8], SamplingParams(max_tokens=900)):
+        pass
+
+
 @pytest.mark.e2e
 def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path, tmp_path: Path) -> None:
     config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
@@ -296,7 +301,11 @@ def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path
             await compute.publish(B, 1)
         await compute.add(B, model)
         assert compute.pid(B) == compute.pid(A) and compute.pid(far) == second
-        await compute.remove(far)
+        cut = [asyncio.ensure_future(_drain(compute, policy)) for policy in (A, far)]
+        await asyncio.sleep(0.05)
+        await asyncio.gather(compute.remove(A), compute.remove(far))
+        for error in await asyncio.gather(*cut, return_exceptions=True):
+            assert isinstance(error, PolicyRemoved), "neither worker crashed, also if it ended"
         await compute.close()
 
     asyncio.run(scenario())

@@ -32,7 +32,7 @@ from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker_process import Frame, encode_frame, read_frame
 from agentjet.config import ModelConfig, SamplerConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved
 from agentjet.timeline.support import pack_sets
 from agentjet.types import FinishReason, PolicyId, SamplingParams
 
@@ -180,7 +180,7 @@ class Worker:
             return
         for id in [id for id, piece in self._pieces.items() if piece.hosted is hosted]:
             self._cancel(policy, id)
-            self._fail(id, WorkerDied(f"the policy {policy} was removed from the worker"))
+            self._fail(id, PolicyRemoved(f"the policy {policy} was removed from the worker"))
         hosted.sampler.remove(hosted.policy)
         del hosted
         self._free_base()
@@ -248,7 +248,7 @@ class Worker:
 
     def _hosted(self, policy: PolicyId) -> HostedPolicy:
         if policy not in self.policies:
-            raise WorkerDied(f"the worker has no policy {policy}")
+            raise PolicyRemoved(f"the worker has no policy {policy}")
         return self.policies[policy]
 
     def _fail(self, id: int, error: AgentJetError, *, ends: bool = False) -> None:

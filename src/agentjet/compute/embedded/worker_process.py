@@ -32,6 +32,7 @@ from agentjet.errors import (
     GrammarError,
     OperationConflict,
     OutOfCache,
+    PolicyRemoved,
     WorkerDied,
     WorkerHung,
 )
@@ -41,7 +42,15 @@ from agentjet.types import PolicyId, Sampled
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
-    for error in (CheckpointError, ComputeError, ConfigError, GrammarError, OperationConflict, OutOfCache, WorkerDied)
+    for error in (
+        CheckpointError,
+        ComputeError,
+        ConfigError,
+        GrammarError,
+        OperationConflict,
+        OutOfCache,
+        PolicyRemoved,
+    )
 }
 CLOSE_SECONDS = 10.0
 THREAD_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -209,7 +218,7 @@ class WorkerProcess:
         """Start the process. Idempotent. Raises `WorkerDied` after `close`."""
         async with self._starting:
             if self._closing:
-                raise WorkerDied("the worker process was ended")
+                raise PolicyRemoved("the worker process was ended")
             if self._process is not None:
                 return
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,6 +312,8 @@ class WorkerProcess:
             self.died.set_result(self._end)
 
     def _reason(self, code: int) -> WorkerDied:
+        if self._closing:
+            return PolicyRemoved("the worker process was ended")
         during = self._ended_by or next((str(request.policy) for request in self._requests.values()), self._sampled())
         if self._hung:
             return WorkerHung(
