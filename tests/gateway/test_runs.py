@@ -6,7 +6,7 @@
 4. A run that cannot be opened is shown, and the server starts.
 5. Requests about a run are idempotent and have their effect one after the other. Wrong ones are refused by name.
 6. A run whose folder was removed can be ended and created again. A run that the full disk refused can be opened later.
-7. The run of a data dir of edition 1 is moved, also if the move was killed at any point.
+7. The run of a data dir of edition 1 is moved, also if the move was killed at any point. Relative links are refused.
 """
 
 from __future__ import annotations
@@ -220,6 +220,21 @@ async def test_the_run_of_edition_1_is_moved(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="a run has only one of them"):
         async with running(data):
             pass
+
+
+def test_a_relative_link_of_edition_1_is_refused(tmp_path: Path) -> None:
+    data, disk = tmp_path / "d", tmp_path / "disk"
+    data.mkdir()
+    disk.mkdir()
+    (data / "journal.sqlite").touch()
+    (data / "checkpoints").symlink_to("../disk")
+    with pytest.raises(ConfigError, match=rf"ln -sfn {disk} {data}/checkpoints"):
+        move_first_edition(data)
+    assert not (data / "runs").exists()
+    (data / "checkpoints").unlink()
+    (data / "checkpoints").symlink_to(disk)
+    move_first_edition(data)
+    assert (data / RUN / "checkpoints").samefile(disk)
 
 
 async def test_the_record_of_a_run_has_its_first_settings(tmp_path: Path) -> None:
