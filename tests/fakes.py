@@ -155,6 +155,7 @@ class ScriptedCompute:
         """Raised by the next starts, one each."""
         self.fail_learn: list[Exception] = []
         self.fail_save: list[Exception] = []
+        self.fail_remove: list[Exception] = []
         self.die_after: list[str] = []
         """Operations, as `KIND POLICY` in order: the worker dies after it applied one of them."""
         self.metrics: dict[str, float] = {}
@@ -202,6 +203,8 @@ class ScriptedCompute:
         return self.card
 
     async def remove(self, policy: PolicyId) -> None:
+        if self.fail_remove:
+            raise self.fail_remove.pop(0)
         known = self.policies.get(policy)
         if known is None or known.end.done():
             return

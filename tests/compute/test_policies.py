@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import io
 import os
@@ -30,7 +31,7 @@ from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.compute.embedded.worker import Worker, make_sampler
-from agentjet.compute.embedded.worker_process import WorkerProcess
+from agentjet.compute.embedded.worker_process import WorkerProcess, read_frame
 from agentjet.compute.protocol import LossSpec, learn
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, OperationConflict, PolicyRemoved, WorkerDied
@@ -329,6 +330,21 @@ def test_a_failed_operation_is_of_its_policy_alone(tiny_folder: Path, tmp_path: 
         await compute.close()
 
     asyncio.run(scenario())
+
+
+def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(sampler: PrefixSampler, policy: Policy) -> None:
+        raise RuntimeError("a bug")
+
+    output = io.BytesIO()
+    worker = Worker(output)
+    add(worker, A, model_of(tiny_folder))
+    monkeypatch.setattr(PrefixSampler, "remove", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        worker._answer({"op": "remove", "id": 1, "policy": dataclasses.asdict(A)})
+    output.seek(0)
+    answer = read_frame(output)
+    assert answer is not None and answer["error"] == "ComputeError" and answer["ends"]
 
 
 class Silent(WorkerProcess):

@@ -14,7 +14,7 @@ import numpy as np
 from agentjet.compute.embedded.worker_process import WorkerProcess
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import AgentJetError, PolicyRemoved, WorkerDied
+from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
 
@@ -72,7 +72,7 @@ class EmbeddedCompute:
         """Free a policy in a worker, or end the worker if it has no other policy."""
         process.policies.discard(policy)
         if process.policies:
-            with contextlib.suppress(WorkerDied):
+            with contextlib.suppress(ComputeError):  # The worker died, or ends because the removal failed.
                 await process.ask("remove", policy)
         else:
             await process.close()
