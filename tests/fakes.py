@@ -16,7 +16,7 @@ import numpy as np
 from agentjet.compute.embedded.checkpoint import seal, verified_state
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import OutOfCache, WorkerDied
+from agentjet.errors import OutOfCache, PolicyRemoved, WorkerDied
 from agentjet.gateway import CallChunk, CallRequest, Gateway, Runs
 from agentjet.protocol import BeginRequest, FinishRequest
 from agentjet.timeline.batch import TrainingBatch
@@ -155,6 +155,7 @@ class ScriptedCompute:
         """Raised by the next starts, one each."""
         self.fail_learn: list[Exception] = []
         self.fail_save: list[Exception] = []
+        self.fail_remove: list[Exception] = []
         self.die_after: list[str] = []
         """Operations, as `KIND POLICY` in order: the worker dies after it applied one of them."""
         self.metrics: dict[str, float] = {}
@@ -202,10 +203,12 @@ class ScriptedCompute:
         return self.card
 
     async def remove(self, policy: PolicyId) -> None:
+        if self.fail_remove:
+            raise self.fail_remove.pop(0)
         known = self.policies.get(policy)
         if known is None or known.end.done():
             return
-        known.stop(WorkerDied(f"policy {policy} was removed"))
+        known.stop(PolicyRemoved(f"policy {policy} was removed"))
         members = self.workers[known.worker]
         members.remove(policy)
         if not members:

@@ -15,7 +15,8 @@
     │   ├── OutOfCache       the sequence is too long for the sampler's cache
     │   ├── GrammarError     the sampler cannot follow a grammar
     │   └── WorkerDied       the worker process ended. The gateway starts another
-    │       └── WorkerHung   it made no progress and was killed
+    │       ├── WorkerHung   it made no progress and was killed
+    │       └── PolicyRemoved it did not crash: the policy was removed from it
     ├── CheckpointError      a checkpoint could not be written, or is not the expected one
     └── Unreachable          (client) the server did not answer within the retries
 
@@ -151,7 +152,8 @@ class GrammarError(ComputeError):
 class WorkerDied(ComputeError):
     """The worker process ended unexpectedly.
 
-    `during` is the policy whose operation the worker applied, as `RUN/POLICY`; empty if it applied none.
+    `during` is the policy whose operation the worker applied, or a policy of the only run that it sampled for, as
+    `RUN/POLICY`; else empty.
     """
 
     def __init__(self, message: str, *, during: str = "") -> None:
@@ -161,6 +163,10 @@ class WorkerDied(ComputeError):
 
 class WorkerHung(WorkerDied):
     """The worker process made no progress for `server.worker_timeout` seconds and was killed."""
+
+
+class PolicyRemoved(WorkerDied):
+    """The policy was removed from its worker, or no worker has it. No crash of the worker."""
 
 
 class CheckpointError(AgentJetError):

@@ -5,14 +5,15 @@
 3. learning or publishing one policy pauses and invalidates that policy only, and a diverged one fails alone;
 4. adapters of a worker share one base model and one cache; another base is refused, and `remove` frees memory;
 5. operations are numbered per policy;
-6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception; its
-   policies recover independently of each other;
+6. a worker that dies names the policy whose request it handled, also if an operation failed with an exception, or the
+   only run that it sampled for; its policies recover independently of each other;
 7. a worker whose completions wait for a `publish` is not taken for one that hangs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import io
 import os
@@ -30,9 +31,10 @@ from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.compute.embedded.worker import Worker, make_sampler
+from agentjet.compute.embedded.worker_process import WorkerProcess, read_frame
 from agentjet.compute.protocol import LossSpec, learn
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
-from agentjet.errors import ComputeError, ConfigError, OperationConflict, WorkerDied
+from agentjet.errors import ComputeError, ConfigError, OperationConflict, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
@@ -215,7 +217,7 @@ def test_adapters_share_a_base_and_a_cache_that_are_freed_with_the_last(tiny_fol
     assert kept[0]() is None and kept[1]() is not None
     assert list(worker._pieces) == [2]
     worker._sample_step()
-    with pytest.raises(WorkerDied, match="no policy default/a"):
+    with pytest.raises(PolicyRemoved, match="no policy default/a"):
         sample(worker, A, 3)
     worker.handle("remove", B)
     gc.collect()
@@ -263,6 +265,11 @@ def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:
         worker.handle("forward_backward", B, number=0, batch={}, loss={})
 
 
+async def _drain(compute: EmbeddedCompute, policy: PolicyId) -> None:
+    async for _ in compute.sample(policy, [7, 8], SamplingParams(max_tokens=900)):
+        pass
+
+
 @pytest.mark.e2e
 def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path, tmp_path: Path) -> None:
     config = ServeConfig.model_validate({"server": {"data_dir": tmp_path}, "sampler": {"cache_tokens": 1024}})
@@ -295,7 +302,11 @@ def test_policies_recover_independently_and_workers_have_names(tiny_folder: Path
             await compute.publish(B, 1)
         await compute.add(B, model)
         assert compute.pid(B) == compute.pid(A) and compute.pid(far) == second
-        await compute.remove(far)
+        cut = [asyncio.ensure_future(_drain(compute, policy)) for policy in (A, far)]
+        await asyncio.sleep(0.05)
+        await asyncio.gather(compute.remove(A), compute.remove(far))
+        for error in await asyncio.gather(*cut, return_exceptions=True):
+            assert isinstance(error, PolicyRemoved), "neither worker crashed, also if it ended"
         await compute.close()
 
     asyncio.run(scenario())
@@ -317,6 +328,48 @@ def test_a_failed_operation_is_of_its_policy_alone(tiny_folder: Path, tmp_path: 
         for error in (waited, death):
             assert isinstance(error, WorkerDied) and error.during == "default/a", "B must not count it"
         await compute.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(sampler: PrefixSampler, policy: Policy) -> None:
+        raise RuntimeError("a bug")
+
+    output = io.BytesIO()
+    worker = Worker(output)
+    add(worker, A, model_of(tiny_folder))
+    monkeypatch.setattr(PrefixSampler, "remove", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        worker._answer({"op": "remove", "id": 1, "policy": dataclasses.asdict(A)})
+    output.seek(0)
+    answer = read_frame(output)
+    assert answer is not None and answer["error"] == "ComputeError" and answer["ends"]
+
+
+class Silent(WorkerProcess):
+    """A process that takes every frame and answers none."""
+
+    def _write(self, encoded: bytes) -> None:
+        pass
+
+
+def test_a_crash_while_sampling_is_of_the_only_run_that_samples(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        process = Silent(tmp_path / "worker.log", 1.0)
+        assert process._reason(-9).during == ""
+        for policy in OTHERS[:2]:
+            process.open_stream(policy)
+        assert process._reason(-9).during == "other/b"
+        process._unpublished.add(B)
+        assert process._reason(-9).during == "other/c", "the completions of B pause"
+        id, _ = process.open_stream(A)
+        assert process._reason(-9).during == "", "it may be the fault of either run"
+        process.close_stream(A, id)
+        scoring = asyncio.ensure_future(process.ask("score", A))
+        await asyncio.sleep(0)
+        assert process._reason(-9).during == "default/a"
+        scoring.cancel()
 
     asyncio.run(scenario())
 

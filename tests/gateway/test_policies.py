@@ -9,6 +9,7 @@
 7. A save of one worker survives the death of another.
 8. Checkpoints of other policies are refused, and keep their names.
 9. A first start that failed fixes nothing.
+10. A call does not count the crashes of a worker that its policy is not in.
 """
 
 from __future__ import annotations
@@ -249,3 +250,16 @@ async def test_checkpoints_of_other_policies_keep_their_names(tmp_path: Path, th
             pass
     async with running(tmp_path / "d", policies=theirs) as run:
         assert run.gateway.swarm.policy_version == 1
+
+
+async def test_crashes_of_another_worker_are_not_those_of_a_call(tmp_path: Path) -> None:
+    async with running(tmp_path / "d", policies=TEAM) as run:
+        episode = await run.gateway.begin(BeginRequest(task_id="t"))
+        run.compute.may_sample.clear()
+        call = asyncio.create_task(run.say(episode.id, role="coder"))
+        for crashes in range(3):
+            await run.until(lambda crashes=crashes: len(run.compute.asked) == crashes + 1)
+            run.compute.die()
+        run.compute.may_sample.set()
+        assert (await call).response.content == "hi"
+        assert [asked.policy for asked in run.compute.asked] == [CODER] * 4

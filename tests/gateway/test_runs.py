@@ -6,7 +6,8 @@
 4. A run that cannot be opened is shown, and the server starts.
 5. Requests about a run are idempotent and have their effect one after the other. Wrong ones are refused by name.
 6. A run whose folder was removed can be ended and created again. A run that the full disk refused can be opened later.
-7. The run of a data dir of edition 1 is moved, also if the move was killed at any point.
+7. A request that began before the end of its run and acts after it is refused with a 503.
+8. The run of a data dir of edition 1 is moved, also if the move was killed at any point. Relative links are refused.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound, RequestError, WorkerDied
+from agentjet.gateway import CallRequest, Gateway
 from agentjet.gateway.runs import FIRST_EDITION, move_first_edition
-from agentjet.protocol import BeginRequest, RunSettings
+from agentjet.protocol import AbortRequest, BeginRequest, Event, FinishRequest, RunSettings
 from agentjet.swarm.store import Store
-from agentjet.types import PolicyId
+from agentjet.types import Conversation, Message, PolicyId
 from tests.fakes import RUN, Running, running
 
 pytestmark = pytest.mark.anyio
@@ -59,6 +62,39 @@ async def test_two_runs_train_at_once(tmp_path: Path) -> None:
         assert (again.gateway.policies, again.gateway.swarm.policy_version) == (("planner", "coder"), 1)
         assert not run.compute.policies[PolicyId("other", "coder")].learned, "its checkpoint was loaded"
     assert (tmp_path / "d" / "runs" / "other" / "checkpoints" / "step_000001" / "coder").is_dir()
+
+
+async def test_a_request_that_outlives_its_run_is_refused(tmp_path: Path) -> None:
+    """A request holds its gateway from its start, so it may act after the end of the run."""
+    async with running(tmp_path / "d", job={"batch_size": 1}) as run:
+        gateway = (await opened(run)).gateway
+        episode, _ = [await gateway.begin(BeginRequest(task_id="t")) for _ in range(2)]
+        waiting = asyncio.create_task(gateway.begin(BeginRequest(task_id="u", wait=60)))
+        listening = asyncio.create_task(_all_events(gateway))
+        await asyncio.sleep(0)
+        unread = gateway.events()
+        await anext(unread)
+        await run.runs.end("other")
+        await listening
+        assert [event async for event in unread], "those that it has read already"
+        late: list[Awaitable[object]] = [
+            waiting,
+            gateway.begin(BeginRequest(task_id="v")),
+            gateway.finish(episode.id, FinishRequest(reward=1.0)),
+            gateway.abort(episode.id, AbortRequest(), idempotency_key="k"),
+            gateway.replace_job(gateway.job()),
+            gateway.recent_episodes(5),
+            gateway.episode_tree("unknown"),
+            anext(gateway.call(episode.id, "", CallRequest(Conversation((Message("user", "hello"),))))),
+        ]
+        for refused in await asyncio.gather(*late, return_exceptions=True):
+            assert isinstance(refused, Later) and refused.status == 503, refused
+        again = await opened(run)
+        assert (await again.gateway.finish(episode.id, FinishRequest(reward=1.0))).status == "finished"
+
+
+async def _all_events(gateway: Gateway) -> list[Event]:
+    return [event async for event in gateway.events() if event is not None]
 
 
 async def test_open_runs_survive_a_restart(tmp_path: Path) -> None:
@@ -220,6 +256,21 @@ async def test_the_run_of_edition_1_is_moved(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="a run has only one of them"):
         async with running(data):
             pass
+
+
+def test_a_relative_link_of_edition_1_is_refused(tmp_path: Path) -> None:
+    data, disk = tmp_path / "d", tmp_path / "disk"
+    data.mkdir()
+    disk.mkdir()
+    (data / "journal.sqlite").touch()
+    (data / "checkpoints").symlink_to("../disk")
+    with pytest.raises(ConfigError, match=rf"ln -sfn {disk} {data}/checkpoints"):
+        move_first_edition(data)
+    assert not (data / "runs").exists()
+    (data / "checkpoints").unlink()
+    (data / "checkpoints").symlink_to(disk)
+    move_first_edition(data)
+    assert (data / RUN / "checkpoints").samefile(disk)
 
 
 async def test_the_record_of_a_run_has_its_first_settings(tmp_path: Path) -> None:

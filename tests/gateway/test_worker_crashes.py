@@ -4,6 +4,7 @@
 2. If a part of the answer was sent, it fails with a 503.
 3. The second worker that crashes during the call ends it, and nothing else.
 4. A worker that hung is replaced like one that crashed, and counted.
+5. An engine recovers and stops also if its policy cannot be removed from the worker.
 """
 
 from __future__ import annotations
@@ -76,3 +77,17 @@ async def test_a_worker_that_hung_is_replaced_and_counted(tmp_path: Path) -> Non
         await run.until(lambda: run.gateway.engine.state == "sampling")
         status = run.gateway.status()
         assert (status.workers_started, status.workers_hung) == (2, 1)
+
+
+async def test_a_policy_that_cannot_be_removed_is_added_again(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        run.compute.fail_learn = [RuntimeError("a bug")]
+        run.compute.fail_remove = [RuntimeError("the sampler is broken")]
+        await run.batch()
+        assert run.gateway.status().workers_started == 2
+        run.compute.fail_remove = [RuntimeError("again")]
+        await run.gateway.stop_engine()
+        assert run.gateway.engine.state == "offline"
+        await run.gateway.start_engine()
+        await run.gateway.ready()
+        await run.batch()

@@ -113,7 +113,7 @@ class Sampler(Protocol):
         * `OutOfCache` if prompt and completion exceed the cache;
         * `GrammarError` if the grammar of `params` allows no next token;
         * `ComputeError` for token ids outside the vocabulary;
-        * `WorkerDied` if the worker ends, or if the policy is not in a worker.
+        * `WorkerDied` if the worker ends; `PolicyRemoved` if the policy is not in a worker.
         """
         ...
 
@@ -169,8 +169,9 @@ class Learner(Protocol):
 class Compute(Sampler, Learner, Protocol):
     """A backend: samplers, learners, and the life of the workers that host their policies.
 
-    A policy belongs to one worker from `add` to `remove`. Before and after, and if that worker died, every other method
-    for the policy raises `WorkerDied`. Policies of one worker recover independently: each is added again alone.
+    A policy belongs to one worker from `add` to `remove`. Before and after, every other method for the policy raises
+    `PolicyRemoved`; if that worker died, `WorkerDied`. Policies of one worker recover independently: each is added
+    again alone.
     """
 
     @property
@@ -193,7 +194,7 @@ class Compute(Sampler, Learner, Protocol):
         ...
 
     async def remove(self, policy: PolicyId) -> None:
-        """Free a policy; its completions fail with `WorkerDied`. Idempotent, also after the worker died.
+        """Free a policy; its completions fail with `PolicyRemoved`. Idempotent, also after the worker died.
 
         A worker without policies ends.
         """

@@ -9,7 +9,7 @@ Prompt, gate, sampler, journal, chunks: `ActiveCall` is the state of one call on
 * An answer that was not delivered, or that a retry repeats, is an orphan: it trains nothing. See `ActiveCalls`.
 * A worker that crashes during a call is replaced without an error, unless a part of the answer was sent. A call that
   `MAX_CRASHES` workers crashed on is given up, because it may cause the crashes. Crashes during an operation of another
-  run do not count.
+  run do not count, and neither does the end of a completion because its policy was removed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from agentjet.errors import (
     InvalidRequest,
     Later,
     OutOfCache,
+    PolicyRemoved,
     RequestError,
     WorkerDied,
 )
@@ -214,7 +215,7 @@ class CallPath:
                         status=503,
                         retry_after=5.0,
                     ) from error
-                if not self._engine.is_of_another_run(error):
+                if not (isinstance(error, PolicyRemoved) or self._engine.is_of_another_run(error)):
                     call.crashed_workers.add(worker)
                 if len(call.crashed_workers) >= MAX_CRASHES:
                     raise RequestError(

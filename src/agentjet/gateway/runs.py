@@ -281,8 +281,8 @@ FIRST_EDITION = ("metrics.jsonl", "exports", "checkpoints", f"{JOURNAL}-wal", f"
 def move_first_edition(data_dir: Path) -> None:
     """Moves the run of a data dir of edition 1, or `checkpoints/` that a user put there, to `runs/default/`.
 
-    Can be repeated after it was killed at any point. Raises `ConfigError` if the data dir is in use, or if
-    `runs/default/` has such files.
+    Can be repeated after it was killed at any point. Raises `ConfigError` if the data dir is in use, if
+    `runs/default/` has such files, or for a relative link, which would not lead to the same place afterwards.
     """
     if not any((data_dir / name).exists() for name in (JOURNAL, "checkpoints")):
         return
@@ -297,6 +297,12 @@ def move_first_edition(data_dir: Path) -> None:
                     f"{data_dir / taken[0]} and {folder / taken[0]} exist, and a run has only one of them: move the "
                     "wrong one away"
                 )
+            for path in map(data_dir.joinpath, found):
+                if path.is_symlink() and not path.readlink().is_absolute():
+                    raise ConfigError(
+                        f"{path} is the relative link {str(path.readlink())!r}, and the run is moved to {folder}: make "
+                        f"the link absolute (ln -sfn {path.resolve()} {path})"
+                    )
             folder.mkdir(0o700, parents=True, exist_ok=True)
             (data_dir / "lease.json").unlink(missing_ok=True)
             for name in found:

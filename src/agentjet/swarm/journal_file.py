@@ -19,7 +19,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from agentjet.errors import ConfigError, Later
 from agentjet.swarm.schema import OLDEST_SCHEMA, SCHEMA, SCHEMA_VERSION, migrate
@@ -82,12 +82,22 @@ DISK_ERRORS = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLI
 """SQLite's primary error codes for a failing disk, as opposed to a damaged file."""
 
 
+class _Closed:
+    """In place of the connection of a closed file: refuses the requests that began before.
+
+    Their repetitions find the run open again, or get the error for a run that is not open.
+    """
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Later("The run was closed during the request.", code="run_closed", status=503, retry_after=1.0)
+
+
 class JournalFile:
     """The file and its transactions. Construct it with `open`."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
         self.path = path
-        self.db = connection
+        self.db: sqlite3.Connection | Any = connection
         self._lock = lock
         self._depth = 0
         self._lost: sqlite3.OperationalError | None = None
@@ -168,10 +178,13 @@ class JournalFile:
         return file
 
     def close(self) -> None:
-        """Close and unlock the file. Idempotent."""
+        """Close and unlock the file. Idempotent. Later uses raise `Later`."""
+        if isinstance(self.db, _Closed):
+            return
         if self._log is not None:
             self._log.close()
         self.db.close()
+        self.db = _Closed()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

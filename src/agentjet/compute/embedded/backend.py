@@ -14,7 +14,7 @@ import numpy as np
 from agentjet.compute.embedded.worker_process import WorkerProcess
 from agentjet.compute.protocol import Capabilities, LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, ServeConfig
-from agentjet.errors import AgentJetError, WorkerDied
+from agentjet.errors import AgentJetError, ComputeError, PolicyRemoved, WorkerDied
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import CheckpointStamp, ModelInfo, Op, PolicyId, Sampled, SamplingParams, TokenScore
 
@@ -72,7 +72,7 @@ class EmbeddedCompute:
         """Free a policy in a worker, or end the worker if it has no other policy."""
         process.policies.discard(policy)
         if process.policies:
-            with contextlib.suppress(WorkerDied):
+            with contextlib.suppress(ComputeError):  # The worker died, or ends because the removal failed.
                 await process.ask("remove", policy)
         else:
             await process.close()
@@ -148,9 +148,9 @@ class EmbeddedCompute:
         await asyncio.gather(*(process.close() for process in processes))
 
     def _process(self, policy: PolicyId) -> WorkerProcess:
-        """Returns the process of a policy. Raises `WorkerDied` for a policy that was not added."""
+        """Returns the process of a policy. Raises `PolicyRemoved` for a policy that was not added."""
         if policy not in self._hosts:
-            raise WorkerDied(f"no worker has the policy {policy}: add it first")
+            raise PolicyRemoved(f"no worker has the policy {policy}: add it first")
         return self._hosts[policy]
 
     async def _ask(self, op: str, policy: PolicyId, **arguments: Any) -> Any:

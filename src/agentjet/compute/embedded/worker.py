@@ -32,7 +32,7 @@ from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker_process import Frame, encode_frame, read_frame
 from agentjet.config import ModelConfig, SamplerConfig
-from agentjet.errors import AgentJetError, ComputeError, ConfigError, WorkerDied
+from agentjet.errors import AgentJetError, ComputeError, ConfigError, PolicyRemoved
 from agentjet.timeline.support import pack_sets
 from agentjet.types import FinishReason, PolicyId, SamplingParams
 
@@ -41,6 +41,8 @@ ARRIVAL_GAP_SECONDS = 0.004
 ARRIVALS_SECONDS = 0.05
 """Total limit of that wait."""
 OPERATIONS = ("forward_backward", "optim_step")
+_ENDING = (*OPERATIONS, "remove")
+"""Requests whose failure ends the process, because gradients, weights or the sampler may be half changed."""
 _BY_ID = ("sample", "cancel")
 """Requests about one completion. Its tokens are the answer."""
 _OF_WORKER = ("add", "remove", "sample", "cancel", "score")
@@ -122,10 +124,7 @@ class Worker:
             return None
 
     def _answer(self, frame: Frame) -> None:
-        """Handle a frame. Boundary: a failure becomes an answer.
-
-        A failed operation also ends the process, because gradients or weights may be half changed.
-        """
+        """Handle a frame. Boundary: a failure becomes an answer, and may also end the process."""
         op, id = frame["op"], frame["id"]
         arguments = {key: value for key, value in frame.items() if key not in ("op", "policy")}
         if op not in _BY_ID:
@@ -136,8 +135,8 @@ class Worker:
             self._fail(id, error)
         except Exception as error:
             traceback.print_exc()
-            self._fail(id, ComputeError(f"{op} failed: {type(error).__name__}: {error}"), ends=op in OPERATIONS)
-            if op in OPERATIONS:
+            self._fail(id, ComputeError(f"{op} failed: {type(error).__name__}: {error}"), ends=op in _ENDING)
+            if op in _ENDING:
                 raise
         else:
             if op not in _BY_ID:
@@ -180,7 +179,7 @@ class Worker:
             return
         for id in [id for id, piece in self._pieces.items() if piece.hosted is hosted]:
             self._cancel(policy, id)
-            self._fail(id, WorkerDied(f"the policy {policy} was removed from the worker"))
+            self._fail(id, PolicyRemoved(f"the policy {policy} was removed from the worker"))
         hosted.sampler.remove(hosted.policy)
         del hosted
         self._free_base()
@@ -248,7 +247,7 @@ class Worker:
 
     def _hosted(self, policy: PolicyId) -> HostedPolicy:
         if policy not in self.policies:
-            raise WorkerDied(f"the worker has no policy {policy}")
+            raise PolicyRemoved(f"the worker has no policy {policy}")
         return self.policies[policy]
 
     def _fail(self, id: int, error: AgentJetError, *, ends: bool = False) -> None:

@@ -32,6 +32,7 @@ from agentjet.errors import (
     GrammarError,
     OperationConflict,
     OutOfCache,
+    PolicyRemoved,
     WorkerDied,
     WorkerHung,
 )
@@ -41,7 +42,15 @@ from agentjet.types import PolicyId, Sampled
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
-    for error in (CheckpointError, ComputeError, ConfigError, GrammarError, OperationConflict, OutOfCache, WorkerDied)
+    for error in (
+        CheckpointError,
+        ComputeError,
+        ConfigError,
+        GrammarError,
+        OperationConflict,
+        OutOfCache,
+        PolicyRemoved,
+    )
 }
 CLOSE_SECONDS = 10.0
 THREAD_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -162,6 +171,14 @@ class _Request:
     reply: asyncio.Future[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """An unfinished completion."""
+
+    policy: PolicyId
+    pieces: asyncio.Queue[Sampled | Exception]
+
+
 class WorkerProcess:
     """One process from its start to its end. `policies` are those that were added and not removed."""
 
@@ -178,8 +195,8 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._requests: dict[int, _Request] = {}
-        self._streams: dict[int, asyncio.Queue[Sampled | Exception]] = {}
-        """Queues of the unfinished completions, by request id."""
+        self._streams: dict[int, _Stream] = {}
+        """By request id."""
         self._unpublished: set[PolicyId] = set()
         """Policies that were asked for an `optim_step` and not published since: their completions pause."""
         self._ended_by = ""
@@ -201,7 +218,7 @@ class WorkerProcess:
         """Start the process. Idempotent. Raises `WorkerDied` after `close`."""
         async with self._starting:
             if self._closing:
-                raise WorkerDied("the worker process was ended")
+                raise PolicyRemoved("the worker process was ended")
             if self._process is not None:
                 return
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -241,7 +258,7 @@ class WorkerProcess:
         id = next(self._ids)
         self._send({"op": "sample", "id": id, "policy": dataclasses.asdict(policy), **arguments})
         queue: asyncio.Queue[Sampled | Exception] = asyncio.Queue()
-        self._streams[id] = queue
+        self._streams[id] = _Stream(policy, queue)
         return id, queue
 
     def close_stream(self, policy: PolicyId, id: int) -> None:
@@ -287,15 +304,17 @@ class WorkerProcess:
         for request in self._requests.values():
             if not request.reply.done():
                 request.reply.set_exception(_copied(self._end))
-        for queue in self._streams.values():
-            queue.put_nowait(_copied(self._end))
+        for stream in self._streams.values():
+            stream.pieces.put_nowait(_copied(self._end))
         self._requests.clear()
         self._streams.clear()
         if not self._closing:
             self.died.set_result(self._end)
 
     def _reason(self, code: int) -> WorkerDied:
-        during = self._ended_by or next((str(request.policy) for request in self._requests.values()), "")
+        if self._closing:
+            return PolicyRemoved("the worker process was ended")
+        during = self._ended_by or next((str(request.policy) for request in self._requests.values()), self._sampled())
         if self._hung:
             return WorkerHung(
                 f"the worker process did no work for {self._timeout:g} s "
@@ -303,6 +322,11 @@ class WorkerProcess:
                 during=during,
             )
         return WorkerDied(f"the worker process ended with exit code {code}; see {self._log_path}", during=during)
+
+    def _sampled(self) -> str:
+        """Returns a policy of the only run that samples, one that does not pause if possible; '' for several runs."""
+        policies = sorted((stream.policy for stream in self._streams.values()), key=self._unpublished.__contains__)
+        return str(policies[0]) if len({policy.run for policy in policies}) == 1 else ""
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kill the worker if it hangs."""
@@ -322,15 +346,15 @@ class WorkerProcess:
     def _dispatch(self, frame: Frame) -> None:
         if "tokens" in frame:
             for id, version, tokens, logprobs, packed, reason in frame["tokens"]:
-                queue = self._streams.get(id) if reason is None else self._streams.pop(id, None)
-                if queue is not None:
+                stream = self._streams.get(id) if reason is None else self._streams.pop(id, None)
+                if stream is not None:
                     support = unpack_sets(packed, len(tokens)) if packed else ()
-                    queue.put_nowait(Sampled(tuple(tokens), tuple(logprobs), version, reason, support))
+                    stream.pieces.put_nowait(Sampled(tuple(tokens), tuple(logprobs), version, reason, support))
             return
         id = frame["id"]
         error = _ERRORS.get(frame["error"], ComputeError)(frame["message"]) if "error" in frame else None
         if error is not None and (stream := self._streams.pop(id, None)) is not None:
-            stream.put_nowait(error)
+            stream.pieces.put_nowait(error)
         elif (request := self._requests.pop(id, None)) is not None:
             if frame.get("ends"):
                 self._ended_by = str(request.policy)
