@@ -34,6 +34,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from agentjet.protocol import StatusResponse
 from agentjet.types import PolicyId
 from bench.breaking import reference
 from bench.breaking.audit import Audit, Stuck, audit, stuck
@@ -47,6 +48,7 @@ from bench.breaking.wire import Wire
 from bench.gatewaying.report import percentile
 
 LEASE_SECONDS = 3.0
+POLL_SECONDS = 0.2
 NUM_CLIENTS = 4
 GROUP_SIZE = 3
 MAX_TRIES = 3
@@ -240,11 +242,21 @@ async def calm(scene: Scene, num_stuck: int) -> tuple[float, float]:
 
 
 async def finish(scene: Scene) -> dict[str, dict[str, Path]]:
-    """Clients first, then the server, in order; returns the last policies, by run."""
+    """Clients first, then the server, in order; returns the last policies, by run.
+
+    A short group closes a lease after its last member. It may complete a batch, so the end waits until none is open.
+    """
     await asyncio.gather(*(client.stop(within=30.0) for client in scene.clients))
+    while any(_may_learn(status) for status in (await scene.server.up()).values()):
+        await asyncio.sleep(POLL_SECONDS)
     exported = await scene.server.exports()
     await scene.server.stop()
     return exported
+
+
+def _may_learn(status: StatusResponse) -> bool:
+    """True if the run may learn one more batch without a client."""
+    return bool(status.groups_open) or status.state != "sampling" or status.groups_complete >= status.batch_size
 
 
 def table(outcome: Outcome) -> Table:
