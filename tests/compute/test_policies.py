@@ -35,7 +35,7 @@ from agentjet.compute.embedded.worker_process import WorkerProcess, read_frame
 from agentjet.compute.protocol import LossSpec, learn
 from agentjet.config import JobConfig, LoraConfig, ModelConfig, OptimizerConfig, SamplerConfig, ServeConfig
 from agentjet.errors import ComputeError, ConfigError, OperationConflict, PolicyRemoved, WorkerDied
-from agentjet.timeline.batch import TrainingBatch
+from agentjet.timeline.batch import Facts, TrainingBatch
 from agentjet.timeline.forest import build_forest
 from agentjet.types import Op, PolicyId, SamplingParams
 from tests.compute.architectures import make_architecture
@@ -248,6 +248,39 @@ def test_adapters_over_another_base_are_refused(tiny_folder: Path, tmp_path: Pat
     worker.handle("remove", A)
     assert worker._shared_base is None, "a failed `add` leaves nothing behind"
     add(worker, A, model_of(other))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"correction": "tis"},
+        {"kl_coef": 0.1},
+        {"loss": "gspo", "by_role": True},
+        {"epochs": 2, "mini_batches": 2},
+        {"aggregation": "constant", "constant": 8.0},
+    ],
+)
+def test_a_policy_without_calls_in_a_batch_does_its_step(tiny_folder: Path, algorithm: dict[str, Any]) -> None:
+    """The other policies of its run have calls. Its gradient is zero."""
+    worker = Worker(io.BytesIO())
+    add(worker, A, model_of(tiny_folder))
+    weights = {name: weight.clone() for name, weight in worker.policies[A].policy.trainable().items()}
+    none = np.zeros(0, np.int32)
+    facts = Facts(
+        groups=np.zeros(2, np.int32),
+        rewards=np.array([1.0, 0.0]),
+        roles=(),
+        role_rewards=np.zeros((2, 0)),
+        spoke=np.zeros((2, 0), bool),
+        call_episode=none,
+        call_role=none,
+        call_turn=none,
+    )
+    batch = TrainingBatch(0, build_forest([]), facts).to_wire()
+    train(worker, A, 0, batch, JobConfig.model_validate({"algorithm": algorithm}))
+    after = worker.policies[A].policy.trainable()
+    assert all(torch.equal(weight, after[name]) for name, weight in weights.items())
 
 
 def test_operations_are_numbered_per_policy(tiny_folder: Path) -> None:

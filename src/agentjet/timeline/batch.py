@@ -51,7 +51,7 @@ class Facts:
             name: np.frombuffer(values, TYPES.get(name, np.int32)) for name, values in wire.items() if name != "roles"
         }
         for name in ("role_rewards", "spoke"):
-            arrays[name] = arrays[name].reshape(-1, len(roles))
+            arrays[name] = arrays[name].reshape(len(arrays["rewards"]), len(roles))  # perhaps [E, 0]
         return cls(roles=roles, **arrays)
 
 
