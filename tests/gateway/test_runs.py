@@ -281,6 +281,20 @@ async def test_the_record_of_a_run_has_its_first_settings(tmp_path: Path) -> Non
         assert recorded["job"]["batch_size"] == 7
 
 
+async def test_a_run_that_lost_its_record_is_created_again_with_its_policies(tmp_path: Path) -> None:
+    async with running(tmp_path / "d") as run:
+        await (await opened(run, "a", policies=TWO)).batch()
+    record = tmp_path / "d" / "runs" / "a" / "run.json"
+    record.unlink()
+    async with running(tmp_path / "d") as run:
+        view = run.runs.views()[1]
+        assert (view.name, view.is_open, view.state) == ("a", False, "failed") and "run.json" in view.reason
+        with pytest.raises(Conflict, match="planner"):
+            await run.runs.put("a", RunSettings())
+        assert not record.exists()
+        assert (await run.runs.put("a", RunSettings.model_validate({"policies": TWO}))).policy_version == 1
+
+
 async def test_a_run_without_its_folder_can_be_ended(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         await opened(run)

@@ -40,7 +40,7 @@ def create_run(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", "-c", help="Settings file (TOML) with [policies] and [job]; default: those of the server."
+            "--config", "-c", help="Settings file (TOML) with sections policies.NAME and job; default: the server's."
         ),
     ] = None,
     url: Url = None,

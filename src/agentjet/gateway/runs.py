@@ -114,11 +114,17 @@ class Runs:
         async with self._changing(name):
             if self._closing:
                 raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
-            record = self._record(name) or self._new_record(settings)
+            known = self._record(name)
+            record = known or self._new_record(settings)
             job = self._checked_job(record, settings)
             if name not in self._gateways:
                 self._write(name, record, is_open=True)
-                await self._open(name, record)
+                try:
+                    await self._open(name, record)
+                except ConfigError:
+                    if known is None:  # The journal of an earlier run may have other policies.
+                        (self._folder / name / RECORD).unlink(missing_ok=True)
+                    raise
             gateway = self._gateways[name]
             if settings.job is not None and gateway.swarm.job != job:
                 await gateway.replace_job(JobBody(revision=gateway.job().revision, job=job.model_dump(mode="json")))
@@ -222,7 +228,7 @@ class Runs:
         return gateway
 
     def _names(self) -> list[str]:
-        on_disk = {path.parent.name for path in self._folder.glob(f"*/{RECORD}")}
+        on_disk = {path.parent.name for file in (RECORD, JOURNAL) for path in self._folder.glob(f"*/{file}")}
         named = {name for name in on_disk if RUN_NAME.fullmatch(name)}
         return sorted((named | self._gateways.keys()) - {DEFAULT_RUN})
 
@@ -257,6 +263,8 @@ class Runs:
         reason = self._failed.get(name, "")
         try:
             record = self._record(name) or RunRecord()
+            if not reason and not (self._folder / name / RECORD).exists():
+                reason = f"{RECORD} is missing: create the run again with its policies, which opens its journal"
         except ConfigError as error:
             record, reason = RunRecord(), str(error)
         state: EngineState = "failed" if reason else "offline"
