@@ -261,7 +261,7 @@ class Unknown:
     status, lease_seconds = "live", 0.0
 
     async def heartbeat(self) -> None:
-        raise NotFound("There is no episode 'ep_1' in the run that this server serves now.")
+        raise NotFound("There is no episode 'ep_1' in this run.")
 
 
 def test_heartbeats_end_with_the_servers_knowledge_of_the_episode() -> None:

@@ -281,6 +281,18 @@ async def test_the_record_of_a_run_has_its_first_settings(tmp_path: Path) -> Non
         assert recorded["job"]["batch_size"] == 7
 
 
+async def test_the_worker_of_a_policy_changes_while_its_run_is_not_open(tmp_path: Path) -> None:
+    moved = RunSettings.model_validate({"policies": {"planner": {"worker": "second"}, "coder": {}}})
+    async with running(tmp_path / "d") as run:
+        await (await opened(run, "a", policies=TWO)).batch()
+        with pytest.raises(Conflict, match="end the run"):
+            await run.runs.put("a", moved)
+        await run.runs.end("a")
+        assert (await run.runs.put("a", moved)).policy_version == 1
+        await run.runs.get("a").ready()
+        assert run.compute.workers["second"] == {PolicyId("a", "planner")}
+
+
 async def test_a_run_that_lost_its_record_is_created_again_with_its_policies(tmp_path: Path) -> None:
     async with running(tmp_path / "d") as run:
         await (await opened(run, "a", policies=TWO)).batch()

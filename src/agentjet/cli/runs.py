@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="List, create and end the runs of a server; needs its admin token.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A lower-case letter or digit, then also dots and dashes.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A lower-case letter or digit, then also `.`, `_`, `-`.")]
 SECTIONS = ("policies", "job")
 """Sections of a settings file that a run has; the others belong to the server."""
 

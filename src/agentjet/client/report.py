@@ -210,7 +210,9 @@ class TrainReport(_Report):
         return tuple(step.metrics.get("reward/mean", math.nan) for step in self.steps)
 
     def rewards_of(self, policy: str) -> tuple[float, ...]:
-        """The same of one policy, in a run that names its policies."""
+        """The same of one policy. Raises `ValueError` for a policy that the run does not name."""
+        if self.steps and not any(f"{policy}/reward/mean" in step.metrics for step in self.steps):
+            raise ValueError(f"no step has the metric '{policy}/reward/mean': the run names no policy {policy!r}")
         return tuple(step.metrics.get(f"{policy}/reward/mean", math.nan) for step in self.steps)
 
     @property

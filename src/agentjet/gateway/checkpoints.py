@@ -452,5 +452,5 @@ class PolicyVersions:
         if policy in known or (not policy and len(known) == 1):
             return policy or known[0]
         near = get_close_matches(policy, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the policies of this run are {', '.join(known)}."
+        hint = f"did you mean {near[0]!r}?" if near else f"name one of the policies of this run: {', '.join(known)}."
         raise InvalidRequest(f"policy = {policy!r}: {hint}", code="policy_not_found", status=422, param="policy")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agentjet.compute import Compute
-from agentjet.config import JobConfig, ServeConfig, parse_config
+from agentjet.config import JobConfig, PolicyConfig, ServeConfig, parse_config
 from agentjet.errors import ConfigError, Conflict, InvalidRequest, Later, NotFound
 from agentjet.gateway.checkpoints import flush, write_json
 from agentjet.gateway.gateway import Gateway
@@ -116,8 +116,9 @@ class Runs:
                 raise Later("The server is being stopped.", code="server_stopping", status=503, retry_after=10.0)
             known = self._record(name)
             record = known or self._new_record(settings)
-            job = self._checked_job(record, settings)
+            job = self._checked_job(record, settings, is_open=name in self._gateways)
             if name not in self._gateways:
+                record = record.model_copy(update={"policies": settings.policies or record.policies})
                 self._write(name, record, is_open=True)
                 try:
                     await self._open(name, record)
@@ -190,14 +191,23 @@ class Runs:
             job = self._config.job.model_copy(update={"optimizers": own}).model_dump(mode="json")
         return RunRecord(policies=settings.policies, job=job)
 
-    def _checked_job(self, record: RunRecord, settings: RunSettings) -> JobConfig:
-        """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies."""
+    def _checked_job(self, record: RunRecord, settings: RunSettings, *, is_open: bool) -> JobConfig:
+        """Returns the requested job settings. Raises `InvalidRequest`, and `Conflict` for other policies.
+
+        The workers of a run that is not open may change.
+        """
         given = settings.policies or record.policies
         try:
             config = self._config_of(given, record.job if settings.job is None else settings.job)
         except ConfigError as error:
             raise InvalidRequest(str(error), code="invalid_setting", status=422) from None
-        if config.policies != self._config_of(record.policies, {}).policies:
+        before = self._config_of(record.policies, {}).policies
+        if is_open and config.policies != before and _without_workers(config.policies) == _without_workers(before):
+            raise Conflict(
+                "The workers of an open run cannot change: end the run, then create it again with them.",
+                code="run_policies_changed",
+            )
+        if _without_workers(config.policies) != _without_workers(before):
             raise Conflict(
                 f"The policies of a run cannot change; its policies are {json.dumps(record.policies)}. Leave "
                 "`policies` out, or choose another run.",
@@ -270,6 +280,11 @@ class Runs:
         state: EngineState = "failed" if reason else "offline"
         policies = tuple(record.policies)
         return RunView(name=name, path=path, policies=policies, is_open=False, state=state, reason=reason)
+
+
+def _without_workers(policies: Mapping[str, PolicyConfig]) -> dict[str, PolicyConfig]:
+    """The settings that decide the weights."""
+    return {name: policy.model_copy(update={"worker": ""}) for name, policy in policies.items()}
 
 
 async def _all_of(works: Iterable[Awaitable[None]]) -> None:

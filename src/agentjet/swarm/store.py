@@ -94,9 +94,7 @@ class Store:
         """Any episode that the journal keeps. Raises `NotFound`."""
         episode = self.episodes.get(episode_id) or self.journal.settled_episode(episode_id)
         if episode is None:
-            raise NotFound(
-                f"There is no episode {episode_id!r} in the run that this server serves now.", code="episode_not_found"
-            )
+            raise NotFound(f"There is no episode {episode_id!r} in this run.", code="episode_not_found")
         return episode
 
     def recent_episodes(self, limit: int, *, status: EpisodeStatus | None = None, before: str = "") -> list[Episode]:
