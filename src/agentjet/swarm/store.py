@@ -16,8 +16,7 @@ from typing import Any
 
 from agentjet.config import JobConfig, changed_settings
 from agentjet.errors import Conflict, Later, NotFound
-from agentjet.protocol import Event
-from agentjet.protocol.bodies import Request
+from agentjet.protocol import Event, Request
 from agentjet.swarm.journal import SNAPSHOT_EVERY, Journal
 from agentjet.swarm.state import Batch, Episode, Fact, Group, JobSettings, changes
 from agentjet.timeline.tree import ConversationTree

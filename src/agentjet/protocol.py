@@ -1,4 +1,4 @@
-"""Bodies of the control API: requests, responses and the rules that client and server share.
+"""Bodies of the control API, and the rules that client and server share.
 
 Times are Unix seconds, durations are seconds.
 """
@@ -24,9 +24,11 @@ from agentjet.types import (
     Mode,
 )
 
+PREFIX = "/swarm/v1"
+"""Start of every path of the control API, with its version."""
+
 
 def _not_too_cold(temperature: float) -> float:
-    """Raises `ValueError` for a temperature between 0 and the lowest one with finite log-probabilities."""
     if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(f"0 is greedy, and any other temperature is at least {MIN_TEMPERATURE:g}")
     return temperature
@@ -68,26 +70,25 @@ class BeginRequest(Request):
     which is refused from then on: 409 `client_replaced`. If empty, no process is replaced.
     """
     join_only: bool = False
-    """Join an open group, never open one: for spare episodes. 409 `group_closed` if no open group has room."""
+    """Join an open group, never open one. 409 `group_closed` if no open group has room."""
     unless_full: bool = False
-    """409 `task_set_full` at once while the task set has its share of the batch, so that the client can begin a task of
-    another set."""
+    """409 `task_set_full` at once while the task set has its share of the batch."""
     wait: float = Field(0.0, ge=0, le=60, allow_inf_nan=False)
     """Hold the request up to this long until there is room, instead of answering 429 at once."""
     code_version: Annotated[str, Field(max_length=128)] = ""
     """Version of the agent's code. Groups never mix versions, unless `job.mix_code_versions`."""
     at_version: Int64 | None = Field(None, ge=0)
-    """Only in eval mode: the policy version of all calls of the episode. 409 `version_gone` when the server is at
-    another one.
-    """
+    """Only in eval mode: the policy version of all calls. 409 `version_gone` when the server is at another one."""
     temperature: Temperature | None = None
     """Only in eval mode: the temperature of every call of the episode; overrides the calls' own. 0 is greedy."""
 
     @model_validator(mode="after")
     def _only_evaluation_is_pinned(self) -> Self:
-        if self.at_version is not None and self.mode != "eval":
+        if self.mode == "eval":
+            return self
+        if self.at_version is not None:
             raise ValueError("at_version is for mode 'eval': a training episode may see the policy learn")
-        if self.temperature is not None and self.mode != "eval":
+        if self.temperature is not None:
             raise ValueError("temperature is for mode 'eval': in training it is the job's, or the call's")
         return self
 
@@ -102,7 +103,7 @@ class BeginResponse(Response):
     model: str
     """The name of the model for requests; empty if the run names its policies."""
     policies: tuple[str, ...] = ()
-    """The policies that the settings of the run name. An agent sends one of these names as `model`."""
+    """The policies that the run names. An agent sends one of these names as `model`."""
     policy_version: int
     lease_seconds: float
     expires_at: float
@@ -135,7 +136,6 @@ class ExportRequest(Request):
 
     policy: Annotated[str, Field(max_length=64)] = ""
     """The policy, in a run that names its policies."""
-
     adapter: bool = False
     """The adapter alone, as a PEFT folder, instead of the whole model."""
 
@@ -291,7 +291,6 @@ class RunView(Response):
     path: str
     """Start of the paths of its API; empty for the default run."""
     policies: tuple[str, ...]
-    """The policies that its settings name."""
     is_open: bool
     """False if the run was ended. Its files remain, and it can be opened again."""
     state: EngineState = "offline"
@@ -364,7 +363,7 @@ class StatusResponse(Response):
     """A phrase for the thing that training waits for."""
     run: str = "default"
     policies: tuple[str, ...] = ()
-    """The policies that the settings of the run name."""
+    """The policies that the run names."""
     model: str
     model_weights: str = ""
     """Fingerprint of the weights that every run starts with; empty until they are loaded."""
@@ -417,31 +416,24 @@ class Problem(Response):
     retry_after: float | None = None
 
 
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
 def check_tag(name: str) -> None:
     """Raises `InvalidRequest` for an invalid tag."""
-    if not NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"The tag {name!r} is not a name: give a letter, then up to 63 letters, digits, dots, dashes or "
-            "underscores.",
-            code="tag_invalid",
-            status=422,
-            param="name",
-        )
+    _check_name(name, TAG_NAME, "tag", "a letter, then up to 63 letters, digits")
 
 
 def check_run_name(name: str) -> None:
     """Raises `InvalidRequest` for a name that a run cannot have."""
-    if not RUN_NAME.fullmatch(name):
-        raise InvalidRequest(
-            f"{name[:100]!r} is not the name of a run: give a lower-case letter or a digit, then up to 63 of a-z, 0-9, "
-            "dots, dashes or underscores.",
-            code="run_name_invalid",
-            status=422,
-            param="name",
-        )
+    _check_name(name, RUN_NAME, "run", "a lower-case letter or a digit, then up to 63 of a-z, 0-9")
+
+
+def _check_name(name: str, pattern: re.Pattern[str], noun: str, rule: str) -> None:
+    if not pattern.fullmatch(name):
+        message = f"{name[:100]!r} is not the name of a {noun}: give {rule}, dots, dashes or underscores."
+        code = "run_name_invalid" if noun == "run" else "tag_invalid"
+        raise InvalidRequest(message, code=code, status=422, param="name")
 
 
 REPORTED_BATCHES = 3
