@@ -163,7 +163,7 @@ def test_every_metric_of_a_step_is_explained() -> None:
 def test_the_settings_file_of_the_readme_is_valid(tmp_path: Path) -> None:
     [text] = blocks(README, "toml")
     (tmp_path / "job.toml").write_text(text, encoding="utf-8")
-    assert load_config(tmp_path / "job.toml", environ={}).job.algorithm.drop_zero_variance
+    assert load_config(tmp_path / "job.toml").job.algorithm.drop_zero_variance
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -49,7 +49,7 @@ class Demo:
         Raises `AgentJetError`. After Ctrl-C the server has saved a checkpoint and exited when this returns.
         """
         started = time.monotonic()
-        config = load_config(SETTINGS, self._overrides(), environ={})
+        config = load_config(SETTINGS, self._overrides())
         job = config.job
         self._clear()
         _print(f"starting a server for {config.model.name}; its log is {self._server_dir / 'serve.log'}")

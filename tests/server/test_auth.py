@@ -81,25 +81,25 @@ def test_keys_of_another_server_and_changed_keys_are_refused(clock: Clock) -> No
 
 def test_only_the_admin_token_administers() -> None:
     keys = Keys(token="c" * 20, admin_token="a" * 20)
-    keys.admin("a" * 20)
+    keys.control("a" * 20, "admin")
     with pytest.raises(Forbidden):
-        keys.admin("c" * 20)
+        keys.control("c" * 20, "admin")
     with pytest.raises(Unauthorized):
-        keys.admin("x" * 20)
+        keys.control("x" * 20, "admin")
     with pytest.raises(Unauthorized):
-        keys.admin("")
+        keys.control("", "admin")
 
 
 def test_a_viewer_reads_only() -> None:
     keys = Keys(token="c" * 20, admin_token="a" * 20, viewer_token="v" * 20)
     assert keys.control("v" * 20) == "viewer"
     for allowed in ("c" * 20, "a" * 20):
-        keys.client(allowed)
+        keys.control(allowed, "client")
     with pytest.raises(Forbidden) as refused:
-        keys.client("v" * 20)
+        keys.control("v" * 20, "client")
     assert refused.value.code == "client_token_needed"
     with pytest.raises(Forbidden) as refused:
-        keys.admin("v" * 20)
+        keys.control("v" * 20, "admin")
     assert refused.value.code == "admin_token_needed"
     with pytest.raises(Forbidden) as refused:
         keys.episode("v" * 20, AGE)

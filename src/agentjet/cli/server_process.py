@@ -27,7 +27,6 @@ from agentjet.cli.data_dir import check_data_dir
 from agentjet.client.threads import exit_with_parent
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.config import ServeConfig, ServerConfig, server_token
-from agentjet.config.schema import LogFormat
 from agentjet.errors import ConfigError
 from agentjet.gateway import Gateway
 from agentjet.gateway.observability import Tracing
@@ -86,7 +85,7 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
     tracing.tracer = tracer
     runs = Runs(config, EmbeddedCompute(config), clock=clock, tracing=tracing)
     data_dir = config.server.data_dir.resolve()
-    _log_to(data_dir / "logs", config.server.log_format)
+    _log_to(data_dir / "logs")
     url = _url(listener, config.server)
     keys = Keys.open(data_dir, token=server_token(), clock=clock)
     http = _Http(uvicorn_config(create_app(runs, keys), config.server))
@@ -254,14 +253,14 @@ def all_addresses_line(listener: socket.socket) -> str:
     return f"Bound to {host} port {port}: every address of this machine, reachable from other machines, too."
 
 
-def _log_to(folder: Path, log_format: LogFormat) -> None:
+def _log_to(folder: Path) -> None:
     """Logs to `server.log` from INFO on, and warnings to standard error, too."""
     folder.mkdir(parents=True, exist_ok=True)
     file = LogFile(folder / "server.log", maxBytes=LOG_BYTES, backupCount=3, encoding="utf-8")
-    configure_handler(file, log_format, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_handler(file, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
-    configure_handler(console, "text", "%(levelname)s: %(message)s")
+    configure_handler(console, "%(levelname)s: %(message)s")
     logging.basicConfig(level=logging.INFO, handlers=[file, console])
 
 

@@ -15,8 +15,6 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from agentjet.config.job import Int64, JobConfig, PolicyName, Section, unknown_policy
 from agentjet.types import SOLE_POLICY
 
-LogFormat = Literal["text", "json"]
-
 
 class LoraConfig(Section):
     """LoRA adapters. With `rank = 0`, all weights are trained. These settings cannot change within a data dir."""
@@ -120,8 +118,6 @@ class ServerConfig(Section):
     """Maximum number of concurrent calls of one episode, waiting calls included; above it, 429."""
     max_calls_per_client: Int64 = Field(4096, ge=1)
     """Maximum number of concurrent calls of one `client_id` over all its episodes; above it, 429."""
-    log_format: LogFormat = "text"
-    """Format of `logs/server.log`: text lines, or one JSON object per line."""
     trace_endpoint: str = ""
     """URL that receives OpenTelemetry spans of calls and steps (OTLP over HTTP), such as
     `http://127.0.0.1:4318/v1/traces`. Empty: no tracing. Needs the extra `otel`.
@@ -185,16 +181,12 @@ class ServeConfig(Section):
         return self.policies[policy].worker if policy in self.policies else ""
 
     @model_validator(mode="after")
-    def _names_are_not_the_default(self) -> Self:
+    def _policies_have_names(self) -> Self:
         if SOLE_POLICY in self.policies:
             raise ValueError(
                 f"policies.{SOLE_POLICY}: {SOLE_POLICY!r} is the policy of a run without [policies]: choose another "
                 "name, or omit [policies]"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _optimizers_have_policies(self) -> Self:
         for name in self.job.optimizers:
             if name not in self.policy_names:
                 raise ValueError(f"job.optimizers.{name}: {unknown_policy(name, self.policy_names)}")
