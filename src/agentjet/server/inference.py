@@ -16,9 +16,9 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.datastructures import Headers
@@ -36,32 +36,21 @@ from agentjet.server.deps import (
     key_in_path,
     until_disconnect,
 )
-from agentjet.server.dialects import CHAT, COMPLETIONS, DIALECTS, MESSAGES, RESPONSES
-from agentjet.server.dialects.chat import ChatBody
-from agentjet.server.dialects.completions import CompletionBody
+from agentjet.server.dialects import DIALECTS, MESSAGES
 from agentjet.server.dialects.dialect import AnswerHead, CallLookup, Dialect, RequestT, collect
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, ErrorShape
-from agentjet.server.dialects.messages import MessagesBody, PromptBody, TokenCount, to_conversation
-from agentjet.server.dialects.responses import ResponsesBody
+from agentjet.server.dialects.messages import PromptBody, TokenCount, to_conversation
 from agentjet.server.error_handlers import count_refusal, internal_error
 from agentjet.server.runs import AppDeps
 from agentjet.types import policy_of
 
 log = logging.getLogger(__name__)
 
-
 MAX_ROLE = 128
 POLICY_ALIAS = "policy"
 """A name of the model of every run without named policies."""
 
 
-async def _episode_id(request: Request) -> str:
-    return str(request.state.episode_id)
-
-
-EpisodeId = Annotated[str, Depends(_episode_id)]
-"""The episode of the request's key, stored by the guard `EPISODE_KEY`."""
-AgentRole = Annotated[str, Header(alias="X-AgentJet-Role", max_length=MAX_ROLE)]
 Documentation = dict[int | str, dict[str, Any]]
 """The responses of a route in `/openapi.json`."""
 
@@ -95,60 +84,41 @@ class ModelList(BaseModel):
 routes = APIRouter(tags=["inference"], route_class=GuardedRoute)
 
 
-@routes.post(CHAT.path, dependencies=EPISODE_KEY, responses=answers_of(CHAT))
-async def chat_completions(
-    body: ChatBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
-) -> Any:
-    """OpenAI's chat completions. Needs an episode key. Unsupported parameters are refused by name."""
-    return await respond(CHAT, body, request, deps, episode_id, role)
+def _add_route(dialect: Dialect[Any]) -> None:
+    async def answer(body: Any, request: Request, deps: Deps) -> Any:
+        """A request of the provider's API. Needs an episode key. Unsupported parameters are refused by name."""
+        return await respond(dialect, body, request, deps)
+
+    answer.__annotations__["body"] = dialect.request
+    routes.add_api_route(
+        dialect.path, answer, methods=["POST"], dependencies=EPISODE_KEY, responses=answers_of(dialect)
+    )
 
 
-@routes.post(COMPLETIONS.path, dependencies=EPISODE_KEY, responses=answers_of(COMPLETIONS))
-async def text_completions(
-    body: CompletionBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
-) -> Any:
-    """OpenAI's legacy text completions: continues a raw prompt, text or token ids, without the chat template."""
-    return await respond(COMPLETIONS, body, request, deps, episode_id, role)
-
-
-@routes.post(RESPONSES.path, dependencies=EPISODE_KEY, responses=answers_of(RESPONSES))
-async def create_response(
-    body: ResponsesBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
-) -> Any:
-    """OpenAI's Responses API. Needs an episode key. Unsupported parameters are refused by name."""
-    return await respond(RESPONSES, body, request, deps, episode_id, role)
-
-
-@routes.post(MESSAGES.path, dependencies=EPISODE_KEY, responses=answers_of(MESSAGES))
-async def create_message(
-    body: MessagesBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
-) -> Any:
-    """Anthropic's Messages API. Needs an episode key. Unsupported parameters are refused by name."""
-    return await respond(MESSAGES, body, request, deps, episode_id, role)
+for _dialect in DIALECTS:
+    _add_route(_dialect)
 
 
 @routes.post(f"{MESSAGES.path}/count_tokens", dependencies=EPISODE_KEY, responses=errors_of(MESSAGES.errors))
-async def count_tokens(
-    body: PromptBody, request: Request, deps: Deps, episode_id: EpisodeId, role: AgentRole = ""
-) -> TokenCount:
+async def count_tokens(body: PromptBody, request: Request, deps: Deps) -> TokenCount:
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
-    role = role_of(body.model, deps, role)
+    role = role_of(body.model, deps)
     num_bytes = len(await request.body())
     conversation, _ = await offload(num_bytes, to_conversation, body)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
-    return TokenCount(input_tokens=await deps.gateway.count_tokens(episode_id, role, asked))
+    return TokenCount(input_tokens=await deps.gateway.count_tokens(request.state.episode_id, role, asked))
 
 
 @routes.get("/v1/models", dependencies=EPISODE_KEY, responses=errors_of(OPENAI_ERRORS))
-async def list_models(deps: Deps, episode_id: EpisodeId) -> ModelList:
+async def list_models(deps: Deps) -> ModelList:
     """List the policies of the run, or its one model. Needs an episode key."""
     return ModelList(data=[_model(name, deps) for name in deps.gateway.policies or (deps.gateway.model_name,)])
 
 
 @routes.get("/v1/models/{name:path}", dependencies=EPISODE_KEY, responses=errors_of(OPENAI_ERRORS))
-async def get_model(name: str, deps: Deps, episode_id: EpisodeId) -> ServedModel:
+async def get_model(name: str, deps: Deps) -> ServedModel:
     """Return the model if the run accepts the name. Needs an episode key."""
-    role = role_of(name, deps, "")
+    role = role_of(name, deps)
     return _model(deps.gateway.model_name or policy_of(role, deps.gateway.policies), deps)
 
 
@@ -170,12 +140,10 @@ router.include_router(routes, dependencies=[Depends(key_in_headers)])
 router.include_router(routes, prefix="/k/{key}", dependencies=[Depends(key_in_path)])
 
 
-async def respond(
-    dialect: Dialect[RequestT], body: RequestT, request: Request, deps: AppDeps, episode_id: str, role: str
-) -> Response:
+async def respond(dialect: Dialect[RequestT], body: RequestT, request: Request, deps: AppDeps) -> Response:
     """Returns the response to a call in any dialect, whole or streamed. Raises `RequestError` or `ClientGone`."""
-    gateway = deps.gateway
-    role = role_of(body.model, deps, role)
+    gateway, episode_id = deps.gateway, request.state.episode_id  # stored by the guard `EPISODE_KEY`
+    role = role_of(body.model, deps)
     policy = policy_of(role, gateway.policies)
     head = AnswerHead(uuid.uuid4().hex, gateway.model_name or policy, int(time.time()), policy)
     content = await request.body()
@@ -262,8 +230,8 @@ def _model(name: str, deps: AppDeps) -> ServedModel:
     return ServedModel(id=name, created=int(deps.gateway.began))
 
 
-def role_of(model: str, deps: AppDeps, header: str) -> str:
-    """Returns the agent role of a request: the header, or what follows `@` in the model's name.
+def role_of(model: str, deps: AppDeps) -> str:
+    """Returns the agent role of a request: what follows `@` in the model's name.
 
     In a run with named policies it is `POLICY` or `POLICY/ROLE`. Raises `NotFound` for a model that the run does not
     have, and `InvalidRequest` for an invalid role.
@@ -284,12 +252,10 @@ def role_of(model: str, deps: AppDeps, header: str) -> str:
             message = f"The model {model!r} is not served here{hint} It is {served!r}, also called {POLICY_ALIAS!r}; "
             message += "server.model_aliases lets it answer to other names."
         raise NotFound(message, code="model_not_found", param="model")
-    role = model[len(name) + 1 :] or header
+    role = model[len(name) + 1 :]
     if len(role) > MAX_ROLE:
         message = f"The role in the model's name has {len(role)} characters; the maximum is {MAX_ROLE}."
         raise InvalidRequest(message, param="model")
-    if header and header != role:
-        raise InvalidRequest(f"The model's name has role {role!r}, the header has {header!r}.", param="model")
     if not policies:
         return role
     if "/" in role:
