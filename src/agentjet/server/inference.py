@@ -48,7 +48,7 @@ from agentjet.server.dialects.dialect import (
     collect,
 )
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, ErrorShape
-from agentjet.server.dialects.messages import MessagesBody, PromptBody, TokenCount, to_conversation
+from agentjet.server.dialects.messages import MessagesBody, PromptBody, TokenCount, prompt_to_count
 from agentjet.server.dialects.responses import ResponsesBody
 from agentjet.server.error_handlers import count_refusal
 from agentjet.server.runs import AppDeps
@@ -147,7 +147,7 @@ async def count_tokens(
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
     role = _role_of(body.model, deps, role)
     num_bytes = len(await request.body())
-    conversation, _ = await offload(num_bytes, to_conversation, body)
+    conversation = await offload(num_bytes, prompt_to_count, body)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
     return TokenCount(input_tokens=await deps.gateway.count_tokens(episode_id, role, asked))
 
