@@ -37,13 +37,9 @@ class Renderer:
         if model_info.tool_format and model_info.tool_format not in TOOL_FORMATS:
             raise ConfigError(f"tool_format = {model_info.tool_format!r} is unknown; known: {', '.join(TOOL_FORMATS)}")
         self._model_info = model_info
-        self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
-        self.tokenize, self.pieces, self.show = (
-            self._vocabulary.tokenize,
-            self._vocabulary.pieces,
-            self._vocabulary.show,
-        )
-        self.counted_lower_bound = self._vocabulary.counted_lower_bound
+        vocabulary = self._vocabulary = Vocabulary(model_info.tokenizer_path, visible=MARKERS)
+        self.tokenize, self.pieces, self.show = vocabulary.tokenize, vocabulary.pieces, vocabulary.show
+        self.counted_lower_bound = vocabulary.counted_lower_bound
         self._control = {token.literal: token for token in self._vocabulary.control.values()}
         self._escapes = {literal: escape(token.id) for literal, token in self._control.items()}
         self._strips_left = {literal for literal, token in self._control.items() if token.strips_left}

@@ -31,7 +31,7 @@ from agentjet.server.dialects.dialect import (
     text_of,
 )  # fmt: skip
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS
-from agentjet.server.dialects.keys import CHAT_KEYS, Body, Count, Items, JsonObject, Text, ToolName, TypedPart
+from agentjet.server.dialects.keys import CHAT_KEYS, Body, Count, Items, JsonObject, Text, ToolName
 from agentjet.types import Constraint, Conversation, Message, ToolCall
 
 # --- requests
@@ -63,7 +63,7 @@ class HistoryToolCall(Body):
     """Kept by agents that join the chunks of a stream. Ignored: it repeats the order of the list."""
 
 
-class MessageBody(TypedPart):
+class MessageBody(Body):
     """A message."""
 
     place = "messages[]."

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
 from agentjet.server.dialects.error_shapes import ErrorShape
-from agentjet.server.dialects.keys import Body, RequestBody, RequestKeys, Text, TypedPart, refusal, request_notes
+from agentjet.server.dialects.keys import Body, RequestBody, RequestKeys, Text, refusal, request_notes
 from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message
 
 # --- parts of a message
@@ -30,7 +30,7 @@ UNREADABLE_PARTS = {
 """Types of part that the policy cannot read, in any dialect, with the word used for them in the prompt."""
 
 
-class ContentPart(TypedPart):
+class ContentPart(Body):
     """A part of a message's content. The policy reads text, and a placeholder for an unreadable part."""
 
     type: str

@@ -13,9 +13,11 @@ keys are unknown, and refused. Sections: bodies; the check of a request; the doc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
@@ -68,24 +70,23 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
     place: ClassVar[str] = ""
     """Start of the names of this part's keys in the tables: `tools[].`."""
+    keys_of_kind: ClassVar[Mapping[str, str] | None] = None
+    """The keys that each `kind` of this part has, if the kind decides, apart from `type` and `role`.
 
-    @property
-    def omission(self) -> str:
-        """The note about a part that the policy does not read, whose keys do not matter; else empty."""
-        return ""
-
-
-class TypedPart(Body):
-    """Part of a request with a `kind`, its type or role, which decides about its declared keys."""
-
-    keys_of_kind: ClassVar[Mapping[str, str]] = {}
-    """The keys of each kind, apart from `type` and `role`. Those with a `?` may be missing, and need no field."""
+    Those with a `?` may be missing, and need no field.
+    """
     unknown_kind: ClassVar[str] = "the policy reads text only."
     """The reason for refusing other kinds."""
 
     @property
     def kind(self) -> str:
+        """The type or the role of this part."""
         return str(getattr(self, "type", ""))
+
+    @property
+    def omission(self) -> str:
+        """The note about a part that the policy does not read, whose keys do not matter; else empty."""
+        return ""
 
 
 class RequestBody(Body):
@@ -124,40 +125,39 @@ def request_notes(part: Body, keys: RequestKeys, where: str = "") -> Iterator[st
     if part.omission:
         yield part.omission
         return
-    required, accepted = _keys_of(part, where)
-    for key, value in part:
-        place, name = where + key, part.place + key
-        rule = keys.get(name)
-        if rule is None and key not in accepted and (value not in (None, []) or key not in type(part).model_fields):
+    if part.keys_of_kind is not None and part.kind not in part.keys_of_kind:
+        raise refusal(where[:-1], f" is of type {part.kind!r}: {part.unknown_kind}", "unsupported_content")
+    declared = part.__dict__
+    accepted, required = _split(part.keys_of_kind[part.kind]) if part.keys_of_kind is not None else (declared, ())
+    for key, value in chain(declared.items(), (part.model_extra or {}).items()):
+        if value is None and key in declared:
+            continue
+        rule = keys.get(part.place + key)
+        if rule is None and key not in accepted and (value != [] or key not in declared):
             beside = [known.removeprefix(part.place) for known in keys if known.startswith(part.place)]
             near = get_close_matches(key, [*accepted, *beside], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise InvalidRequest(f"{place!r} is not a known key{hint}", code="unknown_parameter", param=place)
-        if value is None:
-            continue
-        if rule is not None and value not in rule.neutral:
+            message = f"{where + key!r} is not a known key{hint}"
+            raise InvalidRequest(message, code="unknown_parameter", param=where + key)
+        if rule is not None and value is not None and value not in rule.neutral:
             if rule.treatment == "refused":
-                raise refused_value(value, place, rule)
-            yield name
-        if isinstance(value, Body):
-            yield from request_notes(value, keys, f"{place}.")
-        elif isinstance(value, list):
-            for i, item in enumerate(value):
-                if isinstance(item, Body):
-                    yield from request_notes(item, keys, f"{place}.{i}.")
+                raise refused_value(value, where + key, rule)
+            yield part.place + key
+        if isinstance(value, list):
+            for i, item in enumerate(value if value and isinstance(value[0], Body) else ()):
+                yield from request_notes(item, keys, f"{where}{key}.{i}.")
+        elif not isinstance(value, str) and isinstance(value, Body):  # The second check is slow.
+            yield from request_notes(value, keys, f"{where}{key}.")
     for key in required:
-        if getattr(part, key) is None:
+        if declared[key] is None:
             raise refusal(where + key, " is missing.", "invalid_value")
 
 
-def _keys_of(part: Body, where: str) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the keys that a part must have, beyond pydantic's check, and the declared keys that it may have."""
-    if not isinstance(part, TypedPart):
-        return (), list(type(part).model_fields)
-    if part.kind not in part.keys_of_kind:
-        raise refusal(where[:-1], f" is of type {part.kind!r}: {part.unknown_kind}", "unsupported_content")
-    keys = part.keys_of_kind[part.kind].split()
-    return [key for key in keys if key[-1] != "?"], ["type", "role", *(key.rstrip("?") for key in keys)]
+@cache
+def _split(keys: str) -> tuple[Collection[str], Collection[str]]:
+    """Returns the keys that a part may have and those that it must have."""
+    accepted = frozenset({"type", "role", *(key.rstrip("?") for key in keys.split())})
+    return accepted, [key for key in keys.split() if key[-1] != "?"]
 
 
 def refusal(where: str, why: str, code: str = "unsupported_parameter") -> InvalidRequest:

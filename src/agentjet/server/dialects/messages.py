@@ -40,7 +40,6 @@ from agentjet.server.dialects.keys import (
     StopStrings,
     Text,
     ToolName,
-    TypedPart,
     refusal,
     request_notes,
 )
@@ -76,7 +75,7 @@ PROVIDER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "computer_", "
 """Prefixes of the types of tools that the provider runs, or that work on images. The policy is not offered them."""
 
 
-class ToolDefinition(TypedPart):
+class ToolDefinition(Body):
     """A tool that the agent runs. Tools that Anthropic runs have a `type`."""
 
     place = "tools[]."

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from agentjet.errors import NotFound
 from agentjet.server.dialects.dialect import CallLookup, ContentPart, text_of
-from agentjet.server.dialects.keys import Items, Text, TypedPart, refusal
+from agentjet.server.dialects.keys import Body, Items, Text, refusal
 from agentjet.server.dialects.responses_tools import from_custom_input, full_name
 from agentjet.types import Message, ToolCall
 
@@ -37,7 +37,7 @@ _CALL = f"call_id name namespace? caller? {_IGNORED}"
 _OUTPUT = f"call_id output name? namespace? caller? {_IGNORED}"
 
 
-class Item(TypedPart):
+class Item(Body):
     """An item. A message may have no type, and neither may a reference."""
 
     place = "input[]."

@@ -20,7 +20,7 @@ from pydantic import model_validator
 
 from agentjet.errors import InvalidRequest
 from agentjet.server.dialects.dialect import function_tool
-from agentjet.server.dialects.keys import Items, Text, ToolName, TypedPart, check_portable_json, refusal
+from agentjet.server.dialects.keys import Body, Items, Text, ToolName, check_portable_json, refusal
 
 PROVIDER_TOOLS = (
     "web_search", "file_search", "code_interpreter", "computer", "mcp", "image_generation", "tool_search",
@@ -29,7 +29,7 @@ PROVIDER_TOOLS = (
 """Prefixes of the types of tools that the provider runs, or that work on images. The policy is not offered them."""
 
 
-class ResponsesTool(TypedPart):
+class ResponsesTool(Body):
     """A tool definition. The `parameters` of a function are a JSON schema."""
 
     place = "tools[]."
