@@ -22,6 +22,7 @@ from agentjet.server.dialects.dialect import (
     Chunks,
     ContentPart,
     Dialect,
+    NamedSchema,
     call_of,
     check_choice,
     function_tool,
@@ -29,7 +30,7 @@ from agentjet.server.dialects.dialect import (
     schema_of,
     shown_logprobs,
     text_of,
-)  # fmt: skip
+)
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS
 from agentjet.server.dialects.keys import CHAT_KEYS, Body, Count, Items, JsonObject, Text, ToolName
 from agentjet.types import Constraint, Conversation, Message, ToolCall
@@ -100,15 +101,6 @@ class ToolBody(Body):
     place = "tools[]."
     type: Literal["function"]
     function: FunctionBody
-
-
-class NamedSchema(Body):
-    """A JSON schema. The answer follows all of it, whether `strict` or not. The name has no effect."""
-
-    name: str
-    description: str | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class ResponseFormat(Body):

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import Field
 
 from agentjet.errors import InvalidRequest
 from agentjet.gateway.requests import CallChunk, CallRequest, TokenLogprob
 from agentjet.server.dialects.error_shapes import ErrorShape
-from agentjet.server.dialects.keys import Body, RequestBody, RequestKeys, Text, refusal, request_notes
+from agentjet.server.dialects.keys import Body, JsonObject, RequestBody, RequestKeys, Text, refusal, request_notes
 from agentjet.types import SOLE_POLICY, Call, Constraint, Conversation, Message
 
 # --- parts of a message
@@ -77,6 +79,15 @@ def check_choice(constraint: Constraint, offered: Sequence[str]) -> Constraint:
         message = f"tool_choice names the function {constraint.function!r}; offered are {names}."
         raise InvalidRequest(message, param="tool_choice")
     return constraint
+
+
+class NamedSchema(Body):
+    """A JSON schema. The answer follows all of it, whether `strict` or not. The name has no effect."""
+
+    name: Text | None = None
+    description: Text | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
 
 def schema_of(kind: str, schema: Mapping[str, Any] | None, place: str, param: str) -> Mapping[str, Any] | None:

@@ -68,8 +68,8 @@ class Body(BaseModel):
     """Part of a request. pydantic checks the declared keys, `request_notes` the others."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
-    place: ClassVar[str] = ""
-    """Start of the names of this part's keys in the tables: `tools[].`."""
+    place: ClassVar[str] = "nowhere."
+    """Start of the names of this part's keys in the tables: `tools[].`; empty for a whole request."""
     keys_of_kind: ClassVar[Mapping[str, str] | None] = None
     """The keys that each `kind` of this part has, if the kind decides, apart from `type` and `role`.
 
@@ -92,6 +92,7 @@ class Body(BaseModel):
 class RequestBody(Body):
     """A request for an answer of the policy."""
 
+    place = ""
     model: Annotated[str, Field(min_length=1)]
     """and the role, after `@`"""
     stream: bool | None = None

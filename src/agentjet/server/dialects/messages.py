@@ -128,6 +128,7 @@ class OutputConfig(Body):
 class PromptBody(Body):
     """The keys that make a prompt. Also the body of `POST /v1/messages/count_tokens`."""
 
+    place = ""
     model: Annotated[str, Field(min_length=1)]
     """and the role, after `@`"""
     messages: Annotated[Items[TurnBody], Field(min_length=1)]

@@ -15,6 +15,7 @@ from agentjet.server.dialects.dialect import (
     CallLookup,
     Chunks,
     Dialect,
+    NamedSchema,
     OpenAIBody,
     call_of,
     check_choice,
@@ -36,17 +37,10 @@ from agentjet.types import Constraint, Conversation, Message, ToolCall
 # --- requests
 
 
-class TextFormat(Body):
-    """The form of the answer's text: any text, any JSON object, or JSON that follows a schema.
-
-    The answer follows all of the schema, whether `strict` or not.
-    """
+class TextFormat(NamedSchema):
+    """The form of the answer's text: any text, any JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
-    description: Text | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class TextConfig(Body):
