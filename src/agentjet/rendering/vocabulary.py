@@ -181,7 +181,7 @@ class Vocabulary:
                 text = b""
         return tuple(tokens + self._encode(text))
 
-    def tokens_lower_bound(self, encoded: bytes, enough: int) -> int:
+    def counted_lower_bound(self, encoded: bytes, enough: int) -> int:
         """Returns a lower bound of the number of tokens of encoded text. Stops when it exceeds `enough`.
 
         Tokenises one slice at a time, because the tokens of a long text take a hundred times its memory. Each cut can

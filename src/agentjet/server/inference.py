@@ -39,7 +39,7 @@ from agentjet.server.deps import (
 from agentjet.server.dialects import DIALECTS, MESSAGES
 from agentjet.server.dialects.dialect import AnswerHead, CallLookup, Dialect, RequestT, collect
 from agentjet.server.dialects.error_shapes import OPENAI_ERRORS, ErrorShape
-from agentjet.server.dialects.messages import PromptBody, TokenCount, to_conversation
+from agentjet.server.dialects.messages import PromptBody, TokenCount, prompt_to_count
 from agentjet.server.error_handlers import count_refusal, internal_error
 from agentjet.server.runs import AppDeps
 from agentjet.types import policy_of
@@ -104,7 +104,7 @@ async def count_tokens(body: PromptBody, request: Request, deps: Deps) -> TokenC
     """Return the exact length of a prompt in tokens. Nothing is sampled or recorded."""
     role = role_of(body.model, deps)
     num_bytes = len(await request.body())
-    conversation, _ = await offload(num_bytes, to_conversation, body)
+    conversation = await offload(num_bytes, prompt_to_count, body)
     asked = CallRequest(conversation, model=body.model, num_bytes=num_bytes)
     return TokenCount(input_tokens=await deps.gateway.count_tokens(request.state.episode_id, role, asked))
 
