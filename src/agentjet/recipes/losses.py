@@ -8,8 +8,7 @@ Each loss also returns the tokens that it clipped, because only the loss has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -80,8 +79,7 @@ def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
     return (logp - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """A loss per token: `function(logp, *columns, algorithm)`, with the columns of the targets that it reads.
 
     A loss that reads `sequence_log_ratio` needs every token of a sequence.
@@ -89,9 +87,6 @@ class Loss:
 
     function: Callable[..., TokenLoss]
     reads: tuple[str, ...] = ("logprob", "advantage")
-
-    def __call__(self, logp: Tensor, columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> TokenLoss:
-        return self.function(logp, *(columns[name] for name in self.reads), algorithm)
 
 
 LOSSES: dict[str, Loss] = {
@@ -143,18 +138,13 @@ def tis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
 
 def icepop(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
     """rho inside `[low, high]`, 0 outside. Every token counts (2510.18855)."""
-    inside = _inside(rho, algorithm)
-    return Correction(np.where(inside, rho, np.float32(0)), np.ones(len(rho), bool))
+    return Correction(mis(rho, algorithm).weight, np.ones(len(rho), bool))
 
 
 def mis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
     """Masked importance sampling: rho inside `[low, high]`. A token outside does not count."""
-    inside = _inside(rho, algorithm)
+    inside = (rho >= algorithm.correction_low) & (rho <= algorithm.correction_high)
     return Correction(np.where(inside, rho, np.float32(0)), inside)
-
-
-def _inside(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> NDArray[np.bool_]:
-    return (rho >= algorithm.correction_low) & (rho <= algorithm.correction_high)
 
 
 CORRECTIONS: dict[str, Callable[[NDArray[np.float32], AlgorithmConfig], Correction]] = {
