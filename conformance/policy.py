@@ -83,8 +83,7 @@ class Policy:
         forward_backward = compute.forward_backward
 
         async def learn_and_keep(op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-            columns = Recipe(loss.algorithm).columns(batch)
-            self.learned.append(batch.forest.with_columns(**columns.values))
+            self.learned.append(Recipe(loss.algorithm).prepared(batch)[0])
             return await forward_backward(op, batch, loss)
 
         compute.forward_backward = learn_and_keep  # type: ignore[method-assign]

@@ -39,17 +39,21 @@ POLICY = PolicyId()
 def test_operations_are_applied_once_and_in_order() -> None:
     log = OperationLog()
     first, second = Op.of(POLICY, 0), Op.of(POLICY, 1)
-    assert log.repeated(first, "a") is None
+    applied: list[str] = []
+
+    def apply(op: Op, body: str) -> int:
+        return log.apply(op, (body,), lambda: len(applied) if applied.append(body) is None else -1)
+
     with pytest.raises(OperationConflict, match=r"operation 1 .* the next one is 0"):
-        log.repeated(second, "b")
-    log.record(first, "a", {"x": 1.0})
-    assert log.repeated(first, "a") == {"x": 1.0} and log.repeated(second, "b") is None
+        apply(second, "b")
+    assert apply(first, "a") == 1 == apply(first, "a") and applied == ["a"] and log.next == 1
     with pytest.raises(OperationConflict, match="another body"):
-        log.repeated(first, "c")
+        apply(first, "c")
     for number in range(1, MAX_RESULTS + 2):
-        log.record(Op.of(POLICY, number), "d", {})
+        assert apply(Op.of(POLICY, number), "d") == number + 1
     with pytest.raises(OperationConflict, match="no longer stored"):
-        log.repeated(first, "a")
+        apply(first, "a")
+    assert applied == ["a", *"d" * (MAX_RESULTS + 1)]
 
 
 def test_gradients_accumulate_until_the_optimiser_step(tiny_folder: Path) -> None:
@@ -132,7 +136,7 @@ def test_advantages_compare_groups_and_roles(
         role_rewards[at] = reward
     recipe = Recipe(AlgorithmConfig(advantage="dr_grpo", by_role=by_role))
     batch = TrainingBatch(0, seven_calls(), facts(role_rewards=role_rewards))
-    assert recipe.columns(batch).values["advantage"].tolist() == np.repeat(expected, 2).tolist()
+    assert recipe.prepared(batch)[0]["advantage"].tolist() == np.repeat(expected, 2).tolist()
 
 
 def test_a_target_need_not_have_been_sampled(tiny_folder: Path) -> None:

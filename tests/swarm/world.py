@@ -50,9 +50,7 @@ class World:
 
     def forest(self, batch: Batch) -> Forest:
         """The forest of a batch, with the advantages that its recipe computes."""
-        training = self.training(batch)
-        columns = Recipe(batch.job.algorithm).columns(training)
-        return training.forest.with_columns(**columns.values)
+        return Recipe(batch.job.algorithm).prepared(self.training(batch))[0]
 
     def begin(self, group: str = "g", *, key: str | None = None, **request: Any) -> Episode:
         asked = {"task_id": "t", "group": group} | request

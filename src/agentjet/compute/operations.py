@@ -6,11 +6,10 @@ import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
-from pydantic import BaseModel
 
 from agentjet.compute.protocol import Learner, LossSpec
 from agentjet.config import JobConfig
@@ -18,6 +17,7 @@ from agentjet.errors import OperationConflict
 from agentjet.timeline.batch import TrainingBatch
 from agentjet.types import Op, OperationKind
 
+Result = TypeVar("Result")
 MAX_RESULTS = 256
 """Number of the latest results that are stored."""
 
@@ -76,31 +76,26 @@ class OperationLog:
         self._applied: dict[int, tuple[str, Any]] = {}
         """Digest of the body, and result, by number."""
 
-    def repeated(self, op: Op, digest: str) -> Any:
-        """Returns the stored result of an operation that was applied before; None if `op` is the next one.
+    def apply(self, op: Op, body: tuple[Any, ...], function: Callable[[], Result]) -> Result:
+        """Apply the next operation by calling `function`; returns its result, or the stored one of a repetition.
 
         Raises `OperationConflict` for a number that is out of order, and for a repetition with another body.
         """
-        if op.number == self.next:
-            return None
-        operation = f"operation {op.number} of policy {op.policy_id}"
+        digest, operation = body_digest(*body), f"operation {op.number} of policy {op.policy_id}"
         if op.number > self.next:
             raise OperationConflict(f"{operation} is out of order: the next one is {self.next}")
-        if op.number not in self._applied:
+        if op.number == self.next:
+            self._applied[op.number] = digest, function()
+            self._applied.pop(op.number - MAX_RESULTS, None)
+            self.next += 1
+        elif op.number not in self._applied:
             raise OperationConflict(
                 f"{operation} was applied, and its result is no longer stored: the next one is {self.next}"
             )
-        applied, result = self._applied[op.number]
-        if applied != digest:
+        elif self._applied[op.number][0] != digest:
             raise OperationConflict(f"{operation} was applied with another body")
-        return result
-
-    def record(self, op: Op, digest: str, result: Any) -> None:
-        """Store the result of the next operation."""
-        assert op.number == self.next
-        self._applied[op.number] = digest, result
-        self._applied.pop(op.number - MAX_RESULTS, None)
-        self.next += 1
+        stored: Result = self._applied[op.number][1]
+        return stored
 
 
 def body_digest(*body: Any) -> str:
@@ -111,7 +106,6 @@ def body_digest(*body: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    assert is_dataclass(value), f"an operation's body has a {type(value).__name__}"
-    return [getattr(value, field.name) for field in fields(value)]
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return repr(value)  # Settings.

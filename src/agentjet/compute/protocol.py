@@ -86,16 +86,12 @@ class Sampler(Protocol):
     def sample(self, policy: PolicyId, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Sampled]:
         """Stream a completion of `token_ids`; closing the iterator cancels it.
 
-        Raises `OutOfCache` if prompt and completion exceed the cache, `GrammarError` if the grammar of `params` allows
-        no next token, `ComputeError` for token ids outside the vocabulary.
+        Raises `OutOfCache`, `GrammarError`, and `ComputeError` for token ids outside the vocabulary.
         """
         ...
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
-        """Returns the log-probability of each token except the first, given those before it. Samples nothing.
-
-        Raises `ComputeError` for token ids outside the vocabulary.
-        """
+        """Returns the log-probability of each token except the first, given those before it. Raises `ComputeError`."""
         ...
 
 
@@ -107,10 +103,7 @@ class Learner(Protocol):
         ...
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        """Update the policy with the accumulated gradient; returns metrics.
-
-        The learning rate follows from the schedule and from the policy version that was published last.
-        """
+        """Update the policy with the accumulated gradient, at the learning rate of its version; returns metrics."""
         ...
 
     async def publish(self, policy: PolicyId, version: int) -> None:

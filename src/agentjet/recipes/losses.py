@@ -32,13 +32,11 @@ class TokenLoss(NamedTuple):
 
 def clip_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
     """PPO's clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO), optionally dual clip (1912.09729)."""
-    import torch
-
     loss, clipped = _surrogate(log_ratio(logp, old).exp(), advantage, algorithm)
     if algorithm.dual_clip:
         cap = -advantage * algorithm.dual_clip
         clipped = clipped | ((advantage < 0) & (loss > cap))
-        loss = torch.where(advantage < 0, torch.minimum(loss, cap), loss)
+        loss = loss.minimum(cap).where(advantage < 0, loss)
     return TokenLoss(loss, clipped)
 
 
@@ -61,17 +59,15 @@ def cispo_loss(logp: Tensor, old: Tensor, advantage: Tensor, algorithm: Algorith
 
 def _surrogate(ratio: Tensor, advantage: Tensor, algorithm: AlgorithmConfig) -> TokenLoss:
     """PPO's pessimistic surrogate: the clip acts only where it removes an incentive to move further."""
-    import torch
-
     low, high = algorithm.clip_bounds
     unclipped, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
-    return TokenLoss(torch.maximum(unclipped, clipped), clipped > unclipped)
+    return TokenLoss(unclipped.maximum(clipped), clipped > unclipped)
 
 
 def kl_k3(logp: Tensor, reference: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(policy || reference) per sampled token: never negative, low variance."""
-    log_ratio_to_reference = (reference - logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio_to_reference.exp() - log_ratio_to_reference - 1
+    ratio = log_ratio(reference, logp)
+    return ratio.exp() - ratio - 1
 
 
 def log_ratio(logp: Tensor, old: Tensor) -> Tensor:
@@ -113,12 +109,7 @@ def constant(sequence: NDArray[np.int32], num_sequences: int, algorithm: Algorit
     return np.full(len(sequence), 1 / (algorithm.constant * num_sequences), np.float32)
 
 
-Aggregation = Callable[[NDArray[np.int32], int, AlgorithmConfig], NDArray[np.float32]]
-AGGREGATIONS: dict[str, Aggregation] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "constant": constant,
-}
+AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "constant": constant}
 """By the name in `job.algorithm.aggregation`: the weight [M] of each token's loss. The batch's loss is the weighted
 sum, for any micro-batches. `sequence` [M] numbers the (episode, role) of each token.
 """
@@ -147,11 +138,7 @@ def mis(rho: NDArray[np.float32], algorithm: AlgorithmConfig) -> Correction:
     return Correction(np.where(inside, rho, np.float32(0)), inside)
 
 
-CORRECTIONS: dict[str, Callable[[NDArray[np.float32], AlgorithmConfig], Correction]] = {
-    "tis": tis,
-    "icepop": icepop,
-    "mis": mis,
-}
+CORRECTIONS = {"tis": tis, "icepop": icepop, "mis": mis}
 """By the name in `job.algorithm.correction`."""
 
 

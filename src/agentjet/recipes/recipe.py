@@ -6,8 +6,7 @@ A new advantage, loss, aggregation or correction is an entry in its table. Shape
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +15,12 @@ from agentjet.config import AlgorithmConfig
 from agentjet.recipes.advantages import sequence_advantages
 from agentjet.recipes.losses import AGGREGATIONS, CORRECTIONS, LOSSES, importance_ratio, kl_k3
 from agentjet.timeline.batch import TrainingBatch
-from agentjet.timeline.forest import Forest
+from agentjet.timeline.forest import Forest, select
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MISMATCH = "policy/mismatch_kl"
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Columns [M] to set on a forest, the targets [M] that count (None: all), and metrics."""
-
-    values: Mapping[str, NDArray[Any]]
-    counts: NDArray[np.bool_] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Recipe:
@@ -45,30 +35,37 @@ class Recipe:
 
     @property
     def corrects(self) -> bool:
-        """True if `columns` needs the log-probabilities of the present weights."""
+        """True if `prepared` needs the log-probabilities of the present weights."""
         return self._correction is not None
 
-    def columns(self, batch: TrainingBatch, proximal: NDArray[np.float32] | None = None) -> Columns:
-        """Returns the advantage of each target, after the correction.
+    def prepared(
+        self, batch: TrainingBatch, proximal: NDArray[np.float32] | None = None
+    ) -> tuple[Forest, dict[str, float]]:
+        """Returns the forest of the targets that count, with their advantages after the correction, and metrics.
 
         `proximal` are the log-probabilities [M] of the present weights. With a correction, they become the old
         log-probabilities, and the correction scales the advantages. Every loss is linear in the advantage.
         """
-        forest, advantage = batch.forest, self._advantage(batch)
+        advantage = self._advantage(batch)
+        forest = batch.forest.with_columns(advantage=advantage)
         if not forest.num_targets:
-            return Columns({"advantage": advantage})
+            return forest, {}
+        behaviour = forest["logprob"]
         # The entropy is unbiased, over every sampled token, and needs no forward pass.
-        metrics = {"policy/entropy": -float(forest["logprob"].mean(dtype=np.float64))}
+        metrics = {"policy/entropy": -float(behaviour.mean(dtype=np.float64))}
         if self._correction is None:
-            return Columns({"advantage": advantage}, metrics=metrics)
+            return forest, metrics
+        import torch
+
         assert proximal is not None
-        weight, counts = self._correction(importance_ratio(proximal, forest["logprob"]), self.algorithm)
+        weight, counts = self._correction(importance_ratio(proximal, behaviour), self.algorithm)
         metrics |= {
-            MISMATCH: _mismatch(forest["logprob"], proximal),
+            MISMATCH: float(kl_k3(torch.from_numpy(behaviour.copy()), torch.from_numpy(proximal)).mean()),
             "policy/correction_mean": float(weight.mean()),
             "policy/correction_dropped": float((weight == 0).mean()),
         }
-        return Columns({"advantage": advantage * weight, "logprob": proximal}, counts, metrics)
+        forest = forest.with_columns(advantage=advantage * weight, logprob=proximal)
+        return forest if counts.all() else select(forest, counts), metrics
 
     def _advantage(self, batch: TrainingBatch) -> NDArray[np.float32]:
         facts = batch.facts
@@ -106,9 +103,3 @@ class Recipe:
             metrics["policy/kl"] = kl = kl_k3(logp, columns["reference"])
             loss = loss + self.algorithm.kl_coef * kl
         return loss, metrics
-
-
-def _mismatch(behaviour: NDArray[np.float32], proximal: NDArray[np.float32]) -> float:
-    import torch
-
-    return float(kl_k3(torch.from_numpy(behaviour.copy()), torch.from_numpy(proximal)).mean())

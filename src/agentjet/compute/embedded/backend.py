@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -40,7 +40,6 @@ class EmbeddedCompute:
             log_path = self._config.server.data_dir / "logs" / (f"worker-{worker}.log" if worker else "worker.log")
             process = self._workers[worker] = WorkerProcess(log_path, self._config.server.worker_timeout)
         replaced, self._hosts[policy] = self._hosts.get(policy), process
-        process.policies.add(policy)
         if replaced is not None and replaced is not process:
             await self._leave(policy, replaced)
         try:
@@ -57,8 +56,7 @@ class EmbeddedCompute:
 
     async def _leave(self, policy: PolicyId, process: WorkerProcess) -> None:
         """Free a policy in a worker, or end the worker if it has no other policy."""
-        process.policies.discard(policy)
-        if process.policies:
+        if process in self._hosts.values():
             with contextlib.suppress(ComputeError):  # The worker died, or ends because the removal failed.
                 await process.ask("remove", policy)
         else:
@@ -70,27 +68,22 @@ class EmbeddedCompute:
         return self._process(policy).sample(policy, np.asarray(token_ids, np.int32), params)
 
     async def score(self, policy: PolicyId, token_ids: Sequence[int], num_likeliest: int) -> list[TokenScore]:
-        scores: list[TokenScore] = await self._ask("score", policy, np.asarray(token_ids, np.int32), num_likeliest)
-        return scores
+        return cast(list[TokenScore], await self._ask("score", policy, np.asarray(token_ids, np.int32), num_likeliest))
 
     async def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        outputs: Outputs = await self._ask("forward_backward", op.policy_id, op, batch, loss)
-        return outputs
+        return cast(Outputs, await self._ask("forward_backward", op.policy_id, op, batch, loss))
 
     async def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
-        metrics: dict[str, float] = await self._ask("optim_step", op.policy_id, op, optimizer)
-        return metrics
+        return cast(dict[str, float], await self._ask("optim_step", op.policy_id, op, optimizer))
 
     async def publish(self, policy: PolicyId, version: int) -> None:
         await self._ask("publish", policy, version)
 
     async def save(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        stamp: CheckpointStamp = await self._ask("save", policy, path)
-        return stamp
+        return cast(CheckpointStamp, await self._ask("save", policy, path))
 
     async def load(self, policy: PolicyId, path: Path) -> CheckpointStamp:
-        stamp: CheckpointStamp = await self._ask("load", policy, path)
-        return stamp
+        return cast(CheckpointStamp, await self._ask("load", policy, path))
 
     async def export(self, policy: PolicyId, path: Path, *, adapter: bool = False) -> None:
         await self._ask("export", policy, path, adapter)

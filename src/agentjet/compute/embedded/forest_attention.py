@@ -322,9 +322,9 @@ class FlexPlan:
         return F.pad(tensor, (0, 0, 0, 0, 0, self._padding)).transpose(0, 1)[None]
 
 
-def forest_plan(forest: Forest, device: torch.device) -> AttentionPlan:
-    """Returns the attention plan of a forest for a device."""
-    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device)
+def forest_plan(forest: Forest, device: torch.device, past: KeyValues | None = None) -> AttentionPlan:
+    """Returns the attention plan of a forest for a device. On CUDA nothing is computed before."""
+    return FlexPlan(forest, device) if device.type == "cuda" else ForestPlan(forest, device, past)
 
 
 def interval_mask(end: Tensor) -> MaskMod:

@@ -148,18 +148,13 @@ class PolicyLearner:
 
     def _prepare(self, batch: TrainingBatch, loss: LossSpec, recipe: Recipe) -> _PreparedBatch:
         proximal = self._batch_logprobs(batch.forest, loss.micro_batch_tokens) if recipe.corrects else None
-        columns = recipe.columns(batch, proximal)
-        forest = batch.forest.with_columns(**columns.values)
-        if columns.counts is not None and not columns.counts.all():
-            forest = select(forest, columns.counts)
-        return _PreparedBatch(batch.id, loss, forest, columns.metrics)
+        return _PreparedBatch(batch.id, loss, *recipe.prepared(batch, proximal))
 
     def _add_gradient(self, forest: Forest, recipe: Recipe, loss: LossSpec) -> dict[str, float]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch; returns means over its targets.
 
-        Only targets that contribute to the loss are computed. Their weights count every target. The mismatch needs
-        log-probabilities, so it is a mean over computed targets. A skipped target is never clipped, and with a KL term
-        no target is skipped.
+        Only targets that contribute to the loss are computed. Their weights count every target. The mismatch is a mean
+        over computed targets. A skipped target is never clipped, and with a KL term no target is skipped.
         """
         pieces: list[Forest] = []
         if (contributing := recipe.contributing(forest)).any():
@@ -174,8 +169,7 @@ class PolicyLearner:
             self._accumulate(piece, recipe, sums)
         self._pass.finish()
         self._gather_gradients()
-        num_computed = sum(piece.num_targets for piece in pieces)
-        counts = {MISMATCH: num_computed}
+        counts = {MISMATCH: sum(piece.num_targets for piece in pieces)}
         means = {name: total / counts.get(name, forest.num_targets) for name, total in sums.items()}
         return {**means, "forest/tokens_computed": float(sum(map(self._pass.num_computed, pieces)))}
 
@@ -297,13 +291,11 @@ class PolicyLearner:
         A float32 policy has one copy of the weights, unless a bug replaces a parameter.
         """
         known: dict[int, Tensor] = {}
-        before, self._fingerprints = (
-            self._fingerprints,
-            {
-                "weights/learner": fingerprint(self.masters(), known),
-                "weights/sampler": fingerprint(self.policy.trainable().values(), known),
-            },
-        )
+        before = self._fingerprints
+        self._fingerprints = {
+            "weights/learner": fingerprint(self.masters(), known),
+            "weights/sampler": fingerprint(self.policy.trainable().values(), known),
+        }
         return {name: float(now != before.get(name)) for name, now in self._fingerprints.items()}
 
 

@@ -1,7 +1,6 @@
 """The learner's passes: from a forest to the hidden states that predict its targets, and back.
 
-* `PrefixPass` computes each node once, for any number of micro-batches. CPU, under an attention plan.
-* `ChunkPass` computes each node once in each micro-batch that needs it. CUDA, under an attention plan.
+* `PrefixPass` computes each node once, under an attention plan. On CUDA, each micro-batch computes its nodes alone.
 * `RowPass` computes one row per timeline, for models that do not share prefixes. A timeline is a root-to-leaf path that
   ends in a target. Each target is computed in exactly one of the rows that contain it.
 
@@ -60,26 +59,8 @@ class Pass(Protocol):
 
 
 def pass_of(policy: Policy) -> Pass:
-    """Returns the pass for a policy, by its model and its device."""
-    if not policy.info.shares_prefixes:
-        return RowPass(policy)
-    return ChunkPass(policy) if policy.device.type == "cuda" else PrefixPass(policy)
-
-
-class ChunkPass(Pass):
-    """Computes every node once, except the path above a piece, which each piece computes again."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-
-    def pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, IntArray]]:
-        return split(forest, max_tokens)
-
-    def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
-        device = self._policy.device
-        tokens, positions = _ids(forest.tokens, device), _ids(forest.depth, device)
-        hidden = flat_forward(self._policy.decoder, tokens, positions, forest_plan(forest, device))
-        return _predicting(hidden, forest.parent[forest.node])
+    """Returns the pass for a policy."""
+    return PrefixPass(policy) if policy.info.shares_prefixes else RowPass(policy)
 
 
 class RowPass(Pass):
@@ -179,6 +160,8 @@ class PrefixPass(Pass):
     A piece with other pieces below it is *kept*: its keys and values serve them and collect their gradients. Its
     backward pass runs when the last of them is done. So a batch costs the same in one micro-batch or in several.
 
+    On CUDA no piece is kept: the path above a piece is computed again.
+
     Invariant: pieces come in the order of `pieces`, each followed by `backward` if gradients are wanted, then `finish`.
     Without gradients, the same order keeps keys and values only.
     """
@@ -189,7 +172,8 @@ class PrefixPass(Pass):
         self._last: _ForwardPass | None = None
 
     def pieces(self, forest: Forest, max_tokens: int) -> Sequence[tuple[Forest, IntArray]]:
-        return chunk_forest(forest, max_tokens)
+        is_cuda = self._policy.device.type == "cuda"
+        return split(forest, max_tokens) if is_cuda else chunk_forest(forest, max_tokens)
 
     def hidden(self, forest: Forest) -> tuple[Tensor, Tensor]:
         """See `Pass`. A forest that is not a `ForestChunk` is computed alone."""
@@ -198,10 +182,10 @@ class PrefixPass(Pass):
             level, num_cached, is_kept = forest.level, forest.num_cached, forest.is_kept
         self._close(level)
         device = self._policy.device
-        plan = ForestPlan(forest, device, self._past(num_cached))
+        plan = forest_plan(forest, device, self._past(num_cached))
         states = flat_forward(self._policy.decoder, _ids(forest.tokens, device), _ids(forest.depth, device), plan)
         hidden, rows = _predicting(states, forest.parent[forest.node])
-        computed = plan.computed if is_kept else {}
+        computed = plan.computed if isinstance(plan, ForestPlan) and is_kept else {}
         shared = {layer: (_leaf(key), _leaf(value)) for layer, (key, value) in computed.items()}
         self._last = _ForwardPass(num_cached, computed, shared, hidden)
         if is_kept:

@@ -35,7 +35,7 @@ from agentjet.compute.embedded.policy import Policy
 from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker_process import Answer, Message, Request, encode_message
-from agentjet.compute.operations import OperationLog, body_digest
+from agentjet.compute.operations import OperationLog
 from agentjet.compute.protocol import LossSpec, Outputs
 from agentjet.config import ModelConfig, OptimizerConfig, SamplerConfig
 from agentjet.errors import AgentJetError, ComputeError, ConfigError, OperationConflict, PolicyRemoved
@@ -46,8 +46,7 @@ ARRIVAL_GAP_SECONDS = 0.004
 """Seconds for which the sampler waits for another request before its next step."""
 ARRIVALS_SECONDS = 0.05
 """Total limit of that wait."""
-OPERATIONS = ("forward_backward", "optim_step")
-_ENDING = (*OPERATIONS, "remove")
+_ENDING = ("forward_backward", "optim_step", "remove")
 """Requests whose failure ends the process, because gradients, weights or the sampler may be half changed."""
 _UNANSWERED = ("sample", "cancel")
 """Requests about one completion. Its tokens are the answer."""
@@ -58,8 +57,11 @@ _OF_WORKER = ("add", "remove", "sample", "cancel", "score")
 class HostedPolicy:
     """Applies the requests of one policy, see `Learner`. Its sampler may serve other policies, too."""
 
-    def __init__(self, policy: Policy, sampler: PrefixSampler | RowSampler, deliver: Callable[[], None]) -> None:
+    def __init__(
+        self, base: BaseModel, policy: Policy, sampler: PrefixSampler | RowSampler, deliver: Callable[[], None]
+    ) -> None:
         """`deliver` sends the tokens of this policy that were sampled and not sent yet."""
+        self.base = base
         self.policy = policy
         self.sampler = sampler
         self.learner = PolicyLearner(policy)
@@ -70,19 +72,18 @@ class HostedPolicy:
         self._operations = OperationLog()
 
     def forward_backward(self, op: Op, batch: TrainingBatch, loss: LossSpec) -> Outputs:
-        outputs: Outputs = self._apply(
-            op, ("forward_backward", batch, loss), lambda: self.learner.forward_backward(batch, loss)
-        )
-        return outputs
+        body = ("forward_backward", batch, loss)
+        return self._operations.apply(op, body, lambda: self.learner.forward_backward(batch, loss))
 
     def optim_step(self, op: Op, optimizer: OptimizerConfig) -> dict[str, float]:
         def apply() -> dict[str, float]:
             self._is_published = False
             self.sampler.pause(self.policy)
-            return self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
+            metrics = self.learner.optim_step(optimizer, self.version) | self.learner.weights_changed()
+            trim_malloc()
+            return metrics
 
-        metrics: dict[str, float] = self._apply(op, ("optim_step", optimizer), apply)
-        return metrics
+        return self._operations.apply(op, ("optim_step", optimizer), apply)
 
     def publish(self, version: int) -> None:
         if not self._is_published or version != self.version:
@@ -102,15 +103,6 @@ class HostedPolicy:
 
     def export(self, path: Path, adapter: bool) -> None:
         checkpoint.export(path, self.policy, adapter=adapter)
-
-    def _apply(self, op: Op, body: tuple[Any, ...], apply: Callable[[], Any]) -> Any:
-        """Apply an operation, or return the stored result of a repeated one. Raises `OperationConflict`."""
-        digest = body_digest(*body)
-        if (stored := self._operations.repeated(op, digest)) is not None:
-            return stored
-        result = apply()
-        self._operations.record(op, digest, result)
-        return result
 
     def _change_version(self, version: int) -> None:
         """Send the tokens of the old weights with the old version, then drop the cached keys of this policy."""
@@ -144,8 +136,6 @@ class Worker:
         self._output = output
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._pieces: dict[int, _Piece] = {}
-        self._shared_base: tuple[BaseModel, PrefixSampler | RowSampler] | None = None
-        """The base model of the worker's adapters, and their sampler."""
         self.policies: dict[PolicyId, HostedPolicy] = {}
 
     def read_forever(self, stream: BinaryIO) -> None:
@@ -171,12 +161,9 @@ class Worker:
 
     def handle(self, op: str, policy: PolicyId, *args: Any) -> Any:
         """Handle one request; returns its result. Raises `AgentJetError`, or anything else for a bug."""
-        result = (
-            getattr(self, f"_{op}")(policy, *args) if op in _OF_WORKER else getattr(self._hosted(policy), op)(*args)
-        )
-        if op in OPERATIONS:
-            trim_malloc()
-        return result
+        if op in _OF_WORKER:
+            return getattr(self, f"_{op}")(policy, *args)
+        return getattr(self._hosted(policy), op)(*args)
 
     def _next_request(self, arrivals_end: float) -> Request | None:
         """Returns the next request; None when the samplers should do a step.
@@ -212,42 +199,31 @@ class Worker:
 
     def _add(self, policy: PolicyId, model: ModelConfig, settings: SamplerConfig) -> ModelInfo:
         self._remove(policy)
-        if model.lora.rank:
-            base, sampler = self._base_of_adapters(policy, model, settings)
-            loaded = base.adapted(model.lora)
+        users = {other: hosted for other, hosted in self.policies.items() if hosted.policy.has_adapters}
+        if model.lora.rank and users:
+            shared = next(iter(users.values()))
+            base, sampler = shared.base, shared.sampler
+            if reason := base.difference(model):
+                own = next((f"policy {other}" for other in users if other.run == policy.run), "another run")
+                raise ConfigError(
+                    f"policy {policy}: {reason} of {own}; the adapters of one worker share one base model: "
+                    f"set policies.{policy.policy}.worker to another name, or use the same base"
+                )
         else:
-            loaded = BaseModel(model).policy
-            sampler = make_sampler(loaded, settings)
-        self.policies[policy] = HostedPolicy(loaded, sampler, functools.partial(self._flush, policy))
+            base = BaseModel(model)
+            sampler = make_sampler(base.policy, settings)
+        loaded = base.adapted(model.lora) if model.lora.rank else base.policy
+        self.policies[policy] = HostedPolicy(base, loaded, sampler, functools.partial(self._flush, policy))
         return loaded.info
 
-    def _base_of_adapters(
-        self, policy: PolicyId, model: ModelConfig, settings: SamplerConfig
-    ) -> tuple[BaseModel, PrefixSampler | RowSampler]:
-        """Returns the base model of the worker's adapters. Raises `ConfigError` if it is not that of `model`."""
-        users = [other for other, hosted in self.policies.items() if hosted.policy.has_adapters]
-        if self._shared_base is None or not users:
-            self._shared_base = None  # So that a base without users is freed before the next one is loaded.
-            base = BaseModel(model)
-            self._shared_base = base, make_sampler(base.policy, settings)
-        elif reason := self._shared_base[0].difference(model):
-            own = next((f"policy {other}" for other in users if other.run == policy.run), "another run")
-            raise ConfigError(
-                f"policy {policy}: {reason} of {own}; the adapters of one worker share one base model: "
-                f"set policies.{policy.policy}.worker to another name, or use the same base"
-            )
-        return self._shared_base
-
     def _remove(self, policy: PolicyId) -> None:
-        """Free a policy. The base model of adapters is freed with the last of them, or after an `add` that failed."""
+        """Free a policy. The base model of adapters is freed with the last of them."""
         if (hosted := self.policies.pop(policy, None)) is not None:
             for id in [id for id, piece in self._pieces.items() if piece.hosted is hosted]:
                 self._cancel(policy, id)
                 self._send(Answer(id, error=PolicyRemoved(f"the policy {policy} was removed from the worker")))
             hosted.sampler.remove(hosted.policy)
             del hosted
-        if not any(other.policy.has_adapters for other in self.policies.values()):
-            self._shared_base = None
         gc.collect()
         trim_malloc()
 

@@ -31,11 +31,8 @@ from agentjet.types import PolicyId, Sampled
 WORKER_VARIABLES = {"OMP_WAIT_POLICY": "PASSIVE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment of a worker. The user's own variables take precedence.
 
-Threads sleep while they wait for each other. OpenMP's default spins for 7 ms. That makes everything several times
-slower if agents or a second worker need the cores. `python -m bench.step --waiting` compares settings. `GOMP_SPINCOUNT`
-overrides the policy.
-
-cuBLAS is deterministic only with a workspace of fixed size.
+Threads sleep while they wait for each other. OpenMP's default spins for 7 ms, which makes everything several times
+slower if agents or a second worker need the cores. cuBLAS is deterministic only with a workspace of fixed size.
 """
 
 RESUMING = ("publish", "load", "add", "remove")
@@ -75,7 +72,6 @@ def encode_message(message: Message) -> bytes:
 MIN_CPU_SECONDS = 0.02
 """Minimum CPU time that counts as work. The operating system counts in steps of 0.01 s."""
 CHECKS_PER_TIMEOUT = 10
-"""Number of checks within one timeout."""
 
 
 class Watchdog:
@@ -130,11 +126,10 @@ class _Pending:
 
 
 class WorkerProcess:
-    """One process from its start to its end. `policies` are those that were added and not removed."""
+    """One process from its start to its end."""
 
     def __init__(self, log_path: Path, timeout: float) -> None:
         """`timeout` in seconds is that of the watchdog."""
-        self.policies: set[PolicyId] = set()
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         """Done when the process ended unexpectedly."""
         self._log_path = log_path
