@@ -11,7 +11,7 @@ from torch import Tensor
 from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.policy import Policy, fingerprint
-from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.operations import OperationLog, body_digest
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import JobConfig, OptimizerConfig
@@ -55,9 +55,7 @@ class Fingerprints:
 class HostedPolicy:
     """Applies the requests of one policy. Its sampler may serve other policies, too."""
 
-    def __init__(
-        self, id: PolicyId, policy: Policy, sampler: PrefixSampler | RowSampler, deliver: Callable[[], None]
-    ) -> None:
+    def __init__(self, id: PolicyId, policy: Policy, sampler: ModelSampler, deliver: Callable[[], None]) -> None:
         """`deliver` sends the tokens of this policy that were sampled and not sent yet."""
         self.id = id
         self.policy = policy

@@ -27,8 +27,7 @@ import torch
 
 from agentjet.compute.embedded.hosted_policy import HostedPolicy
 from agentjet.compute.embedded.model import BaseModel
-from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker_process import Frame, encode_frame, read_frame
 from agentjet.config import ModelConfig, SamplerConfig
@@ -65,7 +64,7 @@ class _SharedBase:
     """The base model of the worker's adapters, and their sampler."""
 
     model: BaseModel
-    sampler: PrefixSampler | RowSampler
+    sampler: ModelSampler
 
 
 class Worker:
@@ -152,7 +151,8 @@ class Worker:
             loaded, sampled = shared.model.adapted(config.lora), shared.sampler
         else:
             loaded = BaseModel(config).policy
-            sampled = make_sampler(loaded, SamplerConfig.model_validate(sampler))
+            settings = SamplerConfig.model_validate(sampler)
+            sampled = ModelSampler(loaded, settings.max_concurrent, settings.cache_tokens)
         self.policies[policy] = HostedPolicy(policy, loaded, sampled, functools.partial(self._flush, policy))
         return dataclasses.asdict(loaded.info)
 
@@ -162,7 +162,9 @@ class Worker:
         if self._shared_base is None or not users:
             self._shared_base = None  # So that a base without users is freed before the next one is loaded.
             model = BaseModel(config)
-            self._shared_base = _SharedBase(model, make_sampler(model.policy, sampler))
+            self._shared_base = _SharedBase(
+                model, ModelSampler(model.policy, sampler.max_concurrent, sampler.cache_tokens)
+            )
         elif reason := self._shared_base.model.difference(config):
             own = next((f"policy {other}" for other in users if other.run == policy.run), "another run")
             raise ConfigError(
@@ -180,7 +182,7 @@ class Worker:
         for id in [id for id, piece in self._pieces.items() if piece.hosted is hosted]:
             self._cancel(policy, id)
             self._fail(id, PolicyRemoved(f"the policy {policy} was removed from the worker"))
-        hosted.sampler.remove(hosted.policy)
+        hosted.sampler.invalidate(hosted.policy)
         del hosted
         self._free_base()
 
@@ -209,7 +211,7 @@ class Worker:
         if (piece := self._pieces.pop(id, None)) is not None:
             piece.hosted.sampler.cancel(id)
 
-    def _samplers(self) -> list[PrefixSampler | RowSampler]:
+    def _samplers(self) -> list[ModelSampler]:
         return list({id(hosted.sampler): hosted.sampler for hosted in self.policies.values()}.values())
 
     def _sample_step(self) -> None:
@@ -257,12 +259,6 @@ class Worker:
     def _send(self, frame: Frame) -> None:
         self._output.write(encode_frame(frame))
         self._output.flush()
-
-
-def make_sampler(policy: Policy, settings: SamplerConfig) -> PrefixSampler | RowSampler:
-    """Returns the sampler for a model: with shared prefixes if the model supports them."""
-    kind = PrefixSampler if policy.info.shares_prefixes else RowSampler
-    return kind(policy, settings.max_concurrent, settings.cache_tokens)
 
 
 def _token_ids(hosted: HostedPolicy, tokens: bytes) -> np.ndarray:
