@@ -16,7 +16,7 @@ import torch
 
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import Policy, load_policy
-from agentjet.compute.embedded.sampler import NewToken, PrefixSampler
+from agentjet.compute.embedded.sampler import ModelSampler, NewToken
 from agentjet.compute.embedded.worker import make_deterministic, trim_malloc
 from agentjet.config import JobConfig, ModelConfig, SamplerConfig
 from agentjet.config.job import OptimizerConfig
@@ -36,7 +36,7 @@ def run(workload: Workload, dtype: str) -> dict[str, object]:
     policy.end_tokens = frozenset()  # as in every contender: end tokens are ordinary here
     renderer = Renderer(policy.info)
     settings = SamplerConfig()
-    sampler = PrefixSampler(policy, settings.max_concurrent, settings.cache_tokens)
+    sampler = ModelSampler(policy, settings.max_concurrent, settings.cache_tokens)
     learner = PolicyLearner(policy)
     job = JobConfig(
         batch_size=workload.num_prompts,
@@ -76,7 +76,7 @@ def _tokens(renderer: Renderer, question: str) -> np.ndarray:
     return np.array(renderer.tokenize(encoded), np.int32)
 
 
-def _sample(sampler: PrefixSampler, prompts: list[np.ndarray], workload: Workload, step: int) -> list[list[NewToken]]:
+def _sample(sampler: ModelSampler, prompts: list[np.ndarray], workload: Workload, step: int) -> list[list[NewToken]]:
     """All completions of a step, submitted at once."""
     completions: list[list[NewToken]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):

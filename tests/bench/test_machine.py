@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentjet.compute.embedded.sampler import PrefixSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker_process import WORKER_VARIABLES
 from bench import machine, sampler, step
 from bench.machine import WAITS, environment, run_contender
@@ -92,6 +92,6 @@ def test_requests_that_come_over_time_are_all_sampled(tmp_path: Path) -> None:
     lengths = sampler.lengths_in_order_of_arrival(32, 4, 60)
     assert lengths.count(60) == 2 and lengths[8] == lengths[25] == 60
     batch = [[5 + i % 200] * length for i, length in enumerate(lengths)]
-    ours = PrefixSampler(policy, max_concurrent=8, cache_tokens=1024)
+    ours = ModelSampler(policy, max_concurrent=8, cache_tokens=1024)
     sampler.sample_arrivals(ours, batch, new_tokens=3, in_flight=8)
     assert ours.is_idle and not ours._waiting

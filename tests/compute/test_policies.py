@@ -29,8 +29,8 @@ import torch
 from agentjet.compute.embedded import EmbeddedCompute
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
-from agentjet.compute.embedded.worker import Worker, make_sampler
+from agentjet.compute.embedded.sampler import ModelSampler
+from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.embedded.worker_process import Request, WorkerProcess
 from agentjet.compute.operations import learn
 from agentjet.compute.protocol import LossSpec
@@ -80,7 +80,7 @@ def with_random_adapter(policy: Policy, seed: int) -> Policy:
 
 
 def completions(
-    sampler: PrefixSampler | RowSampler, requests: dict[int, tuple[Policy, np.ndarray]]
+    sampler: ModelSampler, requests: dict[int, tuple[Policy, np.ndarray]]
 ) -> dict[int, tuple[list[int], list[float]]]:
     found: dict[int, tuple[list[int], list[float]]] = {id: ([], []) for id in requests}
     for id, (policy, prompt) in requests.items():
@@ -124,16 +124,15 @@ def test_a_mixed_batch_samples_as_each_policy_alone(tmp_path: Path, kind: str) -
     base = BaseModel(model_of(make_architecture(tmp_path / kind, kind)))
     policies = [with_random_adapter(base.adapted(LoraConfig(rank=rank)), rank) for rank in (2, 4, 3)]
     policies.append(with_random_adapter(base.adapted(LoraConfig(rank=2, target_modules="lm_head")), 5))
-    settings = SamplerConfig(cache_tokens=8192)
     prompts = [tokens(1, 30), tokens(2, 9)]
     requests = {i: (policies[i % 4], prompts[i // 4 % 2]) for i in range(16)}
-    mixed = make_sampler(base.policy, settings)
+    mixed = ModelSampler(base.policy, 64, 8192)
     found = completions(mixed, requests)
     if kind == "llama":
         assert [bool(policy.mixable_layers) for policy in policies] == [True, True, True, False]
     computed = 0
     for policy in policies:
-        alone = make_sampler(base.policy, settings)
+        alone = ModelSampler(base.policy, 64, 8192)
         own = {id: request for id, request in requests.items() if request[0] is policy}
         for id, (chosen, logprobs) in completions(alone, own).items():
             assert found[id][0] == chosen
@@ -146,10 +145,10 @@ def test_a_mixed_batch_samples_as_each_policy_alone(tmp_path: Path, kind: str) -
 def test_a_diverged_adapter_fails_alone(tiny_folder: Path) -> None:
     base = BaseModel(model_of(tiny_folder))
     good, bad = (with_random_adapter(base.adapted(LoraConfig(rank=4)), seed) for seed in (1, 2))
-    expected = completions(PrefixSampler(base.policy, 8, 4096), {1: (good, tokens(1, 9))})
+    expected = completions(ModelSampler(base.policy, 8, 4096), {1: (good, tokens(1, 9))})
     next(iter(bad.trainable().values())).data.fill_(torch.inf)
     list(bad.trainable().values())[-1].data.fill_(torch.nan)
-    sampler = PrefixSampler(base.policy, 8, 4096)
+    sampler = ModelSampler(base.policy, 8, 4096)
     found = completions(sampler, {1: (good, tokens(1, 9)), 2: (bad, tokens(1, 9))})
     assert found[1][0] == expected[1][0] and found[1][1] == pytest.approx(expected[1][1], abs=1e-4)
     assert len(found[2][0]) == 1 and not np.isfinite(found[2][1]).any()
@@ -183,7 +182,7 @@ def test_a_step_of_one_policy_pauses_and_invalidates_that_policy_only(tmp_path: 
 def test_paused_completions_that_hold_the_cache_let_the_worker_wait(tiny_folder: Path) -> None:
     base = BaseModel(model_of(tiny_folder))
     one, other = (with_random_adapter(base.adapted(LoraConfig(rank=2)), seed) for seed in (1, 2))
-    sampler = PrefixSampler(base.policy, 8, 256)
+    sampler = ModelSampler(base.policy, 8, 256)
     sampler.submit(1, tokens(1, 150), SamplingParams(max_tokens=20), one)
     sampler.step()
     sampler.pause(one)
@@ -366,13 +365,13 @@ def test_a_failed_operation_is_of_its_policy_alone(tiny_folder: Path, tmp_path: 
 
 
 def test_a_policy_that_cannot_be_removed_ends_the_worker(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(sampler: PrefixSampler, policy: Policy) -> None:
+    def broken(sampler: ModelSampler, policy: Policy) -> None:
         raise RuntimeError("a bug")
 
     output = io.BytesIO()
     worker = Worker(output)
     add(worker, A, model_of(tiny_folder))
-    monkeypatch.setattr(PrefixSampler, "remove", broken)
+    monkeypatch.setattr(ModelSampler, "invalidate", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         worker._answer(Request("remove", 1, A, ()))
     output.seek(8)

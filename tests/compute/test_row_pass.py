@@ -25,7 +25,7 @@ from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import load_policy
 from agentjet.compute.embedded.passes import RowPass
 from agentjet.compute.embedded.policy import Policy, find_logit_transform
-from agentjet.compute.embedded.sampler import RowSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.worker import Worker
 from agentjet.compute.protocol import LossSpec
 from agentjet.config import AlgorithmConfig, JobConfig, ModelConfig, OptimizerConfig, SamplerConfig
@@ -208,7 +208,7 @@ def test_a_cache_never_outlives_the_weights(folders: dict[str, Path], kind: str)
     prompt = tokens(5, 20)
 
     def completion(invalidates: bool) -> tuple[list[int], list[float]]:
-        sampler = RowSampler(policy, 4, 8192)
+        sampler = ModelSampler(policy, 4, 8192)
         sampler.submit(1, prompt, SamplingParams(max_tokens=10, seed=2))
         found = [sampler.step()[0] for _ in range(4)]
         with torch.no_grad():
@@ -239,7 +239,7 @@ def test_a_cache_that_gives_other_numbers_is_not_used(
     policy = make_policy(folders["mistral"])
     whole = policy.decoder.forward
     monkeypatch.setattr(policy.decoder, "forward", lambda past_key_values=None, **given: whole(**given))
-    sampler = RowSampler(policy, 4, 4096)
+    sampler = ModelSampler(policy, 4, 4096)
     assert "no usable cache between tokens" in caplog.text
     prompt = tokens(1, 20)
     chosen, logprobs = run(sampler, {0: (prompt, SamplingParams(max_tokens=6, seed=1))})[0]
@@ -252,10 +252,10 @@ def test_requests_do_not_disturb_each_other(folders: dict[str, Path]) -> None:
     policy = make_policy(folders["lfm2"])
     policy.end_tokens = frozenset()
     wanted = (tokens(1, 20), SamplingParams(max_tokens=8, seed=7))
-    alone = RowSampler(policy, 4, 4096)
+    alone = ModelSampler(policy, 4, 4096)
     expected = run(alone, {0: wanted})[0]
     assert alone.num_computed == 20 + 7
-    narrow = RowSampler(policy, 3, 80)  # room for two or three at a time
+    narrow = ModelSampler(policy, 3, 256)  # room for two rows of one block
     crowd = {i: (tokens(50 + i, 5 * i), SamplingParams(max_tokens=3 + i, temperature=0.7, seed=i)) for i in range(1, 6)}
     found = run(narrow, {**crowd, 0: wanted})
     assert found[0][0] == expected[0]
@@ -263,10 +263,27 @@ def test_requests_do_not_disturb_each_other(folders: dict[str, Path]) -> None:
     assert [len(found[i][0]) for i in crowd] == [3 + i for i in crowd]
 
 
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_repeats_of_a_prompt_share_its_state_until_they_part(folders: dict[str, Path], kind: str) -> None:
+    policy = make_policy(folders[kind])
+    policy.end_tokens = frozenset()
+    prompt = tokens(1, 20)
+    requests = {i: (prompt, SamplingParams(max_tokens=6, temperature=0.3, seed=i)) for i in range(4)}
+    sampler = ModelSampler(policy, 8, 4096)
+    out = run(sampler, requests)
+    if kind != "bamba":  # whose cache is not used
+        contexts = {tuple(np.concatenate([prompt, out[i][0]])[: n + 1]) for i in requests for n in range(20 + 5)}
+        assert sampler.num_computed == len(contexts) > 20 + 5
+    for i, request in requests.items():
+        alone = run(ModelSampler(policy, 1, 4096), {i: request})[i]
+        assert out[i][0] == alone[0]
+        assert out[i][1] == pytest.approx(alone[1], abs=1e-4)
+
+
 def test_requests_end_are_cancelled_and_are_refused(folders: dict[str, Path]) -> None:
     policy = make_policy(folders["lfm2"])
     policy.end_tokens = frozenset()
-    sampler = RowSampler(policy, 2, 1024)
+    sampler = ModelSampler(policy, 2, 1024)
     with pytest.raises(OutOfCache, match="600 prompt tokens"):
         sampler.submit(9, tokens(0, 600), SamplingParams(max_tokens=4))
     for i in range(4):

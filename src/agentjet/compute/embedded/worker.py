@@ -32,7 +32,7 @@ from agentjet.compute.embedded import checkpoint
 from agentjet.compute.embedded.learner import PolicyLearner
 from agentjet.compute.embedded.model import BaseModel
 from agentjet.compute.embedded.policy import Policy
-from agentjet.compute.embedded.sampler import PrefixSampler, RowSampler
+from agentjet.compute.embedded.sampler import ModelSampler
 from agentjet.compute.embedded.token_sampling import score
 from agentjet.compute.embedded.worker_process import Answer, Message, Request, encode_message
 from agentjet.compute.operations import OperationLog
@@ -57,9 +57,7 @@ _OF_WORKER = ("add", "remove", "sample", "cancel", "score")
 class HostedPolicy:
     """Applies the requests of one policy, see `Learner`. Its sampler may serve other policies, too."""
 
-    def __init__(
-        self, base: BaseModel, policy: Policy, sampler: PrefixSampler | RowSampler, deliver: Callable[[], None]
-    ) -> None:
+    def __init__(self, base: BaseModel, policy: Policy, sampler: ModelSampler, deliver: Callable[[], None]) -> None:
         """`deliver` sends the tokens of this policy that were sampled and not sent yet."""
         self.base = base
         self.policy = policy
@@ -211,7 +209,7 @@ class Worker:
                 )
         else:
             base = BaseModel(model)
-            sampler = make_sampler(base.policy, settings)
+            sampler = ModelSampler(base.policy, settings.max_concurrent, settings.cache_tokens)
         loaded = base.adapted(model.lora) if model.lora.rank else base.policy
         self.policies[policy] = HostedPolicy(base, loaded, sampler, functools.partial(self._flush, policy))
         return loaded.info
@@ -222,7 +220,7 @@ class Worker:
             for id in [id for id, piece in self._pieces.items() if piece.hosted is hosted]:
                 self._cancel(policy, id)
                 self._send(Answer(id, error=PolicyRemoved(f"the policy {policy} was removed from the worker")))
-            hosted.sampler.remove(hosted.policy)
+            hosted.sampler.invalidate(hosted.policy)
             del hosted
         gc.collect()
         trim_malloc()
@@ -243,7 +241,7 @@ class Worker:
         if (piece := self._pieces.pop(id, None)) is not None:
             piece.hosted.sampler.cancel(id)
 
-    def _samplers(self) -> list[PrefixSampler | RowSampler]:
+    def _samplers(self) -> list[ModelSampler]:
         return list({id(hosted.sampler): hosted.sampler for hosted in self.policies.values()}.values())
 
     def _sample_step(self) -> None:
@@ -282,12 +280,6 @@ class Worker:
     def _send(self, message: Message) -> None:
         self._output.write(encode_message(message))
         self._output.flush()
-
-
-def make_sampler(policy: Policy, settings: SamplerConfig) -> PrefixSampler | RowSampler:
-    """Returns the sampler for a model: with shared prefixes if the model supports them."""
-    kind = PrefixSampler if policy.info.shares_prefixes else RowSampler
-    return kind(policy, settings.max_concurrent, settings.cache_tokens)
 
 
 def _check_tokens(hosted: HostedPolicy, tokens: np.ndarray) -> None:
