@@ -35,8 +35,8 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the weights. `auto`: CUDA if available, else the CPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the weights. `auto`: bfloat16 if it is fast on the device, else float32; measured once for each data
-    dir. The optimiser's copy of the weights is always float32.
+    """Type of the weights. `auto`: bfloat16 on CUDA and on CPUs with AVX512-BF16 or AMX, else float32. The optimiser's
+    copy of the weights is always float32.
     """
     context_length: Int64 = Field(0, ge=0)
     """Maximum length of a prompt and its completion together, in tokens. 0: the maximum of the model."""

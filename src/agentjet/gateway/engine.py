@@ -295,8 +295,7 @@ class Engine:
         for policy in self._run.policies:
             name = policy.policy
             settings, worker = self._run.config.model_of(name), self._run.config.worker_of(name)
-            dtype = self._swarm.dtype(name) or self._store.dtype(name)
-            model = await self._compute.add(policy, settings, worker=worker, dtype=dtype)
+            model = await self._compute.add(policy, settings, worker=worker)
             for change in self._swarm.check_origin(name, model):
                 log.warning("%s", change)
             _check_context(self._swarm.job, model)

@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from agentjet.compute.protocol import Compute, learn
+from agentjet.compute.operations import learn
+from agentjet.compute.protocol import Compute
 from agentjet.config import ServeConfig
 from agentjet.errors import AgentJetError, CheckpointError, Conflict, Later, WorkerDied
 from agentjet.gateway import observability
