@@ -19,9 +19,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from hashlib import blake2b
+from itertools import accumulate, chain
 
-from agentjet.timeline.identity import ContextHash, Identities, Identity, Schemas, answer_key, tools_key
+from agentjet.timeline.identity import Identities, Identity, Schemas, answer_key, context_hash, schemas_of, tools_key
 from agentjet.types import ESCAPE, ESCAPED_BYTE, Call, Conversation, Message
 
 
@@ -211,9 +212,8 @@ class ConversationTree:
             stops=array("I", stops),
         )
         if call.ask.after is None:
-            tools = tools_key(call.ask.tools)
-            node.schemas = self._identities.schemas(call.ask.tools, tools)
-            self._tools.add(tools)
+            node.schemas = schemas_of(call.ask.tools)
+            self._tools.add(tools_key(call.ask.tools))
         elif call.ask.after in self._nodes:
             node.schemas = self._nodes[call.ask.after].schemas
         self._nodes[call.id] = node
@@ -241,15 +241,15 @@ class ConversationTree:
         return found
 
     def context_digests(self) -> dict[str, bytes]:
-        """`context_digest` of each call's prompt + completion, in time linear in the tokens of all calls."""
-        hashes: dict[str, ContextHash] = {}
+        """Digest of each call's prompt + completion, in time linear in the tokens of all calls."""
+        hashes: dict[str, blake2b] = {}
         for call_id, node in self._nodes.items():
             parent = node.parent
             if parent is None or node.start != parent.length:
-                before = ContextHash(() if parent is None else _path(parent, node.start))
+                before = context_hash(() if parent is None else _path(parent, node.start))
             else:
                 before = hashes[parent.call.id]
-            hashes[call_id] = ContextHash(node.tokens, before)
+            hashes[call_id] = context_hash(node.tokens, before=before)
         return {call_id: found.digest() for call_id, found in hashes.items()}
 
     def clear(self) -> None:
@@ -268,15 +268,8 @@ class ConversationTree:
     def encoded_prompt(self, call_id: str) -> bytes:
         """Returns the encoded text of the whole prompt of a call."""
         node = self._nodes[call_id]
-        at: _Node | None = node
-        end = node.start + node.prompt_end
-        parts: list[bytes] = []
-        while at is not None:
-            if end > at.start:
-                parts.append(at.encoded[: int(at.ends[end - at.start])])
-                end = at.start
-            at = at.parent
-        return b"".join(reversed(parts))
+        pieces = _pieces(node, node.start + node.prompt_end)
+        return b"".join(at.encoded[: at.ends[count]] for at, count in pieces)
 
     def prompt_tokens(self, match: Match, suffix_tokens: Sequence[int]) -> tuple[int, ...]:
         """Returns the whole prompt of a new call: the tokens that `match` keeps, then the tokenised suffix."""
@@ -295,19 +288,21 @@ class ConversationTree:
         return node
 
 
-def _path(node: _Node, length: int) -> tuple[int, ...]:
-    """Returns the first `length` tokens on the path from the root to the end of `node`."""
-    parts: list[tuple[int, ...]] = []
+def _pieces(node: _Node, length: int) -> list[tuple[_Node, int]]:
+    """Returns the nodes of the first `length` tokens on the path to the end of `node`, and the tokens of each."""
+    pieces: list[tuple[_Node, int]] = []
     at: _Node | None = node
     while at is not None:
         if length > at.start:
-            parts.append(at.tokens[: length - at.start])
+            pieces.append((at, length - at.start))
             length = at.start
         at = at.parent
-    tokens: list[int] = []
-    for part in reversed(parts):
-        tokens += part
-    return tuple(tokens)
+    return pieces[::-1]
+
+
+def _path(node: _Node, length: int) -> tuple[int, ...]:
+    """Returns the first `length` tokens on the path from the root to the end of `node`."""
+    return tuple(chain.from_iterable(at.tokens[:count] for at, count in _pieces(node, length)))
 
 
 def _agreement(segment: bytes, encoded: bytes, offset: int, limit: int) -> int:
