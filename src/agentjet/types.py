@@ -144,10 +144,9 @@ class SamplingParams:
     """The sampling parameters of one completion.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 truncate nothing. `grammar` (Lark in the syntax of `llguidance`,
-    empty for none) restricts the tokens before temperature and truncation. It ends a completion that satisfies it.
-    A piece has at most `piece_tokens` tokens: 1 for streaming, more if only the end counts. The reported
-    log-probabilities belong to the distribution sampled from, after temperature and truncation.
-    The same seed, prompt and weights give the same tokens, independent of other calls, up to rounding in batches.
+    empty for none) restricts the tokens before temperature and truncation, and ends a completion that satisfies it.
+    A piece has at most `piece_tokens` tokens: 1 for streaming, more if only the end counts. The same seed, prompt and
+    weights give the same tokens, independent of other calls, up to rounding in batches.
     """
 
     max_tokens: int
@@ -161,7 +160,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A piece of a completion. The last piece has a `finish_reason`: `stop` (with the end token) or `length`."""
+    """A piece of a completion. The last piece has a `finish_reason`: `stop` (with the end token) or `length`.
+
+    Log-probabilities belong to the distribution sampled from, after grammar, temperature and truncation.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -185,7 +187,7 @@ def policy_of(role: str, policies: Sequence[str]) -> str:
 
 
 def metrics_prefix(policy: str, policies: Sequence[str]) -> str:
-    """Returns the start of the names of a policy's metrics: empty in a run whose settings name no policies."""
+    """Returns the start of the names of a policy's metrics."""
     return f"{policy}/" if policies else ""
 
 

@@ -19,7 +19,7 @@ import typer
 from agentjet.cli import Json, Run, Token, TokenFile, Url, connect, new_path, print_text
 from agentjet.cli.data_dir import JOURNAL, METRICS, run_folder
 from agentjet.errors import CheckpointError, ConfigError
-from agentjet.types import DEFAULT_RUN, SOLE_POLICY, CheckpointStamp
+from agentjet.types import DEFAULT_RUN, CheckpointStamp
 
 if TYPE_CHECKING:
     from agentjet.config import JobConfig
@@ -129,7 +129,6 @@ def checkpoint_line(info: CheckpointInfo) -> str:
 
 def export(
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
-    checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint folder instead of a server.")] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="The LoRA adapter alone, as a PEFT folder, instead of the whole model.")
     ] = False,
@@ -138,53 +137,22 @@ def export(
     token: Token = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Write a policy as a Hugging Face folder: the present policy of a running server, or a checkpoint's."""
-    with new_path(out) as unfinished:
-        if checkpoint is not None:
-            source, name = _saved(checkpoint, adapter, policy), str(checkpoint)
-        else:
-            with connect(url, token, token_file) as swarm:
-                made = swarm.export(policy=policy, adapter=adapter)
-            source, name = Path(made.path), f"policy version {made.policy_version}"
-            if not source.is_dir():
-                raise ConfigError(f"{name} was written on the server's machine, in {source}: fetch it from there")
-        shutil.copytree(source, unfinished)
+    """Write the present policy of a running server as a Hugging Face folder.
+
+    The folder `policy` in a checkpoint is such a folder, too, or with LoRA a PEFT folder: copy it.
+    """
+    with new_path(out) as unfinished, connect(url, token, token_file) as swarm:
+        made = swarm.export(policy=policy, adapter=adapter)
+        name = f"policy version {made.policy_version}"
+        if not Path(made.path).is_dir():
+            raise ConfigError(f"{name} was written on the server's machine, in {made.path}: fetch it from there")
+        shutil.copytree(made.path, unfinished)
     if adapter:
         typer.echo(
             f"the adapter of {name} is in {out}; load it with: PeftModel.from_pretrained(base_model, {str(out)!r})"
         )
     else:
         typer.echo(f"{name} is in {out}; score it with: agentjet eval {shlex.quote(str(out))}")
-
-
-def _saved(checkpoint: Path, adapter: bool, policy: str) -> Path:
-    """The folder of a checkpoint with the model of a policy, or its adapter. Raises `CheckpointError`."""
-    from agentjet.gateway.checkpoints import policy_folders
-
-    folders = policy_folders(checkpoint)
-    if (policy or SOLE_POLICY) not in folders:
-        which = "is of a run without named policies" if SOLE_POLICY in folders else f"has policies {', '.join(folders)}"
-        raise CheckpointError(f"{checkpoint} {which}: --policy {policy!r} is not one of them")
-    checkpoint = folders[policy or SOLE_POLICY]
-    source = checkpoint / "policy"
-    has_adapter, has_model = (source / "adapter_config.json").is_file(), (source / "config.json").is_file()
-    if not has_adapter and not has_model:
-        raise CheckpointError(
-            f"{checkpoint} is not a whole checkpoint: it has neither policy/config.json nor policy/adapter_config.json"
-        )
-    if adapter and not has_adapter:
-        raise CheckpointError(
-            f"{checkpoint} holds all weights (model.lora.rank = 0), so it has no adapter: export it without --adapter"
-        )
-    if has_adapter and not adapter:
-        raise CheckpointError(
-            f"{checkpoint} holds a LoRA adapter, which a server has to merge: export it with --adapter, or start a "
-            "server on this data dir, then run `agentjet export` without --checkpoint"
-        )
-    from agentjet.compute.embedded.checkpoint import verified_state  # Needs the extra `server`.
-
-    verified_state(checkpoint)
-    return source
 
 
 def roll_back(data_dir: Path, version: str, run: str = DEFAULT_RUN) -> tuple[Rollback, JobConfig]:

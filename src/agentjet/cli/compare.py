@@ -67,7 +67,8 @@ def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any
         for version, step in steps.items()
         if "reward/mean" in step and version not in undone
     }
-    scores = {one["policy_version"]: one["score"] for one in evaluations if one["policy_version"] not in undone}
+    evaluations = [one for one in evaluations if one["policy_version"] not in undone]
+    scores = [one["score"] for one in evaluations]
     figures: Figures = {
         "policy_version": max(steps),
         "batches": len(steps),
@@ -77,10 +78,10 @@ def read_run(path: Path, run: str = DEFAULT_RUN) -> tuple[Figures, dict[str, Any
         "reward_best": max(rewards.values(), default=None),
         "reward_best_version": max(rewards, key=rewards.__getitem__, default=None),
         "evaluations": len(scores),
-        "score_first": next(iter(scores.values()), None),
-        "score_last": next(reversed(scores.values()), None),
-        "score_best": max(scores.values(), default=None),
-        "score_best_version": max(scores, key=scores.__getitem__, default=None),
+        "score_first": scores[0] if scores else None,
+        "score_last": scores[-1] if scores else None,
+        "score_best": max(scores, default=None),
+        "score_best_version": evaluations[scores.index(max(scores))]["policy_version"] if scores else None,
         "episodes": round(_sum(steps, "batch/episodes")),
         "sampled_tokens": round(_sum(steps, "batch/sampled_tokens")),
         "minutes": sum(_sum(steps, f"time/{phase}") for phase in PHASES) / 60,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from agentjet.cli import Override
 from agentjet.errors import AgentJetError, Unreachable
 
 if TYPE_CHECKING:
@@ -31,10 +32,7 @@ NUM_LOG_LINES = 20
 
 def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="Settings file (TOML).")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.SETTING=VALUE", help="Override a setting; can be repeated."),
-    ] = None,
+    override: Override = None,
     model: Annotated[
         str | None, typer.Option(help="Hugging Face id, local folder, or smollm2-135m. Short for --set model.name=…")
     ] = None,
@@ -70,7 +68,7 @@ def serve(
         "server.insecure": insecure or None,
     }
     overrides = [f"{key}={json.dumps(value)}" for key, value in short.items() if value is not None]
-    run(load_config(config, [*(set_ or ()), *overrides]), ends_with_input=end_with_input)
+    run(load_config(config, [*(override or ()), *overrides]), ends_with_input=end_with_input)
 
 
 class ServerEnded(AgentJetError):

@@ -90,15 +90,14 @@ def status_lines(status: StatusResponse) -> Lines:
 
 def _clients(status: StatusResponse) -> str:
     """Clients that hold episodes or were seen recently; the others are counted."""
-    recent = [name for name, ago in status.clients.items() if ago <= RECENT_SECONDS or status.holding.get(name)]
-    rest = len(status.clients) - len(recent)
-    counted = [f"{rest} seen over {RECENT_SECONDS // 60} minutes ago"] if rest else []
-    return ", ".join([*(_client(status, name) for name in recent), *counted]) or "none yet"
-
-
-def _client(status: StatusResponse, name: str) -> str:
-    held = status.holding.get(name, 0)
-    return f"{name} ({f'holds {held}, ' if held else ''}seen {status.clients[name]:.0f} s ago)"
+    shown = []
+    for name, ago in status.clients.items():
+        held = status.holding.get(name, 0)
+        if held or ago <= RECENT_SECONDS:
+            shown.append(f"{name} ({f'holds {held}, ' if held else ''}seen {ago:.0f} s ago)")
+    if rest := len(status.clients) - len(shown):
+        shown.append(f"{rest} seen over {RECENT_SECONDS // 60} minutes ago")
+    return ", ".join(shown) or "none yet"
 
 
 def _code(name: str, code: CodeVersionStatus) -> str:
