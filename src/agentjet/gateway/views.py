@@ -21,7 +21,7 @@ from agentjet.protocol import (
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
-from agentjet.timeline.forks import orphans
+from agentjet.timeline.tree import orphans
 from agentjet.types import Call, EngineState, Message
 
 WAITING_FOR = {
