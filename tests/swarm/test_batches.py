@@ -12,7 +12,7 @@ from agentjet.errors import CheckpointError, ConfigError
 from agentjet.swarm import Batch
 from agentjet.swarm.schema import pack_ints
 from agentjet.timeline.forest import Forest
-from agentjet.timeline.identity import context_digest
+from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import EVERYTHING, encode_set, pack_sets
 from agentjet.types import CheckpointStamp
 from tests.swarm.world import World
@@ -330,7 +330,7 @@ def test_tokens_that_are_not_as_they_were_sampled_are_left_out(make_world: Make)
     world = make_world(batch_size=1)
     episodes = [world.begin(), world.begin()]
     for episode, reward in zip(episodes, (0.0, 1.0), strict=True):
-        world.call(episode, 7, context=context_digest([1, 2, 7]))
+        world.call(episode, 7, context=context_hash([1, 2, 7]).digest())
         world.finish(episode, reward)
     world.journal.file.db.execute(
         "UPDATE calls SET suffix = ? WHERE episode_id = ?", (pack_ints([1, 3]), episodes[0].id)

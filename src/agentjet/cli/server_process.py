@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from errno import EADDRNOTAVAIL
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,26 +34,24 @@ from agentjet.gateway.runs import Runs
 from agentjet.server import Keys, create_app
 from agentjet.server.http import check_certificate, listen, tune_gc, uvicorn_config
 from agentjet.server.monitoring import LogFile, configure_handler
-from agentjet.types import DEFAULT_RUN, Conversation, Message
+from agentjet.types import DEFAULT_RUN
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
+_print = partial(print, flush=True)
 
 LOG_BYTES = 10_000_000
 NEW_RUN_SECONDS = 0.2
 """Seconds between two looks for runs that were opened."""
-MAX_LINKS = 8192
-"""Links of a step's span to its calls; the SDK's default is 128."""
 
 
 def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
     """Serves until Ctrl-C or SIGTERM, and with `ends_with_input` until standard input ends.
 
-    Raises `ConfigError` if the server cannot start. Raises `SystemExit` if the engine could not load the model; the
-    log has the reason.
+    Raises `ConfigError` if the server cannot start, and `SystemExit` if the engine could not load the model.
     """
     check_data_dir(config.server.data_dir)
     check_certificate(config.server)
@@ -64,9 +62,9 @@ def run(config: ServeConfig, *, ends_with_input: bool = False) -> None:
             stack.callback(provider.shutdown)
             tracer = provider.get_tracer("agentjet", __version__)
         listener = stack.enter_context(contextlib.closing(_listen(config.server)))
-        exit_code = asyncio.run(_serve(config, listener, tracer, ends_with_input))
-    if exit_code:
-        raise SystemExit(exit_code)
+        is_served = asyncio.run(_serve(config, listener, tracer, ends_with_input))
+    if not is_served:
+        raise SystemExit(2)
 
 
 def steady_clock() -> Callable[[], float]:
@@ -78,8 +76,8 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + time.monotonic()
 
 
-async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> int:
-    """Returns the exit code."""
+async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | None, ends_with_input: bool) -> bool:
+    """Returns False if the engine could not load the model; the log has the reason."""
     clock = steady_clock()
     tracing = Tracing()
     tracing.tracer = tracer
@@ -95,17 +93,19 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
     await runs.start()
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     printer = asyncio.create_task(_print_runs(runs))
+    ready = asyncio.create_task(runs.default.ready())
     try:
         models = dict.fromkeys(config.model_of(policy).name for policy in config.policy_names)
         _print(f"AgentJet {__version__} listens on {url}, loading {', '.join(models)} …")
         if bound := all_addresses_line(listener):
             _print(bound)
-        if await _ready(runs.default, stop):
+        await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            if ready.exception() is not None:
+                return False
             tune_gc()
             _greet(runs.default, url, data_dir)
             await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
-        elif runs.default.engine.fatal is not None:
-            return 2
         _print("Stopping: the present batch is finished and a checkpoint saved (Ctrl-C again: at once) …")
         await runs.drain()
         for gateway in runs.open_gateways():
@@ -113,47 +113,29 @@ async def _serve(config: ServeConfig, listener: socket.socket, tracer: Tracer | 
             if newest is not None:
                 _print(f"{_of(gateway)}Checkpoint of policy version {newest}: {gateway.store.path(newest)}")
     finally:
+        ready.cancel()
         http.should_exit = True
         await asyncio.wait([serving])
         await runs.close()
         printer.cancel()
     serving.result()
-    return 0
-
-
-async def _ready(gateway: Gateway, stop: asyncio.Future[None]) -> bool:
-    """Waits for the worker. Returns False if the engine gave up, or on a request to stop."""
-    ready = asyncio.create_task(gateway.ready())
-    await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
-    if ready.done():
-        return ready.exception() is None
-    ready.cancel()
-    return False
+    return True
 
 
 def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
     version = f"policy version {gateway.swarm.policy_version}"
-    prompts: dict[str, str] = {}
     if gateway.policies:
         _print(f"Ready: policies {', '.join(gateway.policies)}, {version}.")
     for policy, loaded in gateway.engine.models.items():
-        model, renderer = loaded.info, loaded.renderer
-        facts = (
-            f"{model.num_parameters / 1e6:.0f}M parameters on {model.device} in {model.dtype}, context "
-            f"{model.context_length}"
-        )
+        model = loaded.info
+        size = f"{model.num_parameters / 1e6:.0f}M parameters"
+        facts = f"{size} on {model.device} in {model.dtype}, context {model.context_length}"
         if gateway.policies:
             lora = gateway.config.model_of(policy).lora
             trained = f"adapter of rank {lora.rank}" if lora.rank else "all weights"
             _print(f"  {policy}: {model.name}, {facts}, {trained}")
         else:
             _print(f"Ready: {facts}, {version}.")
-        tokens = renderer.tokenize(renderer.render(Conversation((Message("user", "Hello"),))))
-        prompts[policy] = b"".join(map(renderer.token_bytes, tokens)).decode(errors="replace")
-    for prompt in dict.fromkeys(prompts.values()):
-        owners = ", ".join(policy for policy, own in prompts.items() if own == prompt)
-        template = f"The chat template of {owners}" if gateway.policies else "The model's chat template"
-        _print(f"{template} renders the message 'Hello' as: {prompt!r}")
     _print(f"Token of clients: {data_dir / 'token'}   of admins: {data_dir / 'admin-token'}")
     _print(
         "Next, in another terminal:\n"
@@ -163,14 +145,14 @@ def _greet(gateway: Gateway, url: str, data_dir: Path) -> None:
 
 
 async def _print_runs(runs: Runs) -> None:
-    """Prints a line for each batch of every run. The log's warnings are printed, too."""
+    """Prints a line for each batch of every run."""
     printed: set[Gateway] = set()
     async with asyncio.TaskGroup() as printers:
         while True:
-            new = set(runs.open_gateways()) - printed
-            printed = printed & set(runs.open_gateways()) | new
-            for gateway in new:
+            now = set(runs.open_gateways())
+            for gateway in now - printed:
                 printers.create_task(_print_steps(gateway))
+            printed = now
             await asyncio.sleep(NEW_RUN_SECONDS)
 
 
@@ -222,14 +204,10 @@ def _listen(server: ServerConfig) -> socket.socket:
     try:
         return listen(host, server.port)
     except OSError as error:
-        if error.errno == EADDRNOTAVAIL or (error.errno or 0) < 0:  # negative: from looking up the name
-            raise ConfigError(
-                f"server.host = {host!r} is not an address of this machine: give 127.0.0.1, 0.0.0.0, or one that its "
-                "network has"
-            ) from None
         raise ConfigError(
-            f"server.port = {server.port} on {host} is not available ({error.strerror or error}): stop the "
-            "program that listens there, or choose another port (--port 0 takes a free one)"
+            f"server.port = {server.port} on server.host = {host!r} is not available ({error.strerror or error}): "
+            "stop the program that listens there, choose another port (--port 0 takes a free one), or give an address "
+            "of this machine, such as 127.0.0.1 or 0.0.0.0"
         ) from None
 
 
@@ -264,10 +242,6 @@ def _log_to(folder: Path) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[file, console])
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
 def tracer_provider(endpoint: str) -> TracerProvider:
     """OpenTelemetry's SDK: sends spans to `endpoint` in the background; `shutdown()` sends the last ones.
 
@@ -276,17 +250,14 @@ def tracer_provider(endpoint: str) -> TracerProvider:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+        from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"server.trace_endpoint = {endpoint!r} needs the package {error.name!r}: pip install 'agentjet[otel]', or "
             "leave the setting out"
         ) from None
-    provider = TracerProvider(
-        resource=Resource.create({"service.name": "agentjet", "service.version": __version__}),
-        span_limits=SpanLimits(max_links=MAX_LINKS),
-        shutdown_on_exit=False,
-    )
+    resource = Resource.create({"service.name": "agentjet", "service.version": __version__})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return provider

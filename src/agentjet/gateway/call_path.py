@@ -49,7 +49,7 @@ from agentjet.gateway.requests import (
 )
 from agentjet.gateway.training_loop import OpenRun
 from agentjet.swarm import Episode
-from agentjet.timeline.identity import context_digest
+from agentjet.timeline.identity import context_hash
 from agentjet.timeline.support import pack_sets
 from agentjet.types import Call, Conversation
 
@@ -294,7 +294,7 @@ class CallPath:
             ask=prompt.ask,
             fork="retry" if retry_of is not None else prompt.fork,
             retry_of=retry_of,
-            context=context_digest(prompt.tokens, completion),
+            context=context_hash(prompt.tokens, completion).digest(),
             # Support sets serve training only.
             support=pack_sets(parser.support) if call.episode.mode == "train" else b"",
             untrained=call.request.untrained,

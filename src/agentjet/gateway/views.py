@@ -21,8 +21,7 @@ from agentjet.protocol import (
 )
 from agentjet.rendering import Renderer
 from agentjet.swarm import Episode, Journal, SwarmState
-from agentjet.swarm.store import Store
-from agentjet.timeline.forks import orphans
+from agentjet.timeline.tree import orphans
 from agentjet.types import Call, EngineState, Message
 
 WAITING_FOR = {
@@ -108,11 +107,6 @@ def tree(journal: Journal, episode: Episode, renderer_of: Callable[[str], Render
     calls.sort(key=lambda call: roles.index(call.role))
     views = [_call(call, orphaned.get(call.id, ""), renderer_of(call.role)) for call in calls]
     return EpisodeTree(**_facts(episode), calls=views)
-
-
-def recorded_tree(store: Store, episode_id: str) -> EpisodeTree:
-    """Returns an episode of a journal with its calls, without texts. Raises `NotFound`."""
-    return tree(store.journal, store.episode(episode_id), lambda role: None)
 
 
 def _facts(episode: Episode) -> dict[str, object]:
