@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from agentjet.client import AgentFailing, AsyncEpisode, AsyncSwarm, Episode, Retry, Swarm, wilson_interval
-from agentjet.client.progress import Lines
+from agentjet.client.progress import Progress
 from agentjet.client.rollout import RolloutQueue, RolloutSpec, keep_alive
 from agentjet.client.threads import LoopThread
 from agentjet.client.training import QUIET_SECONDS
@@ -422,8 +422,8 @@ def test_a_run_that_gets_no_episode_says_what_the_server_waits_for(capsys: pytes
 
 def test_a_wait_is_said_once_a_minute_whatever_its_numbers() -> None:
     out, time = io.StringIO(), FakeTime()
-    lines = Lines("training", 10, out=out, clock=lambda: time.now)
-    for now, what in ((0, "g, 90 s"), (2, "g, 88 s"), (4, ""), (6, "h, 9 s"), (65, "h, 8 s")):
+    lines = Progress("training", 10, out=out, clock=lambda: time.now)
+    for now, what in ((0, "g, 90 s"), (2, "g, 88 s"), (6, "h, 9 s"), (65, "h, 8 s")):
         time.now = now
         lines.waits(what)
     assert out.getvalue().splitlines() == ["waiting for g, 90 s", "waiting for h, 9 s"]

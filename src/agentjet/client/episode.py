@@ -15,19 +15,18 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import quote
-
-from pydantic import BaseModel
 
 from agentjet.client.connection import Connection
 from agentjet.errors import AgentJetError, Conflict, InvalidRequest, NotFound, RequestError
 from agentjet.protocol import LARGEST, AbortRequest, BeginRequest, BeginResponse, EpisodeView, FinishRequest
 from agentjet.types import EpisodeStatus, Mode, Reward, wrong_reward_name
 
-T = TypeVar("T")
 Returned = float | Reward | Mapping[str, float | Reward]
 """A reward as agents return it: for the whole episode, or by policy in a run with named policies."""
+RunCoroutine = Callable[[Coroutine[Any, Any, EpisodeView]], EpisodeView]
+"""Runs a coroutine on the loop of an episode's client, from another thread, and returns its result."""
 STOPPED = "the client stopped"
 NOT_NEEDED = "not needed: the client's run has its steps"
 UNPLAYED = "not needed: its client no longer waits for it"
@@ -41,20 +40,6 @@ SERVER_WAIT = 20.0
 """Longest time that the server is asked to hold a `begin`: short enough for every proxy."""
 NO_LEASE = 1e9
 """Seconds: such a lease does not expire."""
-
-
-class RunCoroutine(Protocol):
-    """Runs a coroutine on the loop of an episode's client, from another thread, and returns its result."""
-
-    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T: ...
-
-
-class RequestSender(Protocol):
-    """Sends an episode's requests: a `Connection`, or an endpoint's stand-in."""
-
-    async def request(
-        self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
-    ) -> Any: ...
 
 
 class _EpisodeFields:
@@ -91,7 +76,8 @@ class _EpisodeFields:
 class AsyncEpisode(_EpisodeFields):
     """An episode for asynchronous code. As a context manager it aborts unless `finish` was called inside."""
 
-    def __init__(self, connection: RequestSender, begun: BeginResponse, request: BeginRequest) -> None:
+    def __init__(self, connection: Connection | None, begun: BeginResponse, request: BeginRequest) -> None:
+        """Without a connection nothing is recorded: the model is an endpoint's."""
         super().__init__(begun, request)
         self._connection = connection
         self.status: EpisodeStatus = "live"
@@ -106,10 +92,10 @@ class AsyncEpisode(_EpisodeFields):
     async def finish(self, reward: Returned) -> EpisodeView:
         """End the episode with its reward.
 
-        Raises `InvalidRequest` as `checked` does, before anything is sent. Raises `Conflict` if the episode was aborted
-        or its lease has expired.
+        Raises `InvalidRequest` as `checked_reward` does, before anything is sent. Raises `Conflict` if the episode was
+        aborted or its lease has expired.
         """
-        reward = self.checked(reward)
+        reward = checked_reward(reward, self.policies)
         view = await self._post("finish", finish_body(reward))
         self.reward = reward
         return view
@@ -122,22 +108,17 @@ class AsyncEpisode(_EpisodeFields):
         """Renew the lease. Calls of the model renew it too."""
         return await self._post("heartbeat", None)
 
-    async def refresh(self) -> EpisodeView:
-        """The episode's present state on the server. Does not renew the lease."""
-        answer = await self._connection.request("GET", f"/episodes/{quote(self.id, safe='')}")
-        return self._update(EpisodeView.model_validate(answer))
-
-    def checked(self, returned: object) -> Reward:
-        """An agent's return value as a reward. Raises as `checked_reward`."""
-        return checked_reward(returned, self.policies)
-
-    def blocking(self, run: RunCoroutine) -> Episode:
-        """This episode for synchronous code."""
-        return Episode(self, run)
+    async def refresh(self) -> None:
+        """Update status, reason and number of calls. Does not renew the lease."""
+        if self._connection is not None:
+            answer = await self._connection.request("GET", f"/episodes/{quote(self.id, safe='')}")
+            self._update(EpisodeView.model_validate(answer))
 
     async def _post(
         self, verb: str, body: FinishRequest | AbortRequest | None, patience: float | None = None
     ) -> EpisodeView:
+        if self._connection is None:
+            return self._update(self._unrecorded_view(body))
         try:
             answer = await self._connection.request(
                 "POST", f"/episodes/{quote(self.id, safe='')}/{verb}", body=body, patience=patience
@@ -151,6 +132,13 @@ class AsyncEpisode(_EpisodeFields):
     def _update(self, view: EpisodeView) -> EpisodeView:
         self.status, self.reason, self.num_calls = view.status, view.reason, view.num_calls
         return view
+
+    def _unrecorded_view(self, body: FinishRequest | AbortRequest | None) -> EpisodeView:
+        ended: dict[type, EpisodeStatus] = {FinishRequest: "finished", AbortRequest: "aborted"}
+        facts = self.request.model_dump(include={"mode", "task_id", "task_set", "client_id"}) | {"group": self.group}
+        return EpisodeView(
+            episode_id=self.id, status=ended.get(type(body), self.status), policy_version=self.policy_version, **facts
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -185,9 +173,9 @@ class Episode(_EpisodeFields):
         """See `AsyncEpisode.finish`."""
         return self._run(self._episode.finish(reward))
 
-    def abort(self, reason: str = "") -> EpisodeView:
+    def abort(self, reason: str = "", *, patience: float | None = None) -> EpisodeView:
         """See `AsyncEpisode.abort`."""
-        return self._run(self._episode.abort(reason))
+        return self._run(self._episode.abort(reason, patience=patience))
 
     def heartbeat(self) -> EpisodeView:
         """See `AsyncEpisode.heartbeat`."""
@@ -200,7 +188,7 @@ class Episode(_EpisodeFields):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.status == "live":
-            self._run(self._episode.abort(abort_reason(error), patience=patience_after(error)))
+            self.abort(abort_reason(error), patience=patience_after(error))
 
 
 def patience_after(error: BaseException | None) -> float | None:
@@ -282,7 +270,7 @@ def _invalid_reward(message: str, param: str) -> InvalidRequest:
 
 @dataclass
 class RunCleanup:
-    """The end of one run: time limits of its aborts, and the number of episodes left behind."""
+    """The end of one run: the time limit of its aborts, and the number of episodes left behind."""
 
     goal_reached: bool = False
     """True if the run reached its goal; False if it was interrupted, or failed."""
@@ -303,12 +291,6 @@ class RunCleanup:
             self.num_left += refusal.status >= 500  # After any other refusal the episode is not live.
         except (AgentJetError, TimeoutError):
             self.num_left += 1
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_left} episode{'' if self.num_left == 1 else 's'} could not be aborted, because the server did "
-            "not answer in time: each may keep its place until its lease expires"
-        )
 
 
 async def begin_episode(
@@ -369,33 +351,4 @@ class Endpoint:
             lease_seconds=NO_LEASE,
             expires_at=NO_LEASE,
         )
-        return AsyncEpisode(_EndpointConnection(begun.episode_id, request), begun, request)
-
-
-@dataclass
-class _EndpointConnection:
-    """Answers an episode's requests locally, in place of a server."""
-
-    episode_id: str
-    begun_with: BeginRequest
-    status: EpisodeStatus = "live"
-
-    async def request(
-        self, method: str, path: str, *, body: BaseModel | None = None, patience: float | None = None
-    ) -> Any:
-        if isinstance(body, FinishRequest):
-            self.status = "finished"
-        elif isinstance(body, AbortRequest):
-            self.status = "aborted"
-        begun = self.begun_with
-        return EpisodeView(
-            episode_id=self.episode_id,
-            status=self.status,
-            mode=begun.mode,
-            task_id=begun.task_id,
-            task_set=begun.task_set,
-            group=begun.group,
-            client_id=begun.client_id,
-            policy_version=0,
-            reason=body.reason if isinstance(body, AbortRequest) else "",
-        ).model_dump()
+        return AsyncEpisode(None, begun, request)

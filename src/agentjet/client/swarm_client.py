@@ -210,9 +210,12 @@ class AsyncSwarm:
                 )
 
             held_out = HeldOutEvaluations(evaluate, eval_every, stop_after)
-        training = Training(self._connection, self.episode_request, version, tasks, steps, seed, code, held_out)
         try:
-            return await training.run(concurrency=concurrency, progress=progress)
+            connection, status = self._connection, await self.status()
+            training = Training(
+                connection, status, self.episode_request, version, tasks, steps, seed, progress, code, held_out
+            )
+            return await training.run(concurrency)
         except (AgentJetError, asyncio.CancelledError) as error:
             raise error.with_traceback(None) from None  # The internal frames do not help a user.
 
